@@ -1,0 +1,108 @@
+"""What an algorithm is: a row of facts and pure functions about one kind of adapter.
+
+A formula sees `n` layers of equal shape at once. Weights arrive flattened to `[n, out, cols]`, where
+`cols` is `in` for a linear layer and `in·kh·kw` for a convolution; vectors arrive as `[n, out, 1]`.
+Nothing in this package reads files or chooses, moves or casts devices and dtypes. torch is imported
+inside the functions that need it, because plans are made from shapes alone and must start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Indices: TypeAlias = Tensor  # integer tensor: brought to the device, never cast to the compute dtype
+    Scalar: TypeAlias = Tensor  # [n, 1, 1], one number per layer, resolved by the plan (scale, limit …)
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Mapping[str, Shape]
+
+
+class DoesNotFit(ValueError):
+    """The adapter's tensors do not fit each other or the base; the message says which and how."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the table.
+
+    The fields of the `tensors` dataclass say what the formula needs, by annotation:
+    `Tensor` / `Tensor | None` is a slot filled from the file (required / optional), `Indices` an integer
+    slot, `Scalar` a number per layer, anything else a setting that is equal for the whole stack.
+    """
+
+    name: str
+    tensors: type[Any]
+    fit: Callable[[Shapes, Shape], Shapes]
+    """(stored shape per slot, shape of the weight) → shape per slot as the formula wants it, without n.
+
+    Checks everything there is to check; raises DoesNotFit. Only reshapes: numel is kept.
+    """
+    delta: Callable[[Tensor, Any], Tensor]
+    """(base [n, out, cols], tensors) → ΔW [n, out, cols] at strength 1; inputs untouched."""
+    paper: str
+    numbers: Callable[[float | None, Shapes, Shape], Mapping[str, float]] = lambda _a, _s, _t: {}
+    """(stored alpha or None, fitted shapes, weight shape) → value per `Scalar` field."""
+    sliced: Mapping[str, int] | None = None
+    """Slots that hold one entry per output row, and on which axis of the fitted shape; rows of ΔW then need
+    only those entries (and those rows of the base). None: ΔW can only be formed whole."""
+    reads_base: bool = False
+    """Whether ΔW depends on the values of the base."""
+    accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
+    """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without forming ΔW."""
+    derive: Callable[[Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
+    """(weight shape, settings) → further slots that no file stores (seeded indices …), CPU tensors without n."""
+
+    @cached_property
+    def slots(self) -> Mapping[str, bool]:
+        """Slot → whether it is required, read off the dataclass."""
+        kinds = {"Tensor": True, "Indices": True, "Tensor | None": False, "Indices | None": False}
+        return MappingProxyType({f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds})
+
+    @cached_property
+    def integer_slots(self) -> frozenset[str]:
+        """Slots whose tensors stay integers."""
+        return frozenset(f.name for f in fields(self.tensors) if str(f.type).startswith("Indices"))
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """Fields that hold one number per layer."""
+        return frozenset(f.name for f in fields(self.tensors) if str(f.type) == "Scalar")
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Setting → default (MISSING where the adapter's configuration must give it)."""
+        taken = set(self.slots) | self.scalars
+        return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
+
+    def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
+        """Settings without a default that were not given."""
+        return [name for name, default in self.settings.items() if default is MISSING and name not in given]
+
+
+def flat(shape: Shape) -> tuple[int, int]:
+    """(rows, cols) of a weight: axis 0 kept, the rest flattened; vectors are columns."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def expect(*, holds: bool, otherwise: str) -> None:
+    """Raise DoesNotFit with that message unless the condition holds."""
+    if not holds:
+        raise DoesNotFit(otherwise)
+
+
+def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
+    """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0 (see algorithms.md G1)."""
+
+    def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
+        rank = shapes[slot][axis]
+        return {"scale": alpha / rank if alpha and rank else 1.0}
+
+    return numbers

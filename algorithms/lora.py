@@ -1,0 +1,71 @@
+"""LoRA, ΔW = (α / r) · B A. Hu et al. 2021, arXiv:2106.09685, section 4.1.
+
+Convolutions: A holds the kernel and B is 1×1, so the flattened product is the flattened ΔW. With a
+Tucker core (LoCon, `mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class LoraTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, cols]; with a core [n, r, in]
+    scale: Scalar  # α / r
+    mid: Tensor | None = None  # Tucker core, [n, r, r, k]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (out, r), down (r, cols or in) and mid (r, r, k)."""
+    out, cols = flat(target)
+    (rows, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
+    expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")
+    if "mid" not in shapes:
+        expect(holds=width == cols, otherwise=f"down has {width} columns, the weight has {cols}")
+        return {"up": (out, rank), "down": (rank, cols)}
+    core = shapes["mid"]
+    expect(holds=core[:2] == (rank, rank), otherwise=f"mid is {list(core)}, up and down have rank {rank}")
+    kernel = flat(core[1:])[1]
+    expect(
+        holds=width * kernel == cols and core[2:] == target[2:],
+        otherwise=f"down × mid cover {width}×{list(core[2:])} inputs, the weight has {list(target[1:])}",
+    )
+    return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, kernel)}
+
+
+def delta(base: Tensor, t: LoraTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read: the update is additive."""
+    return (t.up * t.scale) @ _columns(t)
+
+
+def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, one fused multiply-add; the thin factor is scaled, not the product."""
+    acc.baddbmm_(t.up * (t.scale * strength), _columns(t))
+
+
+def _columns(t: LoraTensors) -> Tensor:
+    """A as [n, r, cols]: the stored one, or core and `down` contracted first (r is small)."""
+    if t.mid is None:
+        return t.down
+    n, rank, _, kernel = t.mid.shape
+    core = t.mid.permute(0, 1, 3, 2).reshape(n, rank * kernel, rank)  # [n, (m, k), n']
+    return (core @ t.down).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
+
+
+LORA = Algorithm(
+    "lora", LoraTensors, fit, delta, "arXiv:2106.09685",
+    numbers=alpha_over("down"), sliced={"up": 0}, accumulate=accumulate,
+)  # fmt: skip

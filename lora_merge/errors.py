@@ -1,0 +1,64 @@
+"""Every failure a user can meet, with what, where, how to fix it, and the exit code."""
+
+from __future__ import annotations
+
+
+class MergeError(Exception):
+    """Base class; the command line prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: str, fix: str) -> None:
+        super().__init__(what, where, fix)  # positional, so that it pickles across processes
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  where: {self.where}\n  fix:   {self.fix}"
+
+
+class UsageError(MergeError):
+    """The request itself makes no sense: contradicting options, an output that is an input."""
+
+    exit_code = 2
+
+
+class InputError(MergeError):
+    """An input is missing, damaged, malicious or of a kind that cannot be merged."""
+
+    exit_code = 3
+
+
+class FitError(MergeError):
+    """Adapter and base do not belong together: names, shapes, architecture."""
+
+    exit_code = 4
+
+
+class UnmatchedModules(FitError):
+    """Some adapter modules have no place in the base."""
+
+
+class ShapeMismatch(FitError):
+    """An adapter tensor does not fit its partners or the base tensor it names."""
+
+
+class AmbiguousName(FitError):
+    """A name fits two tensors; guessing is not an option."""
+
+
+class ResourceError(MergeError):
+    """Not enough disk or memory, or no such device."""
+
+    exit_code = 5
+
+
+class VerificationFailed(MergeError):
+    """What was written is not what was asked for; the file did not get its name."""
+
+    exit_code = 6
+
+
+class BatchFailed(MergeError):
+    """Some jobs of a batch failed."""
+
+    exit_code = 7
