@@ -11,8 +11,13 @@ if __name__ == "algorithms":
 
 from .base import Algorithm, DoesNotFit, Shape, Shapes, flat
 from .full import FULL, SET
+from .glora import GLORA, GLORA_OLD
+from .loha import LOHA
 from .lora import LORA
 
-ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in (LORA, FULL, SET)})
+ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType(
+    {a.name: a for a in (LORA, LOHA, GLORA, GLORA_OLD, FULL, SET)}
+)
+"""The plan takes the first row whose slots and shapes fit."""
 
 __all__ = ["ALGORITHMS", "Algorithm", "DoesNotFit", "Shape", "Shapes", "flat"]

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Indices: TypeAlias = Tensor  # integer tensor: brought to the device, never cast to the compute dtype
-    Scalar: TypeAlias = Tensor  # [n, 1, 1], one number per layer, resolved by the plan (scale, limit …)
+    Indices: TypeAlias = (
+        Tensor  # integers: arrive as int64, whatever is stored; never cast to the compute dtype
+    )
+    Scalar: TypeAlias = (
+        Tensor  # [n, 1, 1], one number per layer, resolved by the plan (scale, limit …)
+    )
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -64,7 +68,9 @@ class Algorithm:
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, read off the dataclass."""
         kinds = {"Tensor": True, "Indices": True, "Tensor | None": False, "Indices | None": False}
-        return MappingProxyType({f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds})
+        return MappingProxyType(
+            {f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds}
+        )
 
     @cached_property
     def integer_slots(self) -> frozenset[str]:
@@ -80,16 +86,37 @@ class Algorithm:
     def settings(self) -> Mapping[str, Any]:
         """Setting → default (MISSING where the adapter's configuration must give it)."""
         taken = set(self.slots) | self.scalars
-        return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
+        return MappingProxyType(
+            {f.name: f.default for f in fields(self.tensors) if f.name not in taken}
+        )
 
     def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
         """Settings without a default that were not given."""
-        return [name for name, default in self.settings.items() if default is MISSING and name not in given]
+        return [
+            name
+            for name, default in self.settings.items()
+            if default is MISSING and name not in given
+        ]
 
 
 def flat(shape: Shape) -> tuple[int, int]:
     """(rows, cols) of a weight: axis 0 kept, the rest flattened; vectors are columns."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def same_inputs(stored: Shape, target: Shape) -> bool:
+    """Whether two input sides (all axes but the first) mean the same: equal but for axes of length one, or one
+    of them flattened. A 3×5 kernel is no 5×3 kernel, though both have 15 columns."""
+    a, b = (tuple(size for size in side if size != 1) for side in (stored, target))
+    return a == b or (prod(a) == prod(b) and min(len(a), len(b)) <= 1)
+
+
+def tucker(core: Tensor, inner: Tensor) -> Tensor:
+    """Σ_j core[i, j, k] inner[j, c] as [n, i, c·k], for core [n, i, j, k] and inner [n, j, c]; without einsum's
+    choice of order, the small side first. The caller multiplies the outer factor from the left."""
+    n, rank, inner_rank, kernel = core.shape
+    rows = core.permute(0, 1, 3, 2).reshape(n, rank * kernel, inner_rank)
+    return (rows @ inner).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
 
 
 def expect(*, holds: bool, otherwise: str) -> None:
@@ -98,7 +125,9 @@ def expect(*, holds: bool, otherwise: str) -> None:
         raise DoesNotFit(otherwise)
 
 
-def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
+def alpha_over(
+    slot: str, axis: int = 0
+) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
     """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0 (see algorithms.md G1)."""
 
     def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:

@@ -25,7 +25,10 @@ class FullTensors:
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shape of diff as (out, cols)."""
     stored, (out, cols) = shapes["diff"], flat(target)
-    expect(holds=flat(stored) == (out, cols), otherwise=f"it is {list(stored)}, the weight is {list(target)}")
+    expect(
+        holds=flat(stored) == (out, cols),
+        otherwise=f"it is {list(stored)}, the weight is {list(target)}",
+    )
     return {"diff": (out, cols)}
 
 

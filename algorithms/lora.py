@@ -1,7 +1,8 @@
 """LoRA, ΔW = (α / r) · B A. Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
-Convolutions: A holds the kernel and B is 1×1, so the flattened product is the flattened ΔW. With a
-Tucker core (LoCon, `mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
+Also LoRA-FA, LoCon, C3Lier and DyLoRA, which store the same tensors. Convolutions: A holds the kernel and B is
+1×1, so the flattened product is the flattened ΔW. With a Tucker core (LoCon, `mid`),
+ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +35,21 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
     expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")
     if "mid" not in shapes:
-        expect(holds=width == cols, otherwise=f"down has {width} columns, the weight has {cols}")
+        expect(
+            holds=same_inputs(shapes["down"][1:], target[1:]),
+            otherwise=f"down is {list(shapes['down'])}, the weight has {list(target[1:])} inputs",
+        )
         return {"up": (out, rank), "down": (rank, cols)}
     core = shapes["mid"]
-    expect(holds=core[:2] == (rank, rank), otherwise=f"mid is {list(core)}, up and down have rank {rank}")
-    kernel = flat(core[1:])[1]
     expect(
-        holds=width * kernel == cols and core[2:] == target[2:],
-        otherwise=f"down × mid cover {width}×{list(core[2:])} inputs, the weight has {list(target[1:])}",
+        holds=core[:2] == (rank, rank),
+        otherwise=f"mid is {list(core)}, up and down have rank {rank}",
     )
-    return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, kernel)}
+    expect(
+        holds=target[1:2] == (width,) and core[2:] == target[2:],
+        otherwise=f"down × mid cover {[width, *core[2:]]} inputs, the weight has {list(target[1:])}",
+    )
+    return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, cols // width)}
 
 
 def delta(base: Tensor, t: LoraTensors) -> Tensor:
@@ -58,11 +64,7 @@ def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
 
 def _columns(t: LoraTensors) -> Tensor:
     """A as [n, r, cols]: the stored one, or core and `down` contracted first (r is small)."""
-    if t.mid is None:
-        return t.down
-    n, rank, _, kernel = t.mid.shape
-    core = t.mid.permute(0, 1, 3, 2).reshape(n, rank * kernel, rank)  # [n, (m, k), n']
-    return (core @ t.down).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
+    return t.down if t.mid is None else tucker(t.mid, t.down)
 
 
 LORA = Algorithm(

@@ -1,0 +1,99 @@
+"""GLoRA, ΔW = (α / r) · (W A₁ A₂ + B₁ B₂). Chavan et al. 2023, arXiv:2306.07967; LyCORIS lycoris/modules/glora.py.
+
+W is contracted on its input-channel axis. Two layouts share the key names: the present one, and that of early
+LyCORIS, where each letter's 1 and 2 change places and A spans the whole flattened input. They fit the same
+shapes only if r = in = out; the present one then wins. With rs_lora, LyCORIS trains with α / √r and stores plain
+α (unlike its LoCon): only the metadata tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class GloraTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    a1: Tensor  # [n, in, r]; old [n, r, cols]
+    a2: Tensor  # [n, r, in]; old [n, cols, r]
+    b1: Tensor  # [n, out, r]; old [n, r, cols]
+    b2: Tensor  # [n, r, cols]; old [n, out, r]; with a core [n, r, in]
+    scale: Scalar  # α / r
+    bm: Tensor | None = None  # Tucker core of B, [n, r, r, k]; no release of LyCORIS writes it
+    rs_lora: bool = False
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in GloraTensors, present layout."""
+    out, cols = flat(target)
+    inputs = target[1:2] or (1,)
+    rank = shapes["a2"][0] if shapes["a2"] else 0
+    want = {"a1": (*inputs, rank), "a2": (rank, *inputs), "b1": (out, rank)}
+    core = shapes.get("bm")
+    want["b2"] = (rank, cols if core is None else inputs[0])
+    _expect(shapes, want)
+    if core is None:
+        expect(
+            holds=same_inputs(shapes["b2"][1:], target[1:]),
+            otherwise=f"b2 is {list(shapes['b2'])}, the weight has {list(target[1:])} inputs",
+        )
+        return want
+    expect(
+        holds=core == (rank, rank, *target[2:]),
+        otherwise=f"bm is {list(core)}, the weight is {list(target)} and the rank {rank}",
+    )
+    return {**want, "bm": (rank, rank, cols // inputs[0])}
+
+
+def fit_old(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in GloraTensors, old layout."""
+    expect(holds="bm" not in shapes, otherwise="bm belongs to the present layout")
+    out, cols = flat(target)
+    rank = shapes["a1"][0] if shapes["a1"] else 0
+    want = {"a1": (rank, cols), "a2": (cols, rank), "b1": (rank, cols), "b2": (out, rank)}
+    _expect(shapes, want)
+    return want
+
+
+def _expect(shapes: Shapes, want: Shapes) -> None:
+    for slot, shape in want.items():
+        expect(
+            holds=flat(shapes[slot]) == shape,
+            otherwise=f"{slot} is {list(shapes[slot])}, the weight and the rank need {list(shape)}",
+        )
+
+
+def delta(base: Tensor, t: GloraTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`; the thin factors are scaled, not the products."""
+    scale = t.scale * sqrt(t.a2.shape[1]) if t.rs_lora else t.scale
+    n, out, cols = base.shape
+    channels = t.a1.shape[1]
+    changed = (t.b1 * scale) @ (t.b2 if t.bm is None else tucker(t.bm, t.b2))
+    rows = base.reshape(n, out, channels, -1).transpose(2, 3).reshape(n, -1, channels)
+    through = (rows @ (t.a1 * scale)) @ t.a2  # [n, out·k, in]
+    return changed.add_(through.reshape(n, out, -1, channels).transpose(2, 3).reshape(n, out, cols))
+
+
+def delta_old(base: Tensor, t: GloraTensors) -> Tensor:
+    """ΔW [n, out, cols] of the old layout."""
+    return delta(base, replace(t, a1=t.a2, a2=t.a1, b1=t.b2, b2=t.b1))
+
+
+GLORA = Algorithm(
+    "glora", GloraTensors, fit, delta, "arXiv:2306.07967",
+    numbers=alpha_over("a2"), sliced={"b1": 0}, reads_base=True,
+)  # fmt: skip
+GLORA_OLD = Algorithm(
+    "glora_old", GloraTensors, fit_old, delta_old, "arXiv:2306.07967",
+    numbers=alpha_over("a1"), sliced={"b2": 0}, reads_base=True,
+)  # fmt: skip

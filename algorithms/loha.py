@@ -1,0 +1,92 @@
+"""LoHa, ΔW = (α / r) · (A₁ B₁) ⊙ (A₂ B₂). Hyeon-Woo et al. 2021 (FedPara), arXiv:2108.06098, section 2.2.
+
+Convolutions: the Bs hold the kernel, flattened (LyCORIS) or not (OneTrainer). With Tucker cores (section 2.3)
+each half is M[o, c, …] = Σ t[i, j, …] a[i, o] b[j, c]; there, and only there, `a` is stored as (r, out).
+LyCORIS lycoris/modules/loha.py; the scale applies once, as in its forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class LohaTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    w1_a: Tensor  # [n, out, r]; with a core [n, r, out]
+    w1_b: Tensor  # [n, r, cols]; with a core [n, r, in]
+    w2_a: Tensor
+    w2_b: Tensor
+    scale: Scalar  # α / r
+    t1: Tensor | None = None  # [n, r, r, k]
+    t2: Tensor | None = None
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in LohaTensors; both halves have one rank."""
+    cores = [slot for slot in ("t1", "t2") if slot in shapes]
+    expect(holds=len(cores) != 1, otherwise=f"there is {cores}, but not the other core")
+    fitted = {**_half("1", shapes, target), **_half("2", shapes, target)}
+    ranks = fitted["w1_b"][0], fitted["w2_b"][0]
+    expect(holds=ranks[0] == ranks[1], otherwise=f"the halves have ranks {ranks[0]} and {ranks[1]}")
+    return fitted
+
+
+def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
+    """Fitted shapes of one factor of the Hadamard product."""
+    a, b, t = f"w{i}_a", f"w{i}_b", f"t{i}"
+    out, cols = flat(target)
+    (rank, width), inputs = flat(shapes[b]), target[1:]
+    rows = (rank, out) if t in shapes else (out, rank)
+    expect(
+        holds=flat(shapes[a]) == rows,
+        otherwise=f"{a} is {list(shapes[a])}, {b} and the weight need {list(rows)}",
+    )
+    if t not in shapes:
+        expect(
+            holds=same_inputs(shapes[b][1:], inputs),
+            otherwise=f"{b} is {list(shapes[b])}, the weight has {list(inputs)} inputs",
+        )
+        return {a: rows, b: (rank, cols)}
+    expect(
+        holds=shapes[t] == (rank, rank, *target[2:]) and inputs[:1] == (width,),
+        otherwise=f"{t} is {list(shapes[t])}, {b} is {list(shapes[b])}, the weight is {list(target)}",
+    )
+    return {a: rows, b: (rank, width), t: (rank, rank, cols // width)}
+
+
+def delta(base: Tensor, t: LohaTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    rows, cols = _first(t)
+    return ((rows * t.scale) @ cols).mul_(_second(t))
+
+
+def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW; two full-size intermediates instead of three."""
+    rows, cols = _first(t)
+    acc.addcmul_((rows * (t.scale * strength)) @ cols, _second(t))
+
+
+def _first(t: LohaTensors) -> tuple[Tensor, Tensor]:
+    """Factors [n, out, r] and [n, r, cols] of the first half, not multiplied yet."""
+    return (t.w1_a, t.w1_b) if t.t1 is None else (t.w1_a.transpose(1, 2), tucker(t.t1, t.w1_b))
+
+
+def _second(t: LohaTensors) -> Tensor:
+    """The second half, [n, out, cols]."""
+    return t.w2_a @ t.w2_b if t.t2 is None else t.w2_a.transpose(1, 2) @ tucker(t.t2, t.w2_b)
+
+
+LOHA = Algorithm(
+    "loha", LohaTensors, fit, delta, "arXiv:2108.06098",
+    numbers=alpha_over("w1_b"), accumulate=accumulate,
+)  # fmt: skip

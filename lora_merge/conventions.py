@@ -1,0 +1,196 @@
+"""How adapter files spell their tensors: key ending → slot of an algorithm. Tables; no torch.
+
+`split` cuts a key into the path of a module and one row of `SUFFIXES`. The longest ending wins, so
+`.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change the module's
+path are first rewritten (`REWRITES`) to one that SUFFIXES knows. What the *path* means, in which base, is
+decided elsewhere.
+
+Two marks in paths that come back:
+
+* `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, each as high as its own
+  tensors say. Shared rows (alpha …) of `path` hold for all of its parts.
+* `.set_weight` and `.diff` may stand behind a parameter instead of a module (`….query_norm.scale.set_weight`);
+  the path then is the name of a tensor of the base.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+ANY: Final = ("*",)
+LORA: Final = ("lora", "lora_sparse")
+OFT: Final = ("diag_oft", "boft")
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """One spelling of one slot."""
+
+    ending: str
+    """The key ends with it; starts with a dot."""
+    slot: str
+    """Field of the algorithm's tensors dataclass, or one of SHARED where `algorithms` is ANY."""
+    algorithms: tuple[str, ...]
+    """Names in ALGORITHMS that may own it."""
+    parameter: str = "weight"
+    """The parameter of the module that it changes."""
+    named: bool = False
+    """Whether an adapter's name may stand inside: `.lora_A.default.weight`, `.ia3_l.default`."""
+
+
+SHARED: Final = MappingProxyType(
+    {
+        "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.numbers",
+        "scale_override": "a number that replaces α / rank",
+        "magnitude": "DoRA's magnitude; see algorithms/dora.py",
+        "reshape": "integers: the shape to which the base is padded with zeros first",
+    }
+)
+"""Slots that may accompany any algorithm and are no field of its dataclass."""
+
+SUFFIXES: Final[tuple[Suffix, ...]] = (
+    Suffix(".alpha", "alpha", ANY),
+    Suffix(".lora_alpha", "alpha", ANY),  # SimpleTuner
+    Suffix(".lora.alpha", "alpha", ANY),
+    Suffix(".scale", "scale_override", ANY),  # webui
+    Suffix(".dora_scale", "magnitude", ANY),  # LyCORIS, kohya, OneTrainer; the axis is in the shape
+    Suffix(".lora_magnitude_vector", "magnitude", ANY, named=True),  # PEFT; always the output axis
+    Suffix(".lora_magnitude_vector.weight", "magnitude", ANY, named=True),  # diffusers
+    Suffix(".magnitude", "magnitude", ANY),  # ai-toolkit, torchtune
+    Suffix(".reshape_weight", "reshape", ANY),
+    # LoRA, LoCon, DyLoRA
+    Suffix(".lora_up.weight", "up", LORA),
+    Suffix(".lora_down.weight", "down", (*LORA, "full_rank")),
+    Suffix(".lora_mid.weight", "mid", LORA),
+    Suffix(".lora_B.weight", "up", LORA, named=True),
+    Suffix(".lora_A.weight", "down", (*LORA, "full_rank"), named=True),
+    Suffix(".lora_B", "up", LORA, named=True),  # Mochi, litgpt
+    Suffix(".lora_A", "down", LORA, named=True),
+    Suffix(
+        ".lora_B.bias", "diff", ("lora_bias",), "bias", named=True
+    ),  # PEFT lora_bias, Flux control
+    Suffix(".lora.up.weight", "up", LORA),
+    Suffix(".lora.down.weight", "down", LORA),
+    Suffix(".lora_linear_layer.up.weight", "up", LORA),
+    Suffix(".lora_linear_layer.down.weight", "down", LORA),
+    Suffix(".lora_b.weight", "up", LORA),  # torchtune
+    Suffix(".lora_a.weight", "down", LORA),
+    Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch
+    Suffix(".lora.A", "down", ("lora_transposed",)),
+    Suffix(".bias_indices", "indices", ("lora_sparse",)),  # of the weight, whatever the name says
+    Suffix(".bias_values", "values", ("lora_sparse",)),
+    Suffix(".bias_size", "size", ("lora_sparse",)),
+    # Whole tensors
+    Suffix(".diff", "diff", ("full",)),
+    Suffix(".diff_b", "diff", ("full",), "bias"),
+    Suffix(".w_norm", "diff", ("full",)),
+    Suffix(".b_norm", "diff", ("full",), "bias"),
+    Suffix(".set_weight", "diff", ("set",)),
+    # LyCORIS
+    *(
+        Suffix(f".hada_{slot}", slot, ("loha",))
+        for slot in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
+    ),
+    *(
+        Suffix(f".lokr_{slot}", slot, ("lokr",))
+        for slot in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+    ),
+    *(Suffix(f".{slot}.weight", slot, ("glora", "glora_old")) for slot in ("a1", "a2", "b1", "b2")),
+    Suffix(".bm.weight", "bm", ("glora",)),
+    Suffix(".weight", "diff", ("ia3",)),  # only beside on_input
+    Suffix(".on_input", "on_input", ("ia3",)),
+    Suffix(".oft_blocks", "blocks", OFT),  # also kohya's OFT
+    Suffix(".rescale", "rescale", OFT),
+    Suffix(".oft_diag", "blocks", ("oft_diag",)),
+    Suffix(".q_layer.weight", "q", ("tlora",)),
+    Suffix(".p_layer.weight", "p", ("tlora",)),
+    Suffix(".lambda_layer", "lambdas", ("tlora",)),
+    # OneTrainer
+    Suffix(".oft_R.weight", "skew", ("onetrainer_oft", "onetrainer_oft_conv")),
+    Suffix(".oft_R.scaled_oft", "scaled", ("onetrainer_oft", "onetrainer_oft_conv")),
+)
+"""Every known spelling; rows of one ending do not repeat."""
+
+_PAIR: Final = r"\.(up|down)\.weight"
+
+REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
+    (contains, re.compile(pattern, re.DOTALL), template)
+    for contains, pattern, template in (
+        # diffusers' attention processors: the LoRA hung on the processor, not on the layer
+        ("_lora.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
+        ("_lora.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
+        # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
+        (
+            "_lora.",
+            rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}",
+            r"\1.linear1/0.lora.\2.weight",
+        ),
+        (
+            "_lora.",
+            rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}",
+            r"\1.linear2.lora.\2.weight",
+        ),
+        (
+            "_lora1.",
+            rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}",
+            r"\1.img_attn.\2.lora.\3.weight",
+        ),
+        (
+            "_lora2.",
+            rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}",
+            r"\1.txt_attn.\2.lora.\3.weight",
+        ),
+        ("_lora.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        ("_lora.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
+        ("_lora.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        ("_lora.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
+        # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
+        (".lora_", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
+        (".oft_blocks.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
+        # LLMs-from-scratch wraps the layer and keeps it as `linear`
+        (".lora.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
+        # Flux control LoRAs carry whole norm scales under the base's own names
+        ("_norm.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
+        ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
+    )
+)
+"""(a literal that the key contains, the whole key, the key it stands for); the first that matches is applied."""
+
+_BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
+
+
+def split(key: str) -> tuple[str, Suffix] | None:
+    """("unet.q", row) for "unet.q.lora_up.weight"; None when no row fits (the plan reports it)."""
+    for contains, pattern, template in REWRITES:
+        if contains in key and (match := pattern.fullmatch(key)):
+            key = match.expand(template)
+            break
+    parts = key.split(".")
+    for length in (3, 2, 1):
+        if len(parts) <= length:
+            continue
+        row = _BY_ENDING.get("." + ".".join(parts[-length:])) or _without_name(parts[-length:])
+        if row and (path := ".".join(parts[:-length])):
+            return path, row
+    return None
+
+
+def part(path: str) -> tuple[str, int | None]:
+    """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module."""
+    module, mark, number = path.rpartition("/")
+    return (module, int(number)) if mark and number.isdecimal() else (path, None)
+
+
+def _without_name(parts: list[str]) -> Suffix | None:
+    """The row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
+    stem, tail = parts[0], parts[-1]
+    if len(parts) == 3:
+        row = _BY_ENDING.get(f".{stem}.{tail}")
+    elif len(parts) == 2 and tail not in ("weight", "bias"):
+        row = _BY_ENDING.get(f".{stem}")
+    else:
+        return None
+    return row if row and row.named else None
