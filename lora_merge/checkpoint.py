@@ -1,42 +1,51 @@
-"""Reads headers of `.safetensors` checkpoints, one file or many, and byte ranges and values out of them.
+"""Opens checkpoints: one file, shards, folders, whole pipelines; as one table of tensors, from headers alone.
 
-No torch here: plans and `inspect` work from headers alone. Format: a little-endian u64 length, that many
-bytes of JSON, then the data; https://github.com/huggingface/safetensors#format.
+No torch here (but for pickled files, see pickles.py): plans and `inspect` work from headers.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-import os
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .algorithms import Shape
 from .errors import InputError
+from .folders import (
+    Weights,
+    choose,
+    components,
+    entries,
+    listed,
+    require_all,
+    shard_of,
+    weights_in,
+)
+from .header import (
+    ITEM_BITS,
+    ITEM_BYTES,
+    FileState,
+    Header,
+    TensorInfo,
+    bytes_of,
+    open_regular,
+    parse_file,
+    read_header,
+)
+from .kinds import quoted
+from .quantised import quantised
+from .reader import Reader, read_bytes
 
-ITEM_BYTES: Final = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-"""Bytes per element of every dtype the format names, but for the sub-byte ones."""
+__all__ = [
+    "ITEM_BITS", "ITEM_BYTES", "FileState", "Header", "Index", "Reader", "TensorInfo", "bytes_of",
+    "open_checkpoint", "quantised", "read_bytes", "read_header",
+]  # fmt: skip
 
-HEADER_LIMIT: Final = 100_000_000  # bytes; the safetensors library refuses longer ones
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One stored tensor: where its bytes lie. `offset` counts from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    file: Path
-    offset: int
-    nbytes: int
+JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
+PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
 
 
 @dataclass(frozen=True)
@@ -47,45 +56,233 @@ class Index:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     files: tuple[Path, ...]
-    config: Mapping[str, Any] = field(default_factory=dict)  # config.json / adapter_config.json beside it
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, adapter_config.json or model_index.json beside the files."""
+    headers: Mapping[Path, Header] = field(default_factory=dict, repr=False)
+    index_files: tuple[Path, ...] = ()
+    """The `*.index.json` of each sharded set."""
+    components: Mapping[str, Index] = field(default_factory=dict)
+    """Sub-folder → its own checkpoint, for a pipeline; `tensors` then says `<component>.<stored name>`."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: a variant that was passed over, entries that are no tensors …"""
+
+    def metadata_of(self, file: Path) -> Mapping[str, str]:
+        """The `__metadata__` of one of the files."""
+        return self.headers[file].metadata
+
+    def data_start(self, file: Path) -> int:
+        """Where the data of one of the files begins, counted from its start."""
+        return self.headers[file].data_offset
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Tensors by name in byte order, and the metadata, of one file; InputError for anything malformed."""
-    size = path.stat().st_size
-    with path.open("rb") as f:
-        prefix = f.read(8)
-        if len(prefix) < 8:
-            raise _damaged(path, "it is shorter than a safetensors header")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > HEADER_LIMIT or 8 + length > size:
-            raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
-        raw = f.read(length)
+def open_checkpoint(path: Path) -> Index:
+    """The checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
+
+    InputError for what is missing, damaged, malicious or of no known kind. Links are followed, as model
+    caches are made of them; text inside files (index entries, component names) is never used as a path.
+    """
+    if not path.exists():
+        raise _missing(path)
+    if path.is_dir():
+        return _nonempty(_folder(path))
+    if path.name.endswith(".json") and ".index." in path.name:
+        found = next((w for w in weights_in(path.parent) if w.index == path), None)
+        if found is None:
+            raise InputError(
+                "index of no known naming", str(path), "name it <model>.safetensors.index.json"
+            )
+        return _nonempty(replace(_sharded(path.parent, found), path=path.parent))
+    notes: tuple[str, ...] = ()
+    shard = shard_of(path)
+    if shard and shard[1] > 1:
+        notes = (
+            f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",
+        )
+    return _nonempty(_of_files(path, [path], notes=notes))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
+    with open_regular(path) as f:
+        if FileState.of(f.fileno()).size > JSON_LIMIT:
+            raise InputError("JSON file of absurd length", str(path), "download it again")
+        raw = f.readall() if hasattr(f, "readall") else f.read()
     try:
-        table = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError) as e:
-        raise _damaged(path, f"its header is no JSON: {e}") from e
-    metadata = table.pop("__metadata__", {})
-    infos = [
-        TensorInfo(n, t["dtype"], tuple(t["shape"]), path, 8 + length + t["data_offsets"][0],
-                   t["data_offsets"][1] - t["data_offsets"][0])
-        for n, t in table.items()
-    ]  # fmt: skip
-    infos.sort(key=lambda t: (t.offset, t.nbytes))
-    for t in infos:
-        if t.nbytes != prod(t.shape) * ITEM_BYTES[t.dtype]:
-            raise _damaged(path, f"{t.name} has {t.nbytes} bytes, its shape needs another number")
-    return {t.name: t for t in infos}, metadata
+        why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise InputError(
+            "not a valid JSON file", f"{path}: {why}", "download or write it again"
+        ) from e
+    if not isinstance(value, dict):
+        raise InputError("not a JSON object", str(path), "download or write it again")
+    return value
 
 
-def _damaged(path: Path, why: str) -> InputError:
-    return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
+def _missing(path: Path) -> InputError:
+    near: list[str] = []
+    if path.parent.is_dir():
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in entries(path.parent)], n=3, cutoff=0.6
+        )
+    fix = f"did you mean {', '.join(near)}?" if near else "check the path"
+    if path.is_symlink():
+        return InputError("a link that points nowhere", str(path), "download the model again")
+    return InputError("file not found", str(path), fix)
 
 
-def read_bytes(info: TensorInfo) -> bytes:
-    """All bytes of one tensor; for small ones."""
-    fd = os.open(info.file, os.O_RDONLY)
-    try:
-        return os.pread(fd, info.nbytes, info.offset)
-    finally:
-        os.close(fd)
+def _nonempty(index: Index) -> Index:
+    if not index.tensors:
+        raise InputError("the file holds no tensors", str(index.path), "export the model again")
+    return index
+
+
+def _folder(path: Path) -> Index:
+    if (path / "adapter_config.json").exists():
+        return _peft(path)
+    if (path / "model_index.json").exists():
+        return _pipeline(path)
+    config = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    return replace(_component(path), config=config)
+
+
+def _component(path: Path) -> Index:
+    found = weights_in(path)
+    if not found:
+        inside = [p.name for p in entries(path) if p.is_dir() and weights_in(p)]
+        fix = (
+            f"give one of its sub-folders: {listed(inside)}"
+            if inside
+            else "give the folder with the .safetensors files"
+        )
+        raise InputError("the folder holds no weights", str(path), fix)
+    weights, notes = choose(path, found)
+    return _sharded(path, weights, notes)
+
+
+def _peft(path: Path) -> Index:
+    """A PEFT adapter folder; `config` is its adapter_config.json."""
+    config = read_json(path / "adapter_config.json")
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if (path / name).exists():
+            return _of_files(path, [path / name], config=config)
+    raise InputError(
+        "adapter_config.json without adapter_model.safetensors",
+        str(path),
+        "download the folder again",
+    )
+
+
+def _pipeline(path: Path) -> Index:
+    """A diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
+    config = read_json(path / "model_index.json")
+    parts = {p.name: _folder(p) for p in components(path, config)}
+    if not parts:
+        raise InputError(
+            "the pipeline holds no weights",
+            str(path),
+            "download the folder again, with its sub-folders",
+        )
+    tensors = {
+        f"{part}.{name}": replace(info, name=f"{part}.{name}", stored=info.stored or name)
+        for part, index in parts.items()
+        for name, info in index.tensors.items()
+    }
+    if len(tensors) < sum(len(index.tensors) for index in parts.values()):
+        raise InputError(
+            "two components use the same tensor name", str(path), "rename one sub-folder"
+        )
+    return Index(
+        path,
+        tensors,
+        {k: v for index in parts.values() for k, v in index.metadata.items()},
+        tuple(f for index in parts.values() for f in index.files),
+        config,
+        {f: h for index in parts.values() for f, h in index.headers.items()},
+        tuple(f for index in parts.values() for f in index.index_files),
+        parts,
+        tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
+    )
+
+
+def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Index:
+    """One file, or shards checked against their index."""
+    if weights.index is None:
+        require_all(weights)
+        return _of_files(folder, weights.files, notes=notes)
+    table = read_json(weights.index).get("weight_map")
+    if (
+        not isinstance(table, dict)
+        or not table
+        or not all(isinstance(v, str) for v in table.values())
+    ):
+        raise _bad_index(weights.index, "it has no weight_map of names to files")
+    present = {p.name: p for p in entries(folder) if not p.is_dir()}
+    for name in dict.fromkeys(table.values()):
+        if name not in present:
+            plain = name not in (".", "..") and not set(name) & set("/\\:\0")
+            why = (
+                f"{quoted(name)} is not in the folder"
+                if plain
+                else f"{quoted(name)} is no plain file name"
+            )
+            raise _bad_index(weights.index, why)
+    index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
+    wrong = [
+        n
+        for n, file in table.items()
+        if n not in index.tensors or index.tensors[n].file.name != file
+    ]
+    if wrong:
+        raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not where it says")
+    unlisted = [n for n in index.tensors if n not in table]
+    if unlisted:
+        index = replace(
+            index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}")
+        )
+    return replace(index, index_files=(weights.index,))
+
+
+def _bad_index(path: Path, why: str) -> InputError:
+    return InputError(
+        "index and shards do not agree",
+        f"{path}: {why}",
+        "download the folder again, all files of it",
+    )
+
+
+def _of_files(
+    path: Path,
+    files: Iterable[Path],
+    *,
+    config: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Index:
+    """The union of some files; InputError where two hold the same name."""
+    headers: dict[Path, Header] = {}
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        header = headers[file] = _header(file)
+        for name, info in header.tensors.items():
+            other = tensors.setdefault(name, info)
+            if other is not info:
+                raise InputError(
+                    f"the tensor {quoted(name)} is in two files",
+                    f"{other.file} and {file.name}",
+                    "keep the right one of them in the folder",
+                )
+        notes = (*notes, *header.notes)
+    metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+    return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)
+
+
+def _header(path: Path) -> Header:
+    """The header of one file of either kind; what it is, its first bytes say, not its name."""
+    with open_regular(path) as f:
+        start = f.read(9)
+    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after the length tells.
+    if start.startswith(PICKLED) and start[4:] != b"\0\0\0\0{":
+        from .pickles import read_pickled  # it needs torch
+
+        return read_pickled(path)
+    return parse_file(path)

@@ -1,0 +1,253 @@
+"""Reads `.pt .pth .bin .ckpt` files as headers: where each tensor's bytes lie, without loading them.
+
+Always `weights_only=True`: torch's unpickler then builds tensors and containers and calls nothing a file
+names. It runs under FakeTensorMode, so storages get an offset into the zip archive and no memory. What no
+file holds as consecutive bytes (transposed tensors, files from before torch 1.6) is made in memory and gets
+an offset behind `MEMORY`; all of it together is never more than the file's size.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from .errors import InputError
+from .folders import listed
+from .header import ITEM_BITS, FileState, Header, TensorInfo, open_regular
+from .kinds import quoted
+from .reader import MEMORY, read_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRAPPERS: Final = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "params_ema",
+    "params",
+    "ema",
+    "net",
+    "weights",
+)
+"""Keys that training programs put a state dict under; the preferred first."""
+
+FAILURES: Final = (
+    pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, ValueError,
+    AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError, OSError,
+)  # fmt: skip
+"""What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
+
+FORMAT_NAMES: Final = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""torch's dtype → the format's."""
+
+
+@dataclass
+class _Loading:
+    """One file being read."""
+
+    path: Path
+    size: int
+    records: (
+        Mapping[int, int] | None
+    )  # start of a record → its bytes; None: not an archive, or not usable as one
+    memory: int = 0  # bytes of tensors made so far
+
+
+def read_pickled(path: Path) -> Header:
+    """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
+    with open_regular(path) as f:
+        state = FileState.of(f.fileno())
+        zipped = f.read(2) == b"PK"
+    loading = _Loading(path, state.size, _records(path) if zipped else None)
+    table, notes = _state_dict(_load(path, fake=True), path)
+    values = dict(_tensors(table, path))
+    if loading.records is None:
+        if (
+            sum(
+                {
+                    id(v.untyped_storage()): v.untyped_storage().nbytes() for v in values.values()
+                }.values()
+            )
+            > state.size
+        ):
+            raise _damaged(path, "it describes more data than it holds")
+        values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
+    infos = sorted(
+        (_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes)
+    )
+    left = [f"{n} ({type(v).__name__})" for n, v in table.items() if n not in values]
+    if left:
+        notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
+    return Header({t.name: t for t in infos}, {}, 0, state, notes)
+
+
+def _load(path: Path, *, fake: bool) -> Any:
+    from contextlib import nullcontext
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode() if fake else nullcontext():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FAILURES as e:
+        found = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
+        if isinstance(e, pickle.UnpicklingError) and found:
+            raise InputError(
+                "the file wants to run code on loading; it was not run",
+                f"{path}: it names {found[1].rstrip('.,')}",
+                "get the .safetensors version of this model",
+            ) from e
+        raise _damaged(
+            path, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        ) from e
+
+
+def _records(path: Path) -> Mapping[int, int] | None:
+    """Start of the data → its bytes, for every record of the archive that is stored as it is."""
+    try:
+        with zipfile.ZipFile(path) as z, open_regular(path) as f:
+            _refuse_other_archives(path, z)
+            order = next((z.read(n) for n in z.namelist() if n.endswith("/byteorder")), b"little")
+            records = {}
+            for entry in z.infolist():
+                f.seek(
+                    entry.header_offset + 26
+                )  # of the local header: the lengths of name and extra field
+                name, extra = struct.unpack("<HH", f.read(4))
+                start = entry.header_offset + 30 + name + extra
+                if entry.compress_type == zipfile.ZIP_STORED:
+                    records[start] = entry.file_size
+    except (*FAILURES, NotImplementedError) as e:
+        raise _damaged(path, str(e)) from e
+    return records if order == b"little" else None
+
+
+def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
+    names = z.namelist()
+    if any(n.endswith("/constants.pkl") for n in names) and any("/code/" in n for n in names):
+        raise InputError(
+            "a TorchScript program, not a checkpoint", str(path), "give the weights as .safetensors"
+        )
+    if not any(n.endswith("/data.pkl") for n in names):
+        fix = (
+            "unpack it first"
+            if any(n.endswith(".safetensors") for n in names)
+            else "give a checkpoint"
+        )
+        raise InputError("a zip archive that torch.save did not write", str(path), fix)
+
+
+def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    """The dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
+    unwrapped: list[str] = []
+    while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
+        inner = next((w for w in WRAPPERS if isinstance(loaded.get(w), dict) and loaded[w]), None)
+        if inner is None:
+            break
+        loaded = loaded[inner]
+        unwrapped.append(inner)
+    if not isinstance(loaded, dict):
+        raise InputError(
+            "not a state dict",
+            f"{path}: it holds a {type(loaded).__name__}",
+            "save the model's state_dict(), best as .safetensors",
+        )
+    return loaded, (
+        (f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ()
+    )
+
+
+def _tensors(table: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors; InputError for those that a .safetensors file cannot hold."""
+    import torch
+
+    for name, value in table.items():
+        if not isinstance(value, torch.Tensor) or not isinstance(name, str):
+            continue
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided or value.is_quantized or dtype not in FORMAT_NAMES:
+            layout = str(value.layout).removeprefix("torch.")
+            raise InputError(
+                f"a tensor that .safetensors cannot hold: {layout} {dtype}",
+                f"{path}: {quoted(name)}",
+                "convert the model",
+            )
+        if name == "__metadata__" or not name.isprintable():
+            raise InputError(
+                "a tensor name that cannot be stored", f"{path}: {quoted(name)}", "rename it"
+            )
+        yield name, value
+
+
+def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
+    """Where the bytes of one tensor lie; what lies nowhere in one piece is made."""
+    dtype, item = FORMAT_NAMES[str(value.dtype).removeprefix("torch.")], value.element_size()
+    shape, nbytes = tuple(value.shape), value.numel() * value.element_size()
+    assert ITEM_BITS[dtype] == 8 * item, "the two libraries agree on dtypes"
+    storage = value.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", None)
+    if loading.records is not None and nbytes:
+        span = item * (
+            value.storage_offset()
+            + 1
+            + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
+        )
+        if (
+            start is None
+            or storage.nbytes() > loading.records.get(start, -1)
+            or span > storage.nbytes()
+        ):
+            raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
+        if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+            offset = start + item * value.storage_offset()
+            return TensorInfo(name, dtype, shape, loading.path, offset, nbytes)
+    offset = MEMORY + loading.memory
+    loading.memory += nbytes
+    if loading.memory > loading.size:
+        raise _damaged(loading.path, "it describes more data than it holds")
+    data = _bytes(value) if loading.records is None else _gather(loading, value, start)
+    return TensorInfo(name, dtype, shape, loading.path, offset, nbytes, data=data)
+
+
+def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
+    """The bytes of a tensor that is strewn over its storage, which is read from the archive."""
+    import torch
+
+    if not value.numel() or start is None:
+        return memoryview(b"")
+    nbytes = value.untyped_storage().nbytes()
+    raw = bytearray(read_bytes(TensorInfo("", "U8", (nbytes,), loading.path, start, nbytes)))
+    stored = torch.frombuffer(raw, dtype=value.dtype)
+    real = stored.as_strided(value.shape, value.stride(), value.storage_offset())
+    return _bytes(real.conj() if value.is_conj() else real.neg() if value.is_neg() else real)
+
+
+def _bytes(value: Tensor) -> memoryview:
+    """The elements in order, as bytes; they share memory with the tensor where it is in order."""
+    import torch
+
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return memoryview(b"")
+    flat: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _damaged(path: Path, why: str) -> InputError:
+    return InputError(
+        "not a valid torch file", f"{path}: {why}", "download it again, best as .safetensors"
+    )
