@@ -8,9 +8,11 @@ swapping and transposing need no further notion.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from .algorithms import Shape
+from .algorithms import Shape, flat
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,52 @@ class View:
 
     pieces: tuple[Piece, ...]
     shape: Shape
+
+
+def whole(key: str, shape: Shape) -> View:
+    """A stored tensor as it is."""
+    rows, cols = flat(shape)
+    return View((Piece(key, 0, rows, cols),), shape)
+
+
+def rows_of(view: View, start: int, stop: int) -> View:
+    """Rows [start, stop) of a view whose pieces are not transposed."""
+    pieces, at = [], 0
+    for p in view.pieces:
+        lo, hi = max(start - at, 0), min(stop - at, p.rows)
+        if lo < hi:
+            pieces.append(Piece(p.key, p.start + lo, p.start + hi, p.cols))
+        at += p.rows
+    return View(tuple(pieces), (stop - start, *view.shape[1:]))
+
+
+def transposed(view: View) -> View:
+    """A whole matrix the other way round."""
+    (p,) = view.pieces
+    turned = Piece(p.key, p.start, p.stop, p.cols, not p.transposed)
+    return View((turned,), view.shape[::-1])
+
+
+def stacked(parts: Sequence[View]) -> View | None:
+    """The views' rows, one below the other; None if their widths differ.
+
+    Neighbouring rows of one tensor become one piece again, so q, k and v of a fused tensor are that tensor.
+    """
+    pieces: list[Piece] = []
+    for p in (p for part in parts for p in part.pieces):
+        last = pieces[-1] if pieces else None
+        if (
+            last
+            and last.key == p.key
+            and last.stop == p.start
+            and not (last.transposed or p.transposed)
+        ):
+            pieces[-1] = Piece(p.key, last.start, p.stop, p.cols)
+        else:
+            pieces.append(p)
+    widths = {prod(part.shape[1:]) for part in parts}
+    if len(widths) > 1:
+        return None
+    tails = {part.shape[1:] for part in parts}
+    tail = tails.pop() if len(tails) == 1 else (widths.pop(),)
+    return View(tuple(pieces), (sum(part.shape[0] for part in parts), *tail))

@@ -1,0 +1,226 @@
+"""All names under which adapters may speak of the tensors of one component of a base.
+
+The tables are built from the base's own keys, so nothing has to be guessed about underscores: every tensor is
+first cut into its canonical weights (q, k and v of a fused tensor), and every spelling of an architecture then
+puts canonical weights together to what it calls one weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from .algorithms import Shape
+from .architectures import Architecture
+from .architectures.rows import Hit, Path, Row, Table, fill
+from .views import View, rows_of, stacked, transposed, whole
+
+NO_TABLE: Final = Table(())
+
+PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
+"""What a norm calls its parameters → what adapters call them."""
+
+
+@dataclass
+class Component:
+    """One network of a checkpoint: a denoiser, a text encoder, a VAE."""
+
+    label: str
+    prefix: str  # of its keys in the base
+    architecture: Architecture | None
+    layout: str
+    keys: dict[str, str]  # body → key in the base
+    kind: str = ""  # of a text encoder: clip_l, clip_g, t5 …
+    dotted: dict[str, View | None] = field(default_factory=dict)  # None: fits two places
+    flat: dict[str, View | None] = field(default_factory=dict)
+
+    @property
+    def denoiser(self) -> bool:
+        """Whether names without any hint speak of it first."""
+        return not self.kind and self.label != "vae"
+
+    def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
+        """(the place or None, whether the name is known); dotted names first, then flat ones."""
+        name = f"{module}.{parameter}" if parameter else module
+        if name in self.dotted:
+            return self.dotted[name], True
+        name = f"{module.replace('.', '_')}.{parameter}"
+        return self.flat.get(name), name in self.flat
+
+    def build(self, shapes: Mapping[str, Shape]) -> Component:
+        """The name tables filled, from the shapes of the base by key; returns itself."""
+        spellings = self.architecture.spellings if self.architecture else {}
+        canonical, own = _canonical(self.keys, shapes, spellings.get(self.layout, NO_TABLE))
+        strong = {**canonical}
+        for path, view in [*own, *_spelled(canonical, spellings.values())]:
+            _put(strong, path, view)
+        weak: dict[str, View | None] = {}
+        for path, place in strong.items():
+            for other in _other_names(path):
+                _put(weak, other, place)
+        self.dotted = {**weak, **strong}
+        flat: dict[str, View | None] = {}
+        for path, place in strong.items():
+            _put(flat, _flat(path), place)
+        for path, place in weak.items():
+            _put(self.flat, _flat(path), place)
+        self.flat.update(flat)
+        return self
+
+
+def _put(names: dict[str, View | None], name: str, view: View | None) -> None:
+    if names.setdefault(name, view) != view:
+        names[name] = None
+
+
+def _flat(path: str) -> str:
+    module, _, leaf = path.rpartition(".")
+    return f"{module.replace('.', '_')}.{leaf}" if module else path
+
+
+def _other_names(path: str) -> Iterator[str]:
+    """What else a parameter may be called: `norm.scale` also `norm.weight`, a bare one also `….weight`."""
+    module, _, leaf = path.rpartition(".")
+    if leaf in ("weight", "bias"):
+        return
+    yield f"{path}.weight"
+    if leaf in PARAMETERS:
+        yield f"{module}.{PARAMETERS[leaf]}"
+    for ending in ("weight", "bias"):
+        if leaf.endswith(f"_{ending}"):
+            yield f"{path.removesuffix(f'_{ending}')}.{ending}"
+
+
+def _canonical(
+    keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
+) -> tuple[dict[str, View | None], list[tuple[str, View]]]:
+    """(canonical name → where it lies, the tensors' own names where those are different ones)."""
+    found: dict[str, View | None] = {}
+    halves: dict[str, dict[int, View]] = defaultdict(dict)
+    own: list[tuple[str, View]] = []
+    for body, key in keys.items():
+        path = tuple(body.split("."))
+        hit = None if table.empty else table.canonical(path)
+        view = whole(key, shapes[key])
+        cut = list(_cut(hit, view, _width(body, keys, shapes))) if hit else []
+        for name, half, part in cut:
+            if half is None:
+                _put(found, name, part)
+            else:
+                halves[name][half] = part
+        if not cut:
+            _put(found, body, view)
+        elif body not in (name for name, _, _ in cut):
+            own.append((body, view))
+    for name, both in halves.items():
+        if len(both) == 2:
+            _put(found, name, stacked((both[0], both[1])))
+    return found, own
+
+
+def _width(body: str, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> int:
+    """The input width of the layer that a parameter belongs to; 0 where nothing tells."""
+    stem = body.removesuffix("bias").removesuffix("weight")
+    shape = shapes[keys.get(stem + "weight", keys[body])]
+    return shape[1] if len(shape) > 1 else 0
+
+
+def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, View]]:
+    """(canonical name, half, rows) of every part of a stored tensor; nothing if it cannot be cut so."""
+    row, shape = hit.row, view.shape
+    if row.stack:
+        if len(shape) == 3:
+            yield from _cut_stack(hit, view)
+        return
+    if row.parts[0].transposed:
+        if len(shape) == 2:
+            yield ".".join(fill(row.parts[0].path, hit.bound) + hit.tail), None, transposed(view)
+        return
+    if len(row.parts) == 1 and row.parts[0].half is None:  # a renaming, whatever the shape
+        yield ".".join(fill(row.parts[0].path, hit.bound) + hit.tail), None, view
+        return
+    at = 0
+    for part, rows in zip(row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
+        yield (".".join(fill(part.path, hit.bound) + hit.tail), part.half,
+               rows_of(view, at, at + rows))  # fmt: skip
+        at += rows
+
+
+def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
+    """The matrices of a `[E, out, in]` tensor, each cut in equal parts."""
+    count, rows, cols = view.shape
+    parts = hit.row.parts
+    each, rest = divmod(rows, len(parts))
+    if rest:
+        return
+    stack = whole(view.pieces[0].key, (count * rows, cols))
+    for e in range(count):
+        bound = {**hit.bound, str(hit.row.stack): str(e)}
+        for i, part in enumerate(parts):
+            start = e * rows + i * each
+            yield (
+                ".".join(fill(part.path, bound) + hit.tail),
+                part.half,
+                rows_of(stack, start, start + each),
+            )
+
+
+def _sizes(row: Row, rows: int, width: int) -> list[int]:
+    """Rows of every part; empty where they do not come out even."""
+    sized = sum(p.sized for p in row.parts)
+    rest = rows - sized * width
+    each, odd = divmod(rest, len(row.parts) - sized) if len(row.parts) > sized else (0, rest)
+    if odd or rest < 0 or (sized and not width) or (len(row.parts) > sized and not each):
+        return []
+    return [width if p.sized else each for p in row.parts]
+
+
+def _spelled(
+    canonical: Mapping[str, View | None], tables: Iterable[Table]
+) -> Iterator[tuple[str, View]]:
+    """(name, view) for everything that some spelling calls one weight and that is there as a whole."""
+    tables = [t for t in tables if not t.empty]
+    found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)
+    for name, view in canonical.items():
+        path = tuple(name.split("."))
+        for table in tables if view is not None else ():
+            for hit in table.spelled(path):
+                if view is None:
+                    continue
+                bound, row = hit.bound, hit.row
+                nth = int(bound.get(row.stack, "0")) if row.stack else 0
+                found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
+    for (row, path), parts in found.items():
+        made = _together(row, parts)
+        if made is not None:
+            yield ".".join(path), made
+
+
+def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
+    """One weight of a spelling from its canonical parts; None where some are missing."""
+    count = 1 + max(n for n, _ in parts)
+    if len(parts) != count * len(row.parts):
+        return None
+    if row.parts[0].transposed:
+        (view,) = parts.values()
+        return transposed(view) if len(view.shape) == 2 and len(view.pieces) == 1 else None
+    if len(parts) == 1 and row.parts[0].half is None and not row.stack:
+        return parts[0, 0]
+    chosen = []
+    for at, view in sorted(parts.items(), key=lambda item: item[0]):
+        half, rows = row.parts[at[1]].half, view.shape[0] if view.shape else 1
+        if any(p.transposed for p in view.pieces) or (half is not None and rows % 2):
+            return None
+        chosen.append(
+            view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2)
+        )
+    made = stacked(chosen)
+    if made is None or not row.stack:
+        return made
+    return (
+        View(made.pieces, (count, made.shape[0] // count, made.shape[1]))
+        if len(made.shape) == 2
+        else None
+    )

@@ -1,0 +1,212 @@
+"""The notation of the name tables, and what it means for one set of names.
+
+A row says that a path in one spelling and a path in the canonical spelling name the same weights:
+
+    double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj
+    double_blocks.{i}.img_attn.qkv: transformer_blocks.{i}.attn.[to_q, to_k, to_v]
+
+Paths are prefixes: whatever follows (`.weight`, `.bias`, a deeper path) is kept, the longest row wins, and
+what no row covers keeps its name. On the canonical side
+
+    [a, b, c]   rows of a, then b, then c, in equal parts
+    [a:H, b]    a has as many rows as the input is wide; parts without a size share the rest
+    a< a>       the first and the second half of a's rows;  ~a is [a>, a<], halves swapped
+    ^a          a, transposed
+
+and on both sides
+
+    {i}         any number, the same one everywhere; a number that only the canonical side has is a stack:
+                `experts.gate: experts.{e}.w1` is one `[E, out, in]` tensor of all of them in order
+    {3*i+j+1}   arithmetic over the numbers listed under `ranges`
+    (a|b)       one row for each alternative, taken in step on both sides
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, TypeAlias
+
+Path: TypeAlias = tuple[str, ...]
+Bound: TypeAlias = Mapping[str, str]
+
+_VARIABLE: Final = re.compile(r"\{([a-z])\}")
+_BRACES: Final = re.compile(r"\{([^}]*)\}")
+_CHOICE: Final = re.compile(r"\(([^()]*)\)")
+_LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)")
+_PART: Final = re.compile(r"([~^]?)([^\s:<>~^\[\]]+?)([<>]?)(:H)?")
+
+
+class BadRow(ValueError):
+    """A row that cannot be read; the message says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a row's canonical side."""
+
+    path: Path
+    half: int | None = None  # 0 or 1: that half of the rows
+    sized: bool = False  # as many rows as the input is wide
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, its arithmetic and alternatives worked out."""
+
+    name: Path
+    parts: tuple[Part, ...]
+    stack: str | None = None  # the variable that counts a stack
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A row that covers a name: the numbers bound, what follows the row's path, and which part it is."""
+
+    row: Row
+    bound: dict[str, str]
+    tail: Path
+    part: int = 0
+
+
+def parse(name: str, canonical: str, ranges: Mapping[str, int]) -> Iterator[Row]:
+    """The rows that one line of a table stands for; BadRow."""
+    for left, right in _alternatives(name, canonical):
+        for numbers in _numbers(left + right, ranges):
+            yield _row(_calculate(left, numbers), _calculate(right, numbers))
+
+
+def _alternatives(name: str, canonical: str) -> Iterator[tuple[str, str]]:
+    choices = [m.split("|") for m in _CHOICE.findall(name) + _CHOICE.findall(canonical)]
+    if len({len(c) for c in choices}) > 1:
+        raise BadRow("the alternatives in ( | ) differ in number")
+    for i in range(len(choices[0]) if choices else 1):
+
+        def pick(m: re.Match[str], i: int = i) -> str:
+            return m[1].split("|")[i]
+
+        yield _CHOICE.sub(pick, name), _CHOICE.sub(pick, canonical)
+
+
+def _numbers(text: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """All values of the variables that occur in arithmetic; one empty choice where there is none."""
+    sums = [b for b in _BRACES.findall(text) if not re.fullmatch("[a-z]", b)]
+    names = sorted(set(re.findall("[a-z]", " ".join(sums))))
+    if missing := [n for n in names if n not in ranges]:
+        raise BadRow(f"no range is given for {', '.join(missing)}")
+    for values in product(*(range(ranges[n]) for n in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _calculate(text: str, numbers: Mapping[str, int]) -> str:
+    def value(m: re.Match[str]) -> str:
+        return m[0] if m[1].isalpha() and m[1] not in numbers else str(_evaluate(m[1], numbers))
+
+    return _BRACES.sub(value, text) if numbers else text
+
+
+def _evaluate(text: str, numbers: Mapping[str, int]) -> int:
+    def of(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(n)):
+                return n
+            case ast.Name(id=name) if name in numbers:
+                return numbers[name]
+            case ast.BinOp(left=a, op=ast.Add(), right=b):
+                return of(a) + of(b)
+            case ast.BinOp(left=a, op=ast.Sub(), right=b):
+                return of(a) - of(b)
+            case ast.BinOp(left=a, op=ast.Mult(), right=b):
+                return of(a) * of(b)
+        raise BadRow(f"{{{text}}} is no arithmetic with + - *")
+
+    try:
+        return of(ast.parse(text, mode="eval").body)
+    except SyntaxError as e:
+        raise BadRow(f"{{{text}}} is no arithmetic with + - *") from e
+
+
+def _row(name: str, canonical: str) -> Row:
+    if not re.fullmatch(r"[\w.{}-]+", name):
+        raise BadRow(f"{name!r} is no path")
+    parts = tuple(_parts(canonical))
+    own = set(_VARIABLE.findall(name))
+    theirs = {v for p in parts for v in _VARIABLE.findall(".".join(p.path))}
+    if own - theirs or len(theirs - own) > 1:
+        raise BadRow("the numbers in braces differ between the two sides")
+    if any(p.transposed for p in parts) and len(parts) > 1:
+        raise BadRow("only a whole weight can be transposed")
+    return Row(tuple(name.split(".")), parts, next(iter(theirs - own), None))
+
+
+def _parts(canonical: str) -> Iterator[Part]:
+    sign, before, inner, after = "", "", canonical.strip(), ""
+    if m := _LIST.fullmatch(inner):
+        sign, before, inner, after = m.groups()
+    for item in inner.split(","):
+        m = _PART.fullmatch(item.strip())
+        if m is None or (sign and m[1]):
+            raise BadRow(f"{item.strip()!r} is no path")
+        path = tuple(f"{before}{m[2]}{after}".split("."))
+        mark, sized = sign or m[1], m[4] is not None
+        if mark == "~":
+            yield from (Part(path, 1), Part(path, 0))
+        else:
+            yield Part(path, "<>".index(m[3]) if m[3] else None, sized, mark == "^")
+
+
+class Table:
+    """Rows, looked up from both sides. A lookup costs one dict access per path segment."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._names: dict[Path, list[tuple[Path, Row, int]]] = {}
+        self._parts: dict[Path, list[tuple[Path, Row, int]]] = {}
+        for row in rows:
+            self._names.setdefault(_blank(row.name), []).append((row.name, row, 0))
+            for i, part in enumerate(row.parts):
+                self._parts.setdefault(_blank(part.path), []).append((part.path, row, i))
+        self.empty = not rows
+
+    def canonical(self, path: Path) -> Hit | None:
+        """The row that covers a name of this spelling."""
+        return next(iter(_lookup(self._names, path)), None)
+
+    def spelled(self, path: Path) -> list[Hit]:
+        """The rows of which a canonical name is a part."""
+        return _lookup(self._parts, path)
+
+
+def fill(path: Path, bound: Bound) -> Path:
+    """The path with its numbers put in."""
+    return tuple(bound[s[1]] if s[0] == "{" else s for s in path)
+
+
+def _blank(path: Path) -> Path:
+    return tuple("#" if s.isdigit() or s[0] == "{" else s for s in path)
+
+
+def _lookup(table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> list[Hit]:
+    blank = _blank(path)
+    for n in range(len(path), 0, -1):
+        hits = [
+            Hit(row, bound, path[n:], part)
+            for template, row, part in table.get(blank[:n], ())
+            if (bound := _bind(template, path)) is not None
+        ]
+        if hits:
+            return hits
+    return []
+
+
+def _bind(template: Path, path: Path) -> dict[str, str] | None:
+    bound: dict[str, str] = {}
+    for want, have in zip(template, path, strict=False):
+        if want == have:
+            continue
+        if want[0] != "{" or bound.setdefault(want[1], have) != have:
+            return None
+    return bound

@@ -1,0 +1,225 @@
+"""Which rows of which base tensors does an adapter module mean?
+
+Adapter files name modules in many dialects: dotted or flat, with any of three dozen prefixes, in the words of
+the model's authors or of diffusers. The prefix does not tell which words follow, so every prefix is taken off
+that can be, and what is left is looked up in tables that hold all spellings of the base's own tensors at
+once. A name that fits two places is refused. Nothing here reads weights or imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from .algorithms import Shape
+from .aliases import Component
+from .architectures import load
+from .checkpoint import Index
+from .components import components
+from .errors import AmbiguousName
+from .views import View
+
+PREFIXES: Final = (
+    # names begin with             and speak of
+    ("lora_unet_",                 "denoiser"),  # kohya, musubi, OneTrainer
+    ("lora_unet__",                "denoiser"),  # Wan-Fun
+    ("oft_unet_",                  "denoiser"),
+    ("lora_transformer_",          "denoiser"),  # OneTrainer, ai-toolkit
+    ("lora_prior_unet_",           "denoiser"),  # Stable Cascade
+    ("lora_prior_te_",             "te"),
+    ("lora_te_",                   "te"),
+    ("lora_te1_",                  "te1"),
+    ("lora_te2_",                  "te2"),
+    ("lora_te3_",                  "te3"),
+    ("lora_te4_",                  "te4"),
+    ("lora_vae_",                  "vae"),
+    ("lycoris_",                   "any"),  # whatever LyCORIS wrapped
+    ("unet.",                      "denoiser"),
+    ("transformer.",               "transformer"),
+    ("transformer_2.",             "transformer_2"),
+    ("prior.",                     "denoiser"),
+    ("model.diffusion_model.",     "denoiser"),
+    ("diffusion_model.",           "denoiser"),
+    ("conditional_transformer.",   "denoiser"),
+    ("net.",                       "denoiser"),
+    ("text_encoder.",              "te1"),
+    ("text_encoder_2.",            "te2"),
+    ("text_encoder_3.",            "te3"),
+    ("text_encoder_4.",            "te4"),
+    ("vae.",                       "vae"),
+    ("first_stage_model.",         "vae"),
+    ("base_model.model.",          "any"),  # PEFT
+    ("base_model.",                "any"),
+    ("model.",                     "any"),
+)  # fmt: skip
+"""Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
+
+ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
+"""ComfyUI's container of a text encoder, by the encoder's own name."""
+
+REWRITES: Final = (
+    (
+        re.compile(
+            r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.)\.?"
+        ),
+        r"\1",
+    ),
+    (re.compile(r"\.default$"), ""),
+    (re.compile(r"\.processor\."), "."),
+    (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),
+    (re.compile(r"self_attn\.to_out$"), "self_attn.out_proj"),
+    (re.compile(r"\bto\.([qkv])$"), r"to_\1"),
+    (re.compile(r"((?:\.|_)to_out)$"), r"\1.0"),
+    (re.compile(r"(?<![a-z])sformer_blocks"), "transformer_blocks"),
+)
+"""Slips and old habits: wrappers left in, attention processors, four letters cut off. Tried if nothing fits."""
+
+ENCODER_HINTS: Final = {"te1": ("clip_l", "clip_h"), "te2": ("clip_g", "t5"), "te3": ("t5",)}
+"""What kind of encoder a name means where no denoiser says it."""
+
+
+class Names:
+    """The names of one base; built once, then asked for every module."""
+
+    def __init__(self, parts: Sequence[Component]) -> None:
+        self._parts = parts
+        self._keys = {key: part for part in parts for key in part.keys.values()}
+        main = parts[0] if parts else None
+        known = main.architecture if main else None
+        self.architecture = known.title if known else "unknown"
+        self.layout = main.layout if main else "as stored"
+
+    def find(self, module: str, parameter: str = "weight") -> View | None:
+        """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""
+        for name in _written(module):
+            views: list[View] = []
+            for hint, body in self._readings(name):
+                for view in self._look(hint, body, parameter):
+                    if view is None or (views and view not in views):
+                        raise self._ambiguous(module, parameter, [*views, view])
+                    views.append(view)
+            if views:
+                return views[0]
+        return None
+
+    def component(self, key: str) -> str:
+        """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
+        part = self._keys.get(key)
+        return part.label if part else "model"
+
+    def wanted(self, module: str) -> str:
+        """What part of a model an adapter's module name speaks of."""
+        main = self._parts[0].label if self._parts and self._parts[0].denoiser else "denoiser"
+        for hint, _ in self._readings(module):
+            if hint in ("denoiser", "transformer"):
+                return main
+            if hint != "any":
+                return next((p.label for p in self._hinted(hint)), hint)
+        return main
+
+    def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+        """The likely reason why names found no place, in one sentence."""
+        return "merge into the checkpoint that the adapter was trained on"
+
+    def _readings(self, name: str) -> Iterator[tuple[str, str]]:
+        """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
+        pending, seen = [("any", name)], set()
+        while pending:
+            hint, body = pending.pop(0)
+            if (hint, body) in seen:
+                continue
+            seen.add((hint, body))
+            yield hint, body
+            pending += [
+                (h if h != "any" else hint, body[len(p) :])
+                for p, h in PREFIXES
+                if body.startswith(p)
+            ]
+            if m := ENCODER.match(body):
+                pending.append((f"={m[1]}", body[m.end() :]))
+            pending += [(f"@{p.prefix}", body[len(p.prefix) :]) for p in self._parts
+                        if p.prefix and body.startswith(p.prefix)]  # fmt: skip
+
+    def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
+        """All places of the components a hint allows; without a hint the denoiser's come first."""
+        parts = self._hinted(hint)
+        groups = (
+            [parts]
+            if hint != "any"
+            else [[p for p in parts if p.denoiser], [p for p in parts if not p.denoiser]]
+        )
+        for group in groups:
+            found = [part.find(body, parameter) for part in group]
+            if any(known for _, known in found):
+                return [view for view, known in found if known]
+        return []
+
+    def _hinted(self, hint: str) -> list[Component]:
+        if hint[0] == "@":
+            return [p for p in self._parts if p.prefix == hint[1:]]
+        if hint == "any":
+            return list(self._parts)
+        if hint == "vae":
+            return [p for p in self._parts if p.label == "vae"]
+        if hint in ("denoiser", "transformer", "transformer_2"):
+            named = [p for p in self._parts if p.label == hint]
+            return named or (
+                [p for p in self._parts if p.denoiser] if hint != "transformer_2" else []
+            )
+        return self._encoders(hint)
+
+    def _encoders(self, hint: str) -> list[Component]:
+        encoders = [p for p in self._parts if p.kind]
+        main = self._parts[0].architecture if self._parts else None
+        if hint[0] == "=":
+            kinds: tuple[str, ...] = (_kind(hint[1:]),)
+        elif main and hint in main.text_encoders:
+            kinds = (main.text_encoders[hint],)
+        elif main and main.text_encoders:
+            return []
+        else:
+            kinds = ENCODER_HINTS.get(hint, ())
+        found = [p for p in encoders if p.kind in kinds]
+        if found:
+            return found
+        unsure = [p for p in encoders if p.kind in ("clip", "unknown") or hint == "te"]
+        return [p for p in unsure if p.label in (hint, "te")] or (
+            unsure if len(encoders) == 1 else []
+        )
+
+    def _ambiguous(
+        self, module: str, parameter: str, views: Sequence[View | None]
+    ) -> AmbiguousName:
+        keys = sorted({p.key for v in views if v for p in v.pieces})
+        return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture,
+                             "rename it in the adapter so that it names one of them")  # fmt: skip
+
+
+def names(index: Index, extra: Path | None = None) -> Names:
+    """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
+    shapes = {name: info.shape for name, info in index.tensors.items()}
+    parts = components(shapes, index.config, load(extra) if extra else None)
+    return Names([part.build(shapes) for part in parts])
+
+
+def guess(modules: Mapping[str, Shape]) -> str:
+    """The architecture that an adapter was made for, from its module names and shapes alone."""
+    return "unknown"
+
+
+def _kind(encoder: str) -> str:
+    from .components import ENCODER_IDS
+
+    return ENCODER_IDS.get(encoder, encoder)
+
+
+def _written(module: str) -> Iterator[str]:
+    """The name as it is, then with slips corrected."""
+    names = [module]
+    yield module
+    for pattern, replacement in REWRITES:
+        for name in [pattern.sub(replacement, n) for n in names if pattern.search(n)]:
+            names.append(name)
+            yield name
