@@ -52,6 +52,7 @@ class Component:
     def build(self, shapes: Mapping[str, Shape]) -> Component:
         """The name tables filled, from the shapes of the base by key; returns itself."""
         spellings = self.architecture.spellings if self.architecture else {}
+        spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
         canonical, own = _canonical(self.keys, shapes, spellings.get(self.layout, NO_TABLE))
         strong = {**canonical}
         for path, view in [*own, *_spelled(canonical, spellings.values())]:

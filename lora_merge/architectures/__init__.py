@@ -18,7 +18,7 @@ adapter:                            # how to tell from an adapter's names alone,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -58,7 +58,7 @@ class Architecture:
     kind: str = ""  # what `text_encoders` calls it
     layouts: Mapping[str, tuple[Condition, ...]] = field(default_factory=dict)
     canonical: str = "diffusers"
-    tables: Mapping[str, tuple[tuple[str, str, int], ...] | str] = field(default_factory=dict)
+    tables: Mapping[str, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     ranges: Mapping[str, int] = field(default_factory=dict)
     adapter: tuple[str, ...] = ()
     variants: Mapping[str, str] = field(default_factory=dict)
@@ -68,12 +68,17 @@ class Architecture:
         """Layout or `spellings` → its table, worked out on first use."""
         return MappingProxyType({n: Table(self._rows(n)) for n in self.tables})
 
-    def _rows(self, table: str) -> list[Row]:
+    def _rows(self, table: str, without: Set[str] = frozenset()) -> list[Row]:
         rows: list[Row] = []
         lines = self.tables[table]
-        if isinstance(lines, str):
-            return next(a for a in shipped() if a.file.stem == lines)._rows(table)
+        own = {name for name, _, _ in lines}
         for name, canonical, line in lines:
+            if name == "<<":
+                other = next(a for a in shipped() if a.file.stem == canonical)
+                rows.extend(other._rows(table, own))
+                continue
+            if name in without:
+                continue
             try:
                 rows.extend(parse(name, canonical, self.ranges))
             except BadRow as e:
@@ -133,7 +138,7 @@ class _Reader:
             "variants": lambda n: {k.value: self.text(v) for k, v in self.pairs(n)},
         }
         found: dict[str, Any] = {}
-        tables: dict[str, tuple[tuple[str, str, int], ...] | str] = {}
+        tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
         for key, value in self.pairs(node):
             if key.value in known:
                 found[key.value] = known[key.value](value)
@@ -185,12 +190,12 @@ class _Reader:
             made.append(Condition(m[2], tuple(m[3].split("x")) if m[3] else None, bool(m[1])))
         return tuple(made)
 
-    def table(self, node: Any) -> tuple[tuple[str, str, int], ...] | str:
-        if node.id == "scalar":
-            if not (FOLDER / f"{self.text(node)}.yaml").is_file():
-                raise _bad(self.file, _line(node), f"there is no architecture file {node.value}")
-            return str(node.value)
-        return tuple((k.value, self.text(v), _line(k)) for k, v in self.pairs(node))
+    def table(self, node: Any) -> tuple[tuple[str, str, int], ...]:
+        rows = tuple((k.value, self.text(v), _line(k)) for k, v in self.pairs(node))
+        for name, other, line in rows:
+            if name == "<<" and not (FOLDER / f"{other}.yaml").is_file():
+                raise _bad(self.file, line, f"there is no architecture file {other}")
+        return rows
 
 
 def _line(node: Any) -> int:

@@ -17,6 +17,7 @@ and on both sides
 
     {i}         any number, the same one everywhere; a number that only the canonical side has is a stack:
                 `experts.gate: experts.{e}.w1` is one `[E, out, in]` tensor of all of them in order
+    {last}      the highest number that the base has there
     {3*i+j+1}   arithmetic over the numbers listed under `ranges`
     (a|b)       one row for each alternative, taken in step on both sides
 """
@@ -25,16 +26,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final, TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
 Bound: TypeAlias = Mapping[str, str]
 
+LAST: Final = "{last}"
+
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
-_BRACES: Final = re.compile(r"\{([^}]*)\}")
+_BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
 _CHOICE: Final = re.compile(r"\(([^()]*)\)")
 _LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)")
 _PART: Final = re.compile(r"([~^]?)([^\s:<>~^\[\]]+?)([<>]?)(:H)?")
@@ -170,6 +173,20 @@ class Table:
             for i, part in enumerate(row.parts):
                 self._parts.setdefault(_blank(part.path), []).append((part.path, row, i))
         self.empty = not rows
+        self._rows = rows
+
+    def settled(self, names: Iterable[str]) -> Table:
+        """The same table for a base of these names: `{last}` has become a number."""
+        open_rows = [row for row in self._rows if LAST in row.name]
+        if not open_rows:
+            return self
+        highest = _highest(names)
+        rows = [row for row in self._rows if LAST not in row.name]
+        for row in open_rows:
+            stems = [p[: p.index(LAST)] for p in (row.name, *(part.path for part in row.parts))]
+            if numbers := [highest[stem] for stem in stems if stem in highest]:
+                rows.append(_at(row, str(max(numbers))))
+        return Table(rows)
 
     def canonical(self, path: Path) -> Hit | None:
         """The row that covers a name of this spelling."""
@@ -185,6 +202,26 @@ def fill(path: Path, bound: Bound) -> Path:
     return tuple(bound[s[1]] if s[0] == "{" else s for s in path)
 
 
+def _highest(names: Iterable[str]) -> dict[Path, int]:
+    """Path → the highest number that follows it."""
+    found: dict[Path, int] = {}
+    for name in names:
+        path = tuple(name.split("."))
+        for at, segment in enumerate(path):
+            if segment.isdigit():
+                found[path[:at]] = max(found.get(path[:at], 0), int(segment))
+    return found
+
+
+def _at(row: Row, number: str) -> Row:
+    def put(path: Path) -> Path:
+        return tuple(number if s == LAST else s for s in path)
+
+    return replace(
+        row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts)
+    )
+
+
 def _blank(path: Path) -> Path:
     return tuple("#" if s.isdigit() or s[0] == "{" else s for s in path)
 
@@ -198,7 +235,8 @@ def _lookup(table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> li
             if (bound := _bind(template, path)) is not None
         ]
         if hits:
-            return hits
+            least = min(len(hit.bound) for hit in hits)
+            return [hit for hit in hits if len(hit.bound) == least]  # `.47.` before `.{i}.`
     return []
 
 
