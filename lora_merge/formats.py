@@ -1,4 +1,4 @@
-"""Output formats and how an output gets its name: written beside it, then renamed, complete or not at all."""
+"""Output formats: what the header of a file says, and what goes into a folder beside the weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any, Final
 from .algorithms import Shape
 from .errors import InputError
 from .header import HEADER_LIMIT, bytes_of
+from .publish import check_output, replacing
+
+__all__ = ["check_output", "layout", "replacing"]
 
 PAGE: Final = 4096
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from lora_merge.checkpoint import (
     ITEM_BITS,
-    Reader,
     open_checkpoint,
-    quantised,
     read_bytes,
-    read_header,
 )
-from lora_merge.errors import InputError
 from lora_merge.header import parse
-from lora_merge.pickles import FORMAT_NAMES
-from lora_merge.reader import MEMORY
 
 quick = settings(deadline=None, derandomize=True, database=None)
 

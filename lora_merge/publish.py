@@ -1,0 +1,287 @@
+"""How an output gets its name: written beside it, synced, renamed; complete or not at all.
+
+Siblings are called `.<name>.<12 hex digits>.lora-merge.part`. A run holds an advisory lock on its own, so
+the next run can tell those of killed runs, which it removes, from those of live ones, which it leaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from .disk import failure
+from .errors import MergeError, UsageError
+from .folders import listed
+
+PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
+NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
+SYNCED: Final = os.name != "nt"  # Windows cannot open folders to sync them
+
+
+@contextmanager
+def replacing(
+    target: Path,
+    inputs: Iterable[Path] = (),
+    *,
+    overwrite: bool = False,
+    folder: bool = False,
+    contents: Iterable[str] = (),
+) -> Iterator[Path]:
+    """A sibling path, an empty file or folder, that becomes `target` only if the block succeeds.
+
+    Missing parents are made, and removed again on failure. `contents` are the names a folder will have;
+    a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
+    """
+    with _failures(target):
+        check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
+        made = _make_parents(target.parent)
+    part, lock, done = target, -1, False
+    try:
+        with _failures(target):
+            with suppress(FileNotFoundError):
+                target.lstat()  # says now, not after the work, that the name is too long
+            remove_stale(target.parent)
+            part, lock = _create(target, folder=folder)
+        yield part
+        with _failures(target):
+            _sync(part)
+            _publish(part, target, overwrite=overwrite)
+            sync_folder(target.parent)
+        done = True
+    finally:
+        if lock >= 0:
+            os.close(lock)
+        if part != target:
+            _remove(part)
+        for path in () if done else reversed(made):
+            with suppress(OSError):  # somebody else put something there meanwhile
+                path.rmdir()
+
+
+def check_output(
+    target: Path,
+    inputs: Iterable[Path] = (),
+    *,
+    overwrite: bool = False,
+    folder: bool = False,
+    contents: Iterable[str] = (),
+) -> None:
+    """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace."""
+    if not os.path.lexists(target):
+        blocking = next((p for p in target.parents if os.path.lexists(p)), None)
+        if blocking is not None and not blocking.is_dir():
+            raise UsageError("the output's folder is a file", str(blocking), "choose another -o")
+        return
+    if target.is_dir() and not folder:
+        raise UsageError(
+            "the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors"
+        )
+    if folder and not target.is_dir():
+        raise UsageError(
+            "the output is a file, the base a folder", str(target), "name a folder with -o"
+        )
+    if not overwrite:
+        same = any(_same(target, p) for p in inputs)
+        what = "the output is one of the inputs" if same else "the output exists"
+        raise UsageError(what, str(target), "choose another -o, or give --overwrite")
+    if folder:
+        new = set(contents)
+        lost = [n for n in files_under(target) if n not in new]
+        if lost:
+            raise UsageError(
+                f"the output folder holds {len(lost)} files that the merged model does not have",
+                f"{target}: {listed(lost)}",
+                "choose another -o, or move them away; --overwrite replaces only what it writes anew",
+            )
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Whether two paths are one file, by any name or link."""
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False  # one of them is not there
+
+
+def files_under(folder: Path) -> list[str]:
+    """Every file in a folder and below, relative, with forward slashes, sorted."""
+    return sorted(
+        p.relative_to(folder).as_posix()
+        for p in folder.rglob("*")
+        if p.is_symlink() or not p.is_dir()
+    )
+
+
+@contextmanager
+def _failures(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise failure(e, target, 0) from e
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make the missing folders; returns them, the outermost first."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
+    made: list[Path] = []
+    try:
+        for path in missing:
+            path.mkdir(exist_ok=True)
+            made.append(path)
+    except OSError:
+        for path in reversed(made):
+            path.rmdir()
+        raise
+    return made
+
+
+def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
+    """A new, locked sibling and the descriptor that holds the lock, -1 where there are no locks."""
+    while True:
+        end = f".{secrets.token_hex(6)}.lora-merge.part"
+        room = NAME_LIMIT - len(end) - 1
+        part = target.with_name(
+            "." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end
+        )
+        if folder:
+            part.mkdir()
+        else:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        if sys.platform == "win32":
+            return part, -1
+        try:
+            lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+            _lock(lock, wait=True)
+            if os.fstat(lock).st_nlink:
+                return part, lock
+            os.close(lock)  # another run took it for a stale one before it was locked
+        except FileNotFoundError:
+            continue
+
+
+def _lock(fd: int, *, wait: bool = False) -> bool | None:
+    """Whether the lock was free and is now ours; None where there are no locks."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what killed runs left in this folder; what cannot be opened or is in use stays."""
+    for path in folder.iterdir():
+        if not PART.fullmatch(path.name) or path.is_symlink():
+            continue
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            try:
+                if _lock(fd):
+                    _remove(path)
+            finally:
+                os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(part: Path) -> None:
+    """Everything below on the disk."""
+    paths = [part, *part.rglob("*")] if part.is_dir() else [part]
+    for path in paths:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            fd = os.open(path, os.O_RDWR)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder on the disk, where the system can do that."""
+    if not SYNCED:
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _publish(part: Path, target: Path, *, overwrite: bool) -> None:
+    """Give `part` its name. Without `overwrite`, never over something that appeared meanwhile."""
+    if part.is_dir():
+        _publish_folder(part, target)
+    elif overwrite:
+        if target.exists():
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
+        part.replace(target)
+    else:
+        try:
+            os.link(part, target)  # unlike a rename, it fails where the name is taken
+        except FileExistsError as e:
+            raise _appeared(target) from e
+        except OSError as e:  # no links on this file system (exFAT, some networks)
+            if os.path.lexists(target):
+                raise _appeared(target) from e
+            part.rename(target)
+        else:
+            part.unlink()
+
+
+def _appeared(target: Path) -> MergeError:
+    return UsageError(
+        "the output appeared while it was made",
+        str(target),
+        "choose another -o; is another run at it?",
+    )
+
+
+def _publish_folder(part: Path, target: Path) -> None:
+    """Rename the folder, or swap it with the one it replaces, which then has the name of the part."""
+    if not os.path.lexists(target):
+        part.rename(target)
+        return
+    if _exchange(part, target):
+        return
+    old = part.with_name(part.name + ".old")
+    target.rename(old)
+    try:
+        part.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Whether two names were swapped at once: renameat2(2), Linux only."""
+    call = (
+        getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
+    )
+    return call is not None and call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0

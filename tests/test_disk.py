@@ -1,0 +1,208 @@
+"""Writers on every kind of file system and failure. Run: pytest tests/test_disk.py"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_merge import disk
+from lora_merge.disk import PAGE, Mode, Writer, address, aligned_buffer, copy_file, free_bytes
+from lora_merge.errors import MergeError, ResourceError, UsageError
+
+ROOT = Path(__file__).parents[1]
+quick = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+
+
+def pattern(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def write(path: Path, pieces: list[memoryview], mode: Mode = "auto") -> Writer:
+    path.touch()
+    with Writer(path, sum(map(len, pieces)), mode) as w:
+        for piece in pieces:
+            w.write(piece)
+        w.finish()
+    return w
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One folder on the usual disk, one in memory where there is such a file system."""
+    shm = Path("/dev/shm")
+    found = [tmp_path_factory.mktemp("disk")]
+    if shm.is_dir() and os.access(shm, os.W_OK):
+        found.append(shm)
+    return found
+
+
+@quick
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 5, 4095, 4096, 4097, 8192, 12_345, 70_000]), max_size=6),
+    mode=st.sampled_from(["auto", "direct", "buffered"]),
+    shift=st.sampled_from(["congruent", "odd", "readonly"]),
+)
+def test_what_is_written_is_what_was_given(
+    folders: list[Path], sizes: list[int], mode: Mode, shift: str
+) -> None:
+    data, pieces, at = pattern(sum(sizes)), [], 0
+    for size in sizes:
+        if shift == "readonly":
+            pieces.append(memoryview(data)[at : at + size])
+        else:
+            lead = at % PAGE if shift == "congruent" else 3
+            pieces.append(aligned_buffer(lead + size)[lead:])
+            pieces[-1][:] = data[at : at + size]
+        at += size
+    for folder in folders:
+        path = folder / f"lora-merge-test-{os.getpid()}"
+        try:
+            write(path, pieces, mode)
+            assert path.read_bytes() == data
+        finally:
+            path.unlink()
+
+
+def test_congruent_memory_is_not_copied(tmp_path: Path) -> None:
+    """A window at any offset whose memory has the offset's residue goes to the disk as it is."""
+    path = tmp_path / "x"
+    path.touch()
+    buffer = aligned_buffer(PAGE * 5)
+    with Writer(path, 100 + PAGE * 3, "direct") as w:
+        w.write(memoryview(pattern(100)))
+        w.write(buffer[100 : 100 + PAGE * 3])
+        assert w._bounce is None
+        w.finish()
+    assert path.stat().st_size == 100 + PAGE * 3
+
+
+def test_buffers_begin_at_a_page() -> None:
+    assert address(aligned_buffer(10)) % PAGE == 0
+    assert len(aligned_buffer(10)) == 10
+    assert len(aligned_buffer(0)) == 0
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_short_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)
+    )
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+    data = aligned_buffer(50_001)
+    data[:] = pattern(50_001)
+    write(tmp_path / "x", [data], mode)
+    assert (tmp_path / "x").read_bytes() == bytes(data)
+
+
+def test_a_file_system_that_refuses_direct_writes_late_gets_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    real = os.pwrite
+
+    def refuse(fd: int, data: memoryview, at: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    data = aligned_buffer(50_001)
+    data[:] = pattern(50_001)
+    assert not write(tmp_path / "x", [data], "direct").direct
+    assert (tmp_path / "x").read_bytes() == bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, ResourceError),
+        (errno.EDQUOT, ResourceError),
+        (errno.EFBIG, ResourceError),
+        (errno.EIO, MergeError),
+        (errno.EROFS, UsageError),
+    ],
+)
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate"])
+def test_failures_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[MergeError], call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk, "RESERVES", {disk.file_system(tmp_path)})
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(MergeError) as caught:
+        write(tmp_path / "x", [memoryview(b"x" * 10_000)])
+    assert type(caught.value) is kind
+    assert str(tmp_path) in caught.value.where
+
+
+def test_a_limit_on_file_size_is_a_typed_error(tmp_path: Path) -> None:
+    code = """
+        import resource, sys
+        from pathlib import Path
+        from lora_merge.disk import Writer
+        from lora_merge.errors import ResourceError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        path = Path(sys.argv[1]); path.touch()
+        try:
+            with Writer(path, 2 << 20) as w:
+                w.write(memoryview(bytes(2 << 20)))
+        except ResourceError as e:
+            print(e.exit_code)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "x")],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.stdout.strip() == "5"
+
+
+def test_dirty_data_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the cache, everything older than BEHIND has been waited for."""
+    monkeypatch.setattr(disk, "BEHIND", 1 << 20)
+    path = tmp_path / "x"
+    path.touch()
+    block = aligned_buffer(1 << 18)
+    with Writer(path, 4 << 20, "buffered") as w:
+        for _ in range(16):
+            w.write(block)
+            assert w.offset - w._settled <= 1 << 20
+        w.finish()
+
+
+def test_amended_bytes_reach_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    for mode in ("direct", "buffered"):
+        with Writer(path, 10_000, mode) as w:  # type: ignore[arg-type]
+            w.write(memoryview(pattern(10_000)))
+            w.amend(9, b"hash")
+            w.finish()
+        assert path.read_bytes() == pattern(9) + b"hash" + pattern(10_000)[13:]
+
+
+def test_free_bytes_of_a_path_that_is_yet_to_be_made(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "a" / "b" / "c") > 0
+    with pytest.raises(ResourceError, match="no space left"):
+        disk.require_space(tmp_path / "a", 1 << 62)
+
+
+def test_copies_are_equal_and_never_over_something(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(pattern(3_000_000))
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == pattern(3_000_000)
+    with pytest.raises(MergeError):
+        copy_file(tmp_path / "a", tmp_path / "b")
