@@ -59,6 +59,9 @@ class Algorithm:
     only those entries (and those rows of the base). None: ΔW can only be formed whole."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
+    decomposes: bool = False
+    """Whether it inverts, factorises or transforms, which torch does in float32 and float64 only:
+    the caller hands over at least float32, whatever the compute dtype."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without forming ΔW."""
     derive: Callable[[Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None

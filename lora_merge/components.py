@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from .aliases import Component
 from .algorithms import Shape
+from .aliases import Component
 from .architectures import Architecture, recognise, shipped
 from .errors import InputError
 

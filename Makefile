@@ -1,0 +1,37 @@
+# Both targets do all the set-up themselves: a virtual environment in .venv, installed from the project's own files.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP = $(VENV)/.installed-$(1)
+
+.PHONY: demo test lint types check bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(call STAMP,run): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(call STAMP,test): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@ $(call STAMP,run)
+
+demo: $(call STAMP,run)
+	$(BIN)/lora-merge demo demo
+
+lint: $(call STAMP,test)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(call STAMP,test)
+	$(BIN)/mypy
+
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+bench: $(call STAMP,test)
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info

@@ -1,0 +1,47 @@
+"""Merge LoRA, LyCORIS and PEFT adapters into `.safetensors` checkpoints.
+
+The names below are loaded on first use, so that `import lora_merge` and `--help` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import merge, plan
+    from .errors import MergeError
+    from .job import Adapter, Job
+    from .planning import Plan
+    from .report import Report
+
+try:
+    __version__ = version("lora-merge")
+except PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+checkout"
+
+_HOMES = {
+    "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
+    "Adapter": "job", "Job": "job", "Plan": "planning", "Report": "report", "MergeError": "errors",
+}  # fmt: skip
+
+__all__ = [
+    "Adapter",
+    "Job",
+    "LoadedAdapter",
+    "MergeError",
+    "Plan",
+    "Report",
+    "__version__",
+    "load_adapter",
+    "merge",
+    "merge_state_dict",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""python -m lora_merge."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,158 @@
+"""Groups an adapter's tensors into modules: which tensors belong together and which algorithms they may be.
+
+Every tensor ends up in a module, in `ignored` with a reason, or in `strange` (no known suffix, so the
+plan tries it as a whole replacement parameter and names it otherwise). No torch here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from .algorithms import ALGORITHMS, Shape
+from .checkpoint import Index, read_bytes
+from .conventions import SHARED, part, split
+from .errors import InputError
+from .header import TensorInfo
+
+IGNORED: Final = (
+    ("bundle_emb.", "bundled textual-inversion embedding, not a change of weights"),
+    ("_aux.", "bookkeeping of the training tool"),
+)
+"""Key prefix → why tensors under it are not merged."""
+
+
+Numbers: TypeAlias = Callable[[TensorInfo], tuple[float, ...]]
+"""All elements of a small stored tensor: from its file, or from memory."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors that change one parameter of one module."""
+
+    name: str
+    parameter: str
+    slots: Mapping[str, TensorInfo]
+    shared: Mapping[str, TensorInfo]
+    algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
+
+    @property
+    def where(self) -> str:
+        """The name for messages."""
+        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Stored shape per slot."""
+        return {slot: info.shape for slot, info in self.slots.items()}
+
+    def complete(self) -> list[str]:
+        """Rows of the table whose required slots are all here, and that know every slot that is."""
+        return [
+            name
+            for name in self.algorithms
+            if name in ALGORITHMS
+            and all(slot in self.slots for slot, required in ALGORITHMS[name].slots.items() if required)
+            and all(slot in ALGORITHMS[name].slots for slot in self.slots)
+        ]
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One adapter as modules; nothing of its weights has been read but a few numbers."""
+
+    path: Path
+    index: Index
+    modules: tuple[Module, ...]
+    strange: tuple[TensorInfo, ...]
+    ignored: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Group:
+    slots: dict[str, TensorInfo] = field(default_factory=dict)
+    shared: dict[str, TensorInfo] = field(default_factory=dict)
+    algorithms: tuple[str, ...] | None = None
+
+
+def file_numbers(info: TensorInfo) -> tuple[float, ...]:
+    """All elements of a small tensor of any stored dtype, straight from its file."""
+    raw = read_bytes(info)
+    if info.dtype == "BF16":
+        raw = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))
+    code = {"F64": "d", "F32": "f", "BF16": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
+            "U8": "B", "BOOL": "?", "U16": "H", "U32": "I", "U64": "Q"}.get(info.dtype)  # fmt: skip
+    if code is None:
+        raise InputError(f"a number stored as {info.dtype}", f"{info.file}: {info.name}", "store it as F32")
+    return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+
+
+def group(index: Index) -> AdapterFile:
+    """The adapter's tensors as modules; InputError if the file is no adapter at all."""
+    groups: dict[tuple[str, str], _Group] = {}
+    strange: list[TensorInfo] = []
+    ignored: dict[str, str] = {}
+    for key, info in index.tensors.items():
+        reason = next((why for prefix, why in IGNORED if key.startswith(prefix)), None)
+        if reason is not None:
+            ignored[key] = reason
+            continue
+        found = split(key)
+        if found is None:
+            strange.append(info)
+            continue
+        name, row = found
+        one = groups.setdefault((name, row.parameter), _Group())
+        if row.slot in SHARED:
+            one.shared[row.slot] = info
+            continue
+        if row.slot in one.slots:
+            raise _twice(index.path, one.slots[row.slot], info)
+        one.slots[row.slot] = info
+        one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
+    plain = {key for key, g in groups.items() if not _is_adapter(g)}
+    strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
+    if len(plain) == len(groups):
+        raise InputError(
+            "this file holds no adapter tensors",
+            f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
+            "name the base model first and the adapter after it; if they are in order, this file is no adapter",
+        )
+    modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
+    used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
+    lonely = [info for (name, _), g in groups.items() if name not in used for info in g.shared.values()]
+    strange += [info for info in lonely if info not in strange]
+    return AdapterFile(index.path, index, modules, tuple(strange), ignored)
+
+
+def _is_adapter(g: _Group) -> bool:
+    """Whether the group is more than a parameter of a model whose name happens to end like a suffix."""
+    if g.algorithms == ("ia3",):
+        return "on_input" in g.slots
+    return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
+
+
+def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
+    """The group as a module; a part of a module shares the alpha of the whole."""
+    whole, number = part(key[0])
+    parent = groups.get((whole, "weight")) if number is not None else None
+    g = groups[key]
+    return Module(*key, g.slots, {**(parent.shared if parent else {}), **g.shared}, g.algorithms or ())
+
+
+def looks_like_adapter(index: Index) -> bool:
+    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place."""
+    rows = [found[1] for key in index.tensors if (found := split(key)) is not None]
+    marked = sum(1 for row in rows if row.slot not in SHARED and row.algorithms != ("ia3",))
+    return marked * 2 > len(index.tensors)
+
+
+def _twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
+    return InputError(
+        "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
+        "remove one of the two; applying both would double the effect",
+    )  # fmt: skip

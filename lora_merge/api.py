@@ -1,0 +1,35 @@
+"""The Python API: merge files, plan, merge in memory, look into an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .job import make_job
+
+if TYPE_CHECKING:
+    from .planning import Plan
+    from .report import Report
+
+
+def merge(
+    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
+) -> Report:
+    """Merge adapters into a base and write the result; every failure is a MergeError.
+
+    `adapters`: paths, `(path, strength)` pairs or Adapter objects. Options are the command line's:
+    dtype, compute_dtype, device, strength_for, unmatched, overwrite, max_memory, verify, map.
+    """
+    from .run import run
+
+    return run(plan(base, adapters, output, **options))
+
+
+def plan(
+    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
+) -> Plan:
+    """What `merge` would do, from headers alone; raises what it would raise."""
+    from .planning import make_plan
+
+    return make_plan(make_job(base, adapters, output, **options))

@@ -1,0 +1,236 @@
+"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. No decisions here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import MergeError, UsageError
+
+if TYPE_CHECKING:
+    from .planning import Plan
+    from .report import Report
+
+ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
+
+
+class Commands(TyperGroup):
+    """Runs `merge` when no subcommand is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`lora-merge BASE ADAPTER` means `lora-merge merge BASE ADAPTER`."""
+        if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
+            args = ["merge", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
+    "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.",
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"lora-merge {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def merge(
+    base: Annotated[str, typer.Argument(help="Checkpoint: a .safetensors file or a model folder.")],
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
+    ],
+    output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
+    dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
+    compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")] = "auto",
+    strength: Annotated[
+        list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")
+    ] = None,
+    strength_for: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART=FLOAT", help="unet, te, te1, te2, vae … or re:REGEX; multiplies."),
+    ] = None,
+    unmatched: Annotated[str, typer.Option(help="error, or skip what has no place in the base.")] = "error",
+    map_file: Annotated[
+        str | None, typer.Option("--map", help="Name table (YAML) for a model that is not known.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
+    max_memory: Annotated[str, typer.Option(help="Bound on weights in flight, e.g. 512MiB.")] = "1GiB",
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Prove the written file.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """Merge adapters into a base model and write the result."""
+    from .job import expand, make_job
+    from .planning import make_plan
+
+    job = make_job(
+        base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
+        strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
+        max_memory=max_memory, verify=verify, map=map_file,
+    )  # fmt: skip
+    plan = make_plan(job)
+    say = _silent if as_json or quiet else typer.echo
+    _describe(plan, say, verbose)
+    if dry_run:
+        if as_json:
+            typer.echo(json.dumps(_dry(plan), ensure_ascii=False))
+        return
+    done = _run(plan, quiet=quiet)
+    if report is not None:
+        expand(report).write_text(done.to_json() + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(done.to_json())
+    else:
+        _conclude(done, say)
+
+
+def _strengths(adapters: list[str], strengths: list[float]) -> list[tuple[str, float]]:
+    """Adapters with their strengths: `PATH:0.8`, or one -s for each; not both."""
+    from .job import split_strength
+
+    pairs = [(a, None) if Path(a).exists() else split_strength(a) for a in adapters]
+    if not strengths:
+        return [(path, 1.0 if s is None else s) for path, s in pairs]
+    if any(s is not None for _, s in pairs):
+        raise UsageError("strengths given twice", "--strength and :STRENGTH", "use one of the two")
+    if len(strengths) != len(adapters):
+        raise UsageError(f"{len(strengths)} strengths for {len(adapters)} adapters", "--strength",
+                         "give one -s per adapter, in order")  # fmt: skip
+    return [(path, s) for (path, _), s in zip(pairs, strengths, strict=True)]
+
+
+def _part(text: str) -> tuple[str, float]:
+    part, equals, value = text.rpartition("=")
+    try:
+        return (part, float(value)) if equals else _no_part(text)
+    except ValueError:
+        return _no_part(text)
+
+
+def _no_part(text: str) -> tuple[str, float]:
+    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _describe(plan: Plan, say: Any, verbose: bool) -> None:
+    """A few lines before the work: what was recognised, what matched, what will be written."""
+    say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
+        say(
+            f"adapter  {ref.path.name}: {', '.join(m.algorithms)}, {m.modules} of {m.total} modules matched ({parts}), strength {ref.strength:g}"
+        )
+        for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
+            say(f"  left out: {name}: {why}")
+        for note in (*m.adapter.notes, *m.notes):
+            say(f"  note: {note}")
+    say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
+    if verbose:
+        for file in plan.files:
+            for t in file.targets:
+                say(
+                    f"  {t.name} {t.dtype} {list(t.shape)}"
+                    + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
+                )
+
+
+def _run(plan: Plan, *, quiet: bool) -> Report:
+    from .run import run
+
+    if quiet or not sys.stderr.isatty():
+        return run(plan)
+    from tqdm import tqdm
+
+    with tqdm(total=plan.size, unit="B", unit_scale=True, unit_divisor=1024, desc="merging", file=sys.stderr) as bar:
+        return run(plan, bar.update)
+
+
+def _conclude(done: Report, say: Any) -> None:
+    rate = done.written / max(done.seconds, 1e-9)
+    say(
+        f"wrote    {size(done.written)} in {done.seconds:.1f} s ({size(int(rate))}/s) on {done.device}, peak memory {size(done.peak_memory)}"
+    )
+    if done.verified is not None:
+        v = done.verified
+        say(f"verified {v['tensors']} merged tensors in fp64: worst deviation {v['worst_ulp']:.2f} ulp")
+
+
+def _dry(plan: Plan) -> dict[str, Any]:
+    from .planning import coverage
+
+    return {
+        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
+        "bytes": plan.size, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
+        "coverage": coverage(plan), "version": __version__,
+    }  # fmt: skip
+
+
+def size(n: int) -> str:
+    """ "6.46 GiB"."""
+    value, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM arrived; unwinds everything, so that everything is cleaned up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+def main() -> None:
+    """Entry point; the only place that turns failures into text and exit codes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except MergeError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except _Stopped as stop:
+        _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
+    except OSError as error:
+        if debug:
+            raise
+        _fail(
+            f"{error.strerror or error}\n  where: {error.filename or 'input or output'}\n  fix:   see the message; nothing was left behind",
+            1,
+        )
+
+
+def _fail(text: str, code: int) -> None:
+    print(f"error: {text}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(code)

@@ -1,0 +1,61 @@
+"""Stored tensors as torch tensors: adapters' factors, checked for NaN, and base tensors that are gathered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Reader
+from .errors import InputError
+from .header import TensorInfo
+from .placement import TORCH_DTYPES
+
+
+class Factors:
+    """Reads tensors from files on demand and keeps those of the window at hand; one per thread."""
+
+    def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
+        self._reader, self._adapters = reader, adapters
+        self._kept: dict[tuple[Path, int], Tensor] = {}
+
+    def fetch(self, info: TensorInfo) -> Tensor:
+        """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
+        key = (info.file, info.offset)
+        if key not in self._kept:
+            raw = bytearray(info.nbytes)
+            if raw:
+                self._reader.read_into(memoryview(raw), info.file, info.offset)
+            tensor = view_bytes(memoryview(raw), info.dtype, info.shape)
+            if info.file in self._adapters:
+                check_finite(tensor, info)
+            self._kept[key] = tensor
+        return self._kept[key]
+
+    def forget(self) -> None:
+        """Drop what was kept; called after each window, so that memory does not grow with the model."""
+        self._kept.clear()
+
+
+def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The bytes as a tensor that shares them."""
+    kind = TORCH_DTYPES[dtype]
+    if not raw.nbytes:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def check_finite(tensor: Tensor, info: TensorInfo) -> None:
+    """InputError naming the tensor if it holds NaN or infinite values."""
+    if not tensor.is_floating_point():
+        return
+    if tensor.dtype.itemsize == 1:  # no isfinite for fp8: compare exponent and mantissa bits
+        bits = tensor.view(torch.uint8) & 0x7F
+        bad = bits == 0x7F if tensor.dtype == torch.float8_e4m3fn else bits >= 0x7C
+        finite = not bool(bad.any())
+    else:
+        finite = bool(torch.isfinite(tensor).all())
+    if not finite:
+        raise InputError("the adapter holds NaN or infinite values", f"{info.file}: {info.name}",
+                         "training broke down; use an earlier save of the adapter")  # fmt: skip

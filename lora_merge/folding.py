@@ -1,0 +1,143 @@
+"""Folds the changed blocks of one window: blocks of equal kind are stacked into one batched call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .algorithms import ALGORITHMS, dora
+from .blocks import Block, Slice
+from .checkpoint import TensorInfo
+from .errors import InputError
+from .kernels import Stack, fold
+from .placement import Placement, at_least_fp32, land, numbers, stage, stage_indices
+from .views import View
+
+STACK_ELEMENTS: Final = {"cpu": 2**22, "other": 2**26}
+"""At most this many numbers in one batched call: the caches' size on a CPU, plenty of work on a GPU."""
+
+Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
+"""A stored tensor by its header entry, as stored."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A block with its base values (None: zeros) and the place for its result, both on the host."""
+
+    block: Block
+    base: Tensor | None
+    into: Tensor  # [rows, cols], output dtype
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Folds blocks at one placement. `fetch` gives stored tensors, of the adapters and of `base`."""
+
+    at: Placement
+    fetch: Fetch
+    base: Mapping[str, TensorInfo]
+
+    def fold(self, items: Sequence[Item]) -> None:
+        """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
+        limit = STACK_ELEMENTS["cpu" if self.at.device.type == "cpu" else "other"]
+        with torch.no_grad():
+            for group in _groups(items, limit):
+                blocks = [i.block for i in group]
+                count = len(blocks[0].slices)
+                at = self._precise(blocks[0])
+                stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(count)]
+                merged = fold(_base(group, at), stacks)
+                land(merged, [i.into for i in group])
+
+    def _precise(self, block: Block) -> Placement:
+        """The placement, in at least fp32 where a formula factorises or inverts."""
+        rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
+        return at_least_fp32(self.at) if any(r.decomposes for r in rows) else self.at
+
+    def stack(self, slices: Sequence[Slice], at: Placement) -> Stack:
+        """The same slice of n blocks as one Stack."""
+        first = slices[0]
+        patch = first.use.patch
+        row = ALGORITHMS[patch.algorithm]
+        fields: dict[str, Any] = dict(patch.settings)
+        for slot in patch.shapes:
+            put = stage_indices if slot in row.integer_slots else stage
+            fields[slot] = put([self._factor(s, slot) for s in slices], at)
+        for name in row.scalars:
+            fields[name] = numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
+        if row.derive is not None:
+            for slot, tensor in row.derive(patch.view.shape, dict(patch.settings)).items():
+                put = stage_indices if slot in row.integer_slots else stage
+                fields[slot] = put([tensor] * len(slices), at)
+        return Stack(
+            row,
+            row.tensors(**fields),
+            numbers([s.use.strength for s in slices], at),
+            slice(first.low, first.high),
+            first.use.piece.transposed,
+            stage([self._view(s.use.patch.view, at) for s in slices], at) if first.needs_view else None,
+            slice(*first.taken) if first.taken is not None else None,
+            self._magnitude(slices, at),
+        )
+
+    def _factor(self, s: Slice, slot: str) -> Tensor:
+        """One slot of one use as the formula wants it, cut to the slice's rows where it has rows."""
+        patch = s.use.patch
+        tensor = self.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])
+        sliced = ALGORITHMS[patch.algorithm].sliced
+        if s.start is None or sliced is None or slot not in sliced:
+            return tensor
+        return tensor.narrow(sliced[slot], s.start, s.high - s.low)
+
+    def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
+        if slices[0].use.patch.magnitude is None:
+            return None
+        axis, shape = slices[0].use.patch.magnitude
+        tensors = []
+        for s in slices:
+            tensor = self.fetch(s.use.patch.module.shared["magnitude"]).reshape(shape)
+            tensors.append(tensor if s.start is None else tensor.narrow(0, s.start, s.high - s.low))
+        return axis, stage(tensors, at)
+
+    def _view(self, view: View, at: Placement) -> Tensor:
+        """[out, cols] the whole weight as the adapter saw it, gathered from its pieces."""
+        parts = []
+        for piece in view.pieces:
+            rows = self.fetch(self.base[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
+            parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
+        return torch.cat(parts)
+
+
+def _groups(items: Sequence[Item], limit: int) -> Iterator[list[Item]]:
+    kinds: dict[Any, list[Item]] = {}
+    for item in items:
+        kinds.setdefault(item.block.kind, []).append(item)
+    for same in kinds.values():
+        n = max(1, limit // max(same[0].block.elements, 1))
+        for first in range(0, len(same), n):
+            yield same[first : first + n]
+
+
+def _base(group: Sequence[Item], at: Placement) -> Tensor:
+    """[n, rows, cols] in the compute dtype; smaller bases stand in the low corner of zeros."""
+    block = group[0].block
+    if not block.reshaped:
+        return stage([i.base for i in group if i.base is not None], at)
+    out = torch.zeros((len(group), *block.target.shape), dtype=at.dtype, device=at.device)
+    for slot, item in zip(out, group, strict=True):
+        if item.base is not None and item.block.target.source is not None:
+            source = item.block.target.source
+            slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
+    return out.reshape(len(group), block.last - block.first, block.cols)
+
+
+def check_range(items: Sequence[Item]) -> None:
+    """InputError if a merged value does not fit fp16; wider exponents cannot overflow here, fp8 saturates."""
+    for item in items:
+        if item.into.dtype == torch.float16 and not torch.isfinite(item.into).all():
+            raise InputError("a merged value is too large for fp16 (or the base holds one)", item.block.target.name,
+                             "write --dtype bf16, or lower the strength")  # fmt: skip

@@ -1,0 +1,165 @@
+"""What the user asked for: validated, frozen, without a look at any file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from .errors import UsageError
+
+DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
+"""`--dtype` → the name the file format uses; `keep` is None."""
+
+COMPUTE_DTYPES: Final = {"fp32": "F32", "fp64": "F64", "bf16": "BF16", "fp16": "F16"}
+
+PARTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
+"""Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
+
+Unmatched: TypeAlias = Literal["error", "skip"]
+
+_UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter, how strongly, and further factors by part of the model."""
+
+    path: Path
+    strength: float = 1.0
+    parts: tuple[tuple[str, float], ...] = ()
+
+    def factor(self, key: str, component: str) -> float:
+        """Strength for one base tensor: the adapter's, times every part that covers the tensor."""
+        factor = self.strength
+        for part, value in self.parts:
+            if re.search(part[3:], key) if part.startswith("re:") else _covers(part, component):
+                factor *= value
+        return factor
+
+
+@dataclass(frozen=True)
+class Job:
+    """One merge. Names equal the long options of the command line."""
+
+    base: Path
+    adapters: tuple[Adapter, ...]
+    output: Path
+    dtype: str = "keep"
+    compute_dtype: str = "fp32"
+    device: str = "auto"
+    unmatched: Unmatched = "error"
+    overwrite: bool = False
+    max_memory: int = 2**30
+    verify: bool = True
+    map: Path | None = None
+
+
+def _covers(part: str, component: str) -> bool:
+    """`te` covers every text encoder; `transformer` and `unet` both name the denoiser."""
+    if part == "te":
+        return component.startswith("te")
+    denoiser = {"unet", "transformer"}
+    return part == component or (part in denoiser and component in denoiser)
+
+
+def split_strength(text: str) -> tuple[str, float | None]:
+    """("style.safetensors", 0.8) for "style.safetensors:0.8"; None where no number follows the last colon."""
+    path, colon, tail = text.rpartition(":")
+    try:
+        return (path, float(tail)) if colon and path else (text, None)
+    except ValueError:
+        return text, None
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
+    if match is None or match[2] == "i":
+        raise UsageError(f"{text!r} is no size", "--max-memory", "write it like 512MiB or 4GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def make_job(
+    base: str | Path,
+    adapters: Sequence[Any] | str | Path,
+    output: str | Path | None = None,
+    *,
+    strength_for: Sequence[tuple[str, float]] = (),
+    **options: Any,
+) -> Job:
+    """A Job from loosely typed arguments, as the API and the command line pass them; UsageError if they make none.
+
+    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `dtype` and
+    `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
+    """
+    if isinstance(adapters, str | Path | Adapter) or _is_pair(adapters):
+        adapters = [adapters]
+    if not adapters:
+        raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
+    parts = tuple(_part(p, f) for p, f in strength_for)
+    refs = tuple(_adapter(a, parts) for a in adapters)
+    base = expand(base)
+    for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
+        options[name] = _dtype_name(options.get(name, table[0]), name, table)
+    if options.get("unmatched", "error") not in ("error", "skip"):
+        raise UsageError(f"unmatched={options['unmatched']!r}", "--unmatched", "use error or skip")
+    options["max_memory"] = parse_size(options.get("max_memory", 2**30))
+    if options.get("map") is not None:
+        options["map"] = expand(options["map"])
+    out = expand(output) if output else _default_output(base, refs)
+    return Job(base=base, adapters=refs, output=out, **options)
+
+
+def expand(path: str | Path) -> Path:
+    """The path with `~` expanded, made absolute without resolving links."""
+    return Path(path).expanduser().absolute()
+
+
+def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
+    name = "+".join(p.stem if p.is_file() else p.name for p in (base, *(a.path for a in adapters)))
+    return Path.cwd() / (name if base.is_dir() else f"{name}.safetensors")
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float)
+
+
+def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
+    if isinstance(value, Adapter):
+        return _checked(Adapter(expand(value.path), value.strength, (*value.parts, *parts)))
+    path, strength = value if _is_pair(value) else (value, 1.0)
+    return _checked(Adapter(expand(path), float(strength), parts))
+
+
+def _checked(adapter: Adapter) -> Adapter:
+    if not math.isfinite(adapter.strength):
+        raise UsageError(f"strength {adapter.strength} is not finite", str(adapter.path), "use a number such as 0.8")
+    return adapter
+
+
+def _part(part: str, factor: float) -> tuple[str, float]:
+    if part.startswith("re:"):
+        try:
+            re.compile(part[3:])
+        except re.error as e:
+            raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
+    elif part not in PARTS:
+        raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
+    if not math.isfinite(factor):
+        raise UsageError(f"strength {factor} is not finite", f"--strength-for {part}", "use a number such as 0.5")
+    return part, float(factor)
+
+
+def _dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:
+    known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64",
+             "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}  # fmt: skip
+    name = str(value).removeprefix("torch.")
+    name = known.get(name, name)
+    if name not in allowed:
+        flag = "--" + option.replace("_", "-")
+        raise UsageError(f"{value!r} is no {flag} value", flag, f"use one of {', '.join(allowed)}")
+    return name

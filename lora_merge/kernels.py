@@ -1,0 +1,58 @@
+"""The one rule: W' = W + Σ sᵢ ΔWᵢ, every ΔWᵢ taken on the untouched W, n weights of equal shape at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .algorithms import Algorithm, dora
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One formula for n weights: its tensors on the compute device, and where its rows go."""
+
+    algorithm: Algorithm
+    tensors: Any  # the algorithm's dataclass, stacked
+    strength: Tensor  # [n, 1, 1]
+    rows: slice  # rows of the block that it changes
+    transposed: bool = False  # the formula sees these rows as columns
+    view: Tensor | None = None  # [n, out, cols] what the formula was trained on, where that is more than `rows`
+    taken: slice | None = None  # the rows of that view's ΔW that belong to this block
+    magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether ΔW depends on W."""
+        return self.algorithm.reads_base or self.magnitude is not None
+
+    def region(self, block: Tensor) -> Tensor:
+        """The part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
+        part = block[:, self.rows]
+        return part.transpose(1, 2) if self.transposed else part
+
+
+def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values."""
+    merged = base.clone() if any(s.reads_base and s.view is None for s in stacks) else base
+    for s in stacks:
+        target = s.region(merged)
+        if s.algorithm.accumulate is not None and s.magnitude is None and s.view is None and s.taken is None:
+            s.algorithm.accumulate(target, s.tensors, s.strength)
+            continue
+        target += s.strength * change(s, base)
+    return merged
+
+
+def change(s: Stack, base: Tensor) -> Tensor:
+    """F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
+    seen = s.region(base) if s.view is None else s.view
+    change = s.algorithm.delta(seen, s.tensors)
+    if s.magnitude is not None:
+        axis, magnitude = s.magnitude
+        change = dora.rescale(seen, change, magnitude, axis)
+    return change if s.taken is None else change[:, s.taken]

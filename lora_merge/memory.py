@@ -1,0 +1,177 @@
+"""Merging and deltas in memory: the same plan and the same fold, on tensors that the caller holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import AdapterFile, Module, file_numbers, group
+from .algorithms import flat
+from .blocks import Slice, blocks
+from .checkpoint import Index, Reader, open_checkpoint
+from .errors import InputError, UsageError
+from .factors import Factors, check_finite
+from .folding import Folder, Item, check_range
+from .header import TensorInfo
+from .job import COMPUTE_DTYPES, Adapter, expand, make_job
+from .kernels import change
+from .matching import Patcher, Use
+from .names import names
+from .peft import rules
+from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, stage
+from .planning import Target, match, outputs
+from .views import Piece, View
+
+
+def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options: Any) -> dict[str, Tensor]:
+    """A new state dict with the adapters merged in; the input is not changed.
+
+    `adapters` as for `merge`; also state dicts of adapters themselves, and LoadedAdapter objects. Tensors may be
+    of any mixture of dtypes and on any mixture of devices; what comes back is detached and on the CPU, in the
+    dtype of the input (or `dtype`). Untouched tensors share memory with the input where they are on the CPU.
+    Options as for `merge`, without those that concern files.
+    """
+    held = _Held()
+    base = held.index("state dict", state_dict)
+    paths, files = held.adapters(adapters)
+    job = make_job("state dict", paths, "state dict", **options)
+    at = place(job.device, COMPUTE_DTYPES[job.compute_dtype])
+    lookup = names(base, job.map)
+    merged: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
+        matched = match(job, base, lookup, files, held.numbers)
+        factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
+        folder = Folder(at, lambda info: held.fetch(info, factors), base.tensors)
+        for _, target in outputs(job, base, matched):
+            merged[target.name] = _merged(target, held, folder, factors)
+            factors.forget()
+    return merged
+
+
+def _merged(target: Target, held: _Held, folder: Folder, factors: Factors) -> Tensor:
+    """One output tensor, on the CPU."""
+    dtype = TORCH_DTYPES[target.dtype]
+    if not target.uses:
+        assert target.source is not None, "a tensor is created by its uses"
+        return host(held.fetch(target.source, factors), dtype)
+    out = torch.empty(target.shape, dtype=dtype)
+    values = None if target.source is None else held.fetch(target.source, factors).reshape(-1)
+    items = []
+    for block in blocks(target):
+        low, high = block.first * block.cols, block.last * block.cols
+        into = out.view(-1)[low:high].view(-1, block.cols)
+        part = values if values is None or block.reshaped else values[low:high].view(-1, block.cols)
+        if block.slices:
+            items.append(Item(block, part, into))
+        elif part is not None:
+            into.copy_(host(part, dtype))
+    folder.fold(items)
+    check_range(items)
+    return out
+
+
+class _Held:
+    """Tensors in the caller's memory, under made-up file names."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[Path, str], Tensor] = {}
+
+    def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
+        """A state dict as a checkpoint; InputError for entries that are no plain tensors."""
+        path, infos = Path(f"<{name}>"), {}
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
+                raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
+            dtype = FILE_DTYPES[value.dtype]
+            infos[key] = TensorInfo(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
+            self._tensors[path, key] = value
+        return Index(path, infos, {}, (path,))
+
+    def adapters(self, given: Any) -> tuple[list[Any], list[AdapterFile]]:
+        """The adapters as make_job takes them, and opened."""
+        if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or (
+            isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], int | float)
+        ):
+            given = [given]
+        refs: list[Any] = []
+        files: list[AdapterFile] = []
+        for number, one in enumerate(given):
+            source, strength = one if isinstance(one, tuple) else (one, None)
+            if isinstance(source, Mapping):
+                files.append(group(self.index(f"adapter {number}", source)))
+                ref: Any = f"adapter {number}"
+            elif isinstance(source, LoadedAdapter):
+                files.append(source.file)
+                ref = source.path
+            else:
+                ref = source
+                files.append(group(open_checkpoint(expand(ref.path if isinstance(ref, Adapter) else ref))))
+            refs.append(ref if strength is None else (ref, strength))
+        return refs, files
+
+    def fetch(self, info: TensorInfo, factors: Factors) -> Tensor:
+        """The tensor where it is: in memory, on whatever device, or in a file."""
+        found = self._tensors.get((info.file, info.name))
+        if found is None:
+            return factors.fetch(info)
+        if info.file.name.startswith("<adapter"):
+            check_finite(found, info)
+        return found.detach()
+
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        """All elements of a small tensor."""
+        found = self._tensors.get((info.file, info.name))
+        return file_numbers(info) if found is None else tuple(float(v) for v in found.detach().flatten().tolist())
+
+
+class LoadedAdapter:
+    """An adapter file, opened: its modules, and ΔW of each on a given weight. Safe from several threads."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = expand(path)
+        self.file: AdapterFile = group(open_checkpoint(self.path))
+        self._rules = rules(self.file.index.config, str(self.path))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that it changes, as the file spells them."""
+        return tuple(dict.fromkeys(m.name for m in self.file.modules))
+
+    def algorithm(self, name: str) -> str:
+        """The row of ALGORITHMS that a module's tensors are."""
+        module = self._module(name)
+        complete = module.complete()
+        chosen = self._rules.algorithm(name, complete) or next(iter(complete), None)
+        if chosen is None:
+            raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")
+        return chosen
+
+    def delta(self, name: str, base_weight: Tensor) -> Tensor:
+        """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape."""
+        module, shape = self._module(name), tuple(base_weight.shape)
+        rows, cols = flat(shape)
+        view = View((Piece("weight", 0, rows, cols),), shape)
+        patch = Patcher(0, self.file, self._rules, file_numbers).patch(module, view)
+        at = place("cpu", "F32")
+        with Reader([self.file.index]) as reader, torch.no_grad():
+            factors = Factors(reader, frozenset(self.file.index.files))
+            part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, None, None)
+            stack = Folder(at, factors.fetch, {}).stack([part], at)
+            return host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
+
+    def _module(self, name: str) -> Module:
+        for module in self.file.modules:
+            if module.name == name:
+                return module
+        raise UsageError(f"the adapter has no module {name!r}", str(self.path), "see .modules for the names")
+
+
+def load_adapter(path: str | Path) -> LoadedAdapter:
+    """Open an adapter file or PEFT folder; InputError if it is none."""
+    return LoadedAdapter(path)

@@ -1,0 +1,115 @@
+"""Decides device and dtype, and is the only module that moves or casts a tensor.
+
+Everything that meets in one formula is brought to one place by `stage` and `load`; results leave it once,
+by `land`. A test holds the rest of the project to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .errors import ResourceError
+
+TORCH_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how exactly the formulas are computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def place(device: str, dtype: str) -> Placement:
+    """The placement for `--device` and `--compute-dtype`'s file-format name; ResourceError if there is no such device."""
+    found = _fastest() if device == "auto" else device
+    try:
+        where = torch.device(found)
+    except RuntimeError as e:
+        raise ResourceError(f"unknown device {found!r}", "--device", "use auto, cpu, cuda, cuda:N, mps or xpu") from e
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+               "xpu": torch.xpu.is_available()}  # fmt: skip
+    count = (
+        torch.cuda.device_count() if where.type == "cuda" else torch.xpu.device_count() if where.type == "xpu" else 1
+    )
+    if not present.get(where.type, False) or (where.index or 0) >= count:
+        names = ", ".join(k for k, v in present.items() if v)
+        raise ResourceError(f"no device {found!r} here", "--device", f"use one of: auto, {names}")
+    if where.type == "mps" and dtype == "F64":
+        raise ResourceError("mps computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+    return Placement(where, TORCH_DTYPES[dtype])
+
+
+def at_least_fp32(at: Placement) -> Placement:
+    """The same place in fp32 or better."""
+    return at if at.dtype.itemsize >= 4 else Placement(at.device, torch.float32)
+
+
+def _fastest() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.xpu.is_available():
+        return "xpu"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def stage(tensors: Sequence[Tensor], at: Placement) -> Tensor:
+    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move)."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        moved = first.to(at.device).to(at.dtype)
+        return (moved.clone() if moved is first else moved).unsqueeze(0)
+    out = torch.empty((len(tensors), *first.shape), dtype=at.dtype, device=at.device)
+    for slot, tensor in zip(out, tensors, strict=True):
+        slot.copy_(tensor)
+    return out
+
+
+def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
+    """[n, …] int64 on the compute device."""
+    return torch.stack([t.to(at.device).to(torch.int64) for t in tensors])
+
+
+def numbers(values: Sequence[float], at: Placement) -> Tensor:
+    """[n, 1, 1] in the compute dtype, on the compute device."""
+    return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
+
+
+def land(merged: Tensor, into: Sequence[Tensor]) -> None:
+    """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer per tensor."""
+    dtype = into[0].dtype
+    merged = _saturated(merged.detach(), dtype)
+    cast = merged if merged.device.type == "cpu" else merged.to(dtype).cpu()
+    for target, source in zip(into, cast, strict=True):
+        target.copy_(source)
+
+
+def convert(source: Tensor, into: Tensor) -> None:
+    """Cast the elements of a host tensor into another of the same shape; fp8 saturates."""
+    into.copy_(_saturated(source, into.dtype))
+
+
+def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor detached, contiguous, on the CPU; the same object's data where it is that already."""
+    return tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
+
+
+def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamped to the finite range of an 8-bit float; every other dtype has room, or overflow must show."""
+    if not dtype.is_floating_point or dtype.itemsize > 1 or tensor.dtype.itemsize == 1:
+        return tensor
+    limit = torch.finfo(dtype).max
+    return tensor.clamp(-limit, limit)

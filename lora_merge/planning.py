@@ -1,0 +1,225 @@
+"""Job + headers → Plan: every output byte's place and origin, known before the first weight is read.
+
+Everything that can be foreseen to fail is raised here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from . import __version__
+from .adapter import AdapterFile, Numbers, file_numbers, group, looks_like_adapter
+from .algorithms import Shape, flat
+from .checkpoint import Index, open_checkpoint, quantised
+from .errors import InputError, ShapeMismatch
+from .formats import layout
+from .header import TensorInfo, bytes_of
+from .job import DTYPES, Job
+from .matching import Matched, Matcher, Use, check_replacements
+from .names import Names, names
+from .peft import rules
+
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Metadata that would be wrong on the merged bytes; dropped."""
+
+HASH_SLOT: Final = "sha256:of-input-{:03d}".ljust(64, ".")
+"""Stands in the header for an input's SHA-256, as long as one; replaced when the input has been read."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    offset: int
+    nbytes: int
+    source: TensorInfo | None  # None: starts from zeros
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the output bytes equal the source's."""
+        return not self.uses and self.source is not None and self.source.dtype == self.dtype
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file to write: `name` is relative to the output folder, empty where the output is one file."""
+
+    name: str
+    header: bytes
+    targets: tuple[Target, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+        return len(self.header) + sum(t.nbytes for t in self.targets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One merge, ready to run."""
+
+    job: Job
+    base: Index
+    architecture: str
+    adapters: tuple[Matched, ...]
+    files: tuple[OutputFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all output files."""
+        return sum(f.size for f in self.files)
+
+    @property
+    def changed(self) -> int:
+        """How many output tensors differ from the base by an adapter."""
+        return sum(1 for f in self.files for t in f.targets if t.uses or t.source is None)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the output is a folder, as the base is one."""
+        return self.base.path.is_dir()
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """Every file that is read: the base's first, then each adapter's."""
+        return (*self.base.files, *(p for m in self.adapters for p in m.adapter.index.files))
+
+
+def make_plan(job: Job) -> Plan:
+    """The plan for a job, from headers alone; raises what the merge would raise."""
+    base = open_checkpoint(job.base)
+    _check_base(base)
+    lookup = names(base, job.map)
+    adapters = [group(open_checkpoint(ref.path)) for ref in job.adapters]
+    matched = match(job, base, lookup, adapters, file_numbers)
+    return Plan(job, base, lookup.architecture, matched, _files(job, base, matched))
+
+
+def match(
+    job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Numbers
+) -> tuple[Matched, ...]:
+    """Every adapter of the job placed on the base."""
+    matched = []
+    for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
+        meaning = rules(adapter.index.config, str(ref.path))
+        matcher = Matcher(number, ref, adapter, meaning, lookup, values, base.tensors)
+        matched.append(matcher.match(job.unmatched))
+    check_replacements(job.adapters, matched)
+    return tuple(matched)
+
+
+def _check_base(base: Index) -> None:
+    if looks_like_adapter(base):
+        raise InputError("the base is itself an adapter", str(base.path),
+                         "name the base model first and the adapter after it")  # fmt: skip
+    reason = quantised(base)
+    if reason is not None:
+        raise InputError(f"the base is quantised: {reason}", str(base.path), "merge into the unquantised model")
+
+
+def _files(job: Job, base: Index, matched: Sequence[Matched]) -> tuple[OutputFile, ...]:
+    """The output file for every input file: same tensors, same order, same metadata plus ours."""
+    by_file: dict[Path, list[Target]] = {path: [] for path in base.files}
+    for file, target in outputs(job, base, matched):
+        by_file[file].append(target)
+    recipe = json.dumps(_recipe(job, base, matched), ensure_ascii=False, separators=(",", ":"))
+    files = []
+    for path, targets in by_file.items():
+        metadata = {k: v for k, v in base.metadata_of(path).items() if k not in STALE}
+        metadata |= {"lora_merge.recipe": recipe, "modelspec.merged_from": _merged_from(job)}
+        header = layout([(t.name, t.dtype, t.shape) for t in targets], metadata, base.data_start(path))
+        files.append(OutputFile(_relative(path, base), header, _placed(targets, len(header))))
+    return tuple(files)
+
+
+def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, Target]]:
+    """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
+    uses: dict[str, list[Use]] = {}
+    replaced: dict[str, TensorInfo] = {}
+    created: dict[str, Shape] = {}
+    for one in matched:
+        replaced.update(one.replaced)
+        created.update(one.created)
+        for key, more in one.uses.items():
+            uses.setdefault(key, []).extend(more)
+    for key, info in base.tensors.items():
+        yield info.file, _target(job, key, info, replaced.get(key, info), tuple(uses.get(key, ())))
+    for key, shape in created.items():
+        if key in uses:
+            sibling = base.tensors[key.removesuffix("bias") + "weight"]
+            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0)
+            yield sibling.file, _target(job, key, like, None, tuple(uses[key]))
+
+
+def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:
+    dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
+    if uses and dtype not in FLOATS:
+        raise ShapeMismatch("an adapter changes a tensor of whole numbers", f"{name} is {info.dtype}",
+                            "merge into the unquantised model")  # fmt: skip
+    shape = source.shape if source is not None else info.shape
+    return Target(name, dtype, shape, 0, bytes_of(dtype, shape), source, uses)
+
+
+def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
+    placed = []
+    for t in targets:
+        placed.append(Target(t.name, t.dtype, t.shape, start, t.nbytes, t.source, t.uses))
+        start += t.nbytes
+    return tuple(placed)
+
+
+def _relative(path: Path, base: Index) -> str:
+    return str(path.relative_to(base.path)) if base.path.is_dir() else ""
+
+
+def _merged_from(job: Job) -> str:
+    return ", ".join(p.name for p in (job.base, *(a.path for a in job.adapters)))
+
+
+def _recipe(job: Job, base: Index, matched: Sequence[Matched]) -> dict[str, Any]:
+    """What was merged, for whoever opens the output: names, sizes, hashes, strengths, options."""
+    number = iter(range(10**6))
+
+    def files(index: Index) -> list[dict[str, Any]]:
+        return [
+            {"name": f.name, "size": f.stat().st_size, "sha256": HASH_SLOT.format(next(number))} for f in index.files
+        ]
+
+    return {
+        "version": __version__,
+        "base": {"name": job.base.name, "files": files(base)},
+        "adapters": [
+            {"name": a.path.name, "strength": a.strength, "parts": [list(p) for p in a.parts],
+             "files": files(m.adapter.index)}
+            for a, m in zip(job.adapters, matched, strict=True)
+        ],
+        "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
+    }  # fmt: skip
+
+
+def rows_of(target: Target) -> tuple[int, int]:
+    """(rows, cols) of the target as its uses see it, else axis 0 and the rest."""
+    if target.uses:
+        cols = target.uses[0].piece.cols
+        return (flat(target.shape)[0] * flat(target.shape)[1] // max(cols, 1), cols)
+    return flat(target.shape)
+
+
+def coverage(plan: Plan) -> Mapping[str, Any]:
+    """Per adapter: how many modules found their place, and what was left out and why."""
+    return {
+        m.adapter.path.name: {
+            "matched": m.modules, "total": m.total, "components": m.components,
+            "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
+        }
+        for m in plan.adapters
+    }  # fmt: skip

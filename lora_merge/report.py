@@ -1,0 +1,49 @@
+"""What a merge did: per adapter what was applied and what was not, bytes, seconds, the proof."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one merge; `to_json` is what `--json` prints."""
+
+    output: str
+    base: str
+    architecture: str
+    coverage: Mapping[str, Any]  # adapter → matched, total, components, skipped, ignored, notes
+    tensors: int
+    changed: int
+    written: int  # bytes
+    seconds: float
+    device: str
+    dtype: str
+    compute_dtype: str
+    stages: Mapping[str, float] = field(default_factory=dict)  # stage → seconds busy
+    peak_memory: int = 0  # bytes of this process, its largest so far
+    verified: Mapping[str, Any] | None = None
+    version: str = ""
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @property
+    def matched(self) -> int:
+        """Modules applied, over all adapters."""
+        return sum(int(c["matched"]) for c in self.coverage.values())
+
+
+def peak_memory() -> int:
+    """Bytes of this process's largest resident size so far; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
