@@ -1,9 +1,10 @@
 """What an algorithm is: a row of facts and pure functions about one kind of adapter.
 
-A formula sees `n` layers of equal shape at once. Weights arrive flattened to `[n, out, cols]`, where
-`cols` is `in` for a linear layer and `in·kh·kw` for a convolution; vectors arrive as `[n, out, 1]`.
-Nothing in this package reads files or chooses, moves or casts devices and dtypes. torch is imported
-inside the functions that need it, because plans are made from shapes alone and must start fast.
+A formula sees `n` layers of equal shape at once. Weights arrive flattened to `[n, out, cols]`,
+where `cols` is `in` for a linear layer and `in·kh·kw` for a convolution; vectors arrive as `[n,
+out, 1]`. Nothing in this package reads files or chooses, moves or casts devices and dtypes. torch
+is imported inside the functions that need it, because plans are made from shapes alone and must
+start fast.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,15 +38,16 @@ class DoesNotFit(ValueError):
 class Algorithm:
     """One row of the table.
 
-    The fields of the `tensors` dataclass say what the formula needs, by annotation:
-    `Tensor` / `Tensor | None` is a slot filled from the file (required / optional), `Indices` an integer
-    slot, `Scalar` a number per layer, anything else a setting that is equal for the whole stack.
+    The fields of the `tensors` dataclass say what the formula needs, by annotation: `Tensor` /
+    `Tensor | None` is a slot filled from the file (required / optional), `Indices` an integer slot,
+    `Scalar` a number per layer, anything else a setting that is equal for the whole stack.
     """
 
     name: str
     tensors: type[Any]
     fit: Callable[[Shapes, Shape], Shapes]
-    """(stored shape per slot, shape of the weight) → shape per slot as the formula wants it, without n.
+    """(stored shape per slot, shape of the weight) → shape per slot as the formula wants it,
+    without n.
 
     Checks everything there is to check; raises DoesNotFit. Only reshapes: numel is kept.
     """
@@ -55,17 +57,25 @@ class Algorithm:
     numbers: Callable[[float | None, Shapes, Shape], Mapping[str, float]] = lambda _a, _s, _t: {}
     """(stored alpha or None, fitted shapes, weight shape) → value per `Scalar` field."""
     sliced: Mapping[str, int] | None = None
-    """Slots that hold one entry per output row, and on which axis of the fitted shape; rows of ΔW then need
-    only those entries (and those rows of the base). None: ΔW can only be formed whole."""
+    """Slots that hold one entry per output row, and on which axis of the fitted shape; rows of ΔW
+    then need only those entries (and those rows of the base). None: ΔW can only be formed whole."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, which torch does in float32 and float64 only:
     the caller hands over at least float32, whatever the compute dtype."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
-    """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without forming ΔW."""
+    """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without
+    forming ΔW."""
     derive: Callable[[Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
-    """(weight shape, settings) → further slots that no file stores (seeded indices …), CPU tensors without n."""
+    """(weight shape, settings) → further slots that no file stores (seeded indices …), CPU tensors
+    without n."""
+    check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
+    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where an
+    index points outside or a stored flag contradicts the shapes, which `fit` cannot see."""
+    check_settings: Callable[[Mapping[str, Any]], None] | None = None
+    """(settings given by the adapter's configuration): raises DoesNotFit for those that cannot be
+    merged."""
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:
@@ -108,15 +118,16 @@ def flat(shape: Shape) -> tuple[int, int]:
 
 
 def same_inputs(stored: Shape, target: Shape) -> bool:
-    """Whether two input sides (all axes but the first) mean the same: equal but for axes of length one, or one
-    of them flattened. A 3×5 kernel is no 5×3 kernel, though both have 15 columns."""
+    """Whether two input sides (all axes but the first) mean the same: equal but for axes of length
+    one, or one of them flattened. A 3×5 kernel is no 5×3 kernel, though both have 15 columns."""
     a, b = (tuple(size for size in side if size != 1) for side in (stored, target))
     return a == b or (prod(a) == prod(b) and min(len(a), len(b)) <= 1)
 
 
 def tucker(core: Tensor, inner: Tensor) -> Tensor:
-    """Σ_j core[i, j, k] inner[j, c] as [n, i, c·k], for core [n, i, j, k] and inner [n, j, c]; without einsum's
-    choice of order, the small side first. The caller multiplies the outer factor from the left."""
+    """Σ_j core[i, j, k] inner[j, c] as [n, i, c·k], for core [n, i, j, k] and inner [n, j, c];
+    without einsum's choice of order, the small side first. The caller multiplies the outer factor
+    from the left."""
     n, rank, inner_rank, kernel = core.shape
     rows = core.permute(0, 1, 3, 2).reshape(n, rank * kernel, inner_rank)
     return (rows @ inner).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
@@ -131,9 +142,11 @@ def expect(*, holds: bool, otherwise: str) -> None:
 def alpha_over(
     slot: str, axis: int = 0
 ) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
-    """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0 (see algorithms.md G1)."""
+    """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0,
+    which no trainer writes: they take it for "α = r". DoesNotFit for NaN and infinity."""
 
     def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
+        expect(holds=alpha is None or isfinite(alpha), otherwise=f"alpha is {alpha}")
         rank = shapes[slot][axis]
         return {"scale": alpha / rank if alpha and rank else 1.0}
 

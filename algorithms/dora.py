@@ -1,8 +1,8 @@
 """DoRA, W' = m · V / ‖V‖ with V = W + ΔW. Liu et al. 2024, arXiv:2402.09353, section 4.1.
 
-No algorithm of its own but a modifier of another one's ΔW. The norm runs over each output row (axis "out"; PEFT,
-ai-toolkit, torchtune, LyCORIS since 3.2) or over each input channel (axis "in"; older LyCORIS, OneTrainer). The
-norm is that of V at full strength, as in every trainer's forward.
+No algorithm of its own but a modifier of another one's ΔW. The norm runs over each output row (axis
+"out"; PEFT, ai-toolkit, torchtune, LyCORIS since 3.2) or over each input channel (axis "in"; older
+LyCORIS, OneTrainer). The norm is that of V at full strength, as in every trainer's forward.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ EPS: Final = (
 def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
     """The axis, and the shape as `rescale` wants it without n: (out, 1) or (1, in).
 
-    Only `.dora_scale` tells its axis by its shape (the position of the long axis, where the weight is square);
-    every other key, and every vector, means the output. PEFT's (1, out, 1, 1) for convolutions looks like an
-    input axis and is none.
+    Only `.dora_scale` tells its axis by its shape (the position of the long axis, where the weight
+    is square); every other key, and every vector, means the output. PEFT's (1, out, 1, 1) for
+    convolutions looks like an input axis and is none.
     """
     expect(holds=len(target) > 1, otherwise=f"a magnitude on a weight of shape {list(target)}")
     out, channels = target[:2]
@@ -49,5 +49,5 @@ def rescale(base: Tensor, delta: Tensor, magnitude: Tensor, axis: Axis) -> Tenso
     blocks = v if axis == "out" else v.view(*v.shape[:2], channels, -1)
     dims = (2,) if axis == "out" else (1, 3)
     norm = torch.linalg.vector_norm(blocks, dim=dims, keepdim=True).clamp_(min=EPS)
-    blocks.mul_(magnitude.view_as(norm) / norm)
+    blocks.mul_(magnitude.reshape(norm.shape) / norm)
     return v.sub_(base)

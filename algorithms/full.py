@@ -1,15 +1,18 @@
 """Whole differences and whole replacements.
 
-`full`: ΔW is stored as it is (`diff`, `diff_b`, `w_norm`, `b_norm`); LyCORIS lycoris/modules/full.py.
-`set`: the trained value itself is stored (`set_weight`, PEFT `modules_to_save`), ΔW = V − W.
+`full`: ΔW is stored as it is (`diff`, `diff_b`, `w_norm`, `b_norm`); LyCORIS
+lycoris/modules/full.py. `set`: the trained value itself is stored (`set_weight`, PEFT
+`modules_to_save`), ΔW = V − W. `full_rank`: ai-toolkit's network type "fullrank" calls the whole ΔW
+`lora_down` and has no `lora_up`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,14 +25,21 @@ class FullTensors:
     diff: Tensor  # [n, out, cols]
 
 
+@dataclass(frozen=True)
+class FullRankTensors:
+    """The stored difference under ai-toolkit's name."""
+
+    down: Tensor  # [n, out, cols]
+
+
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of diff as (out, cols)."""
-    stored, (out, cols) = shapes["diff"], flat(target)
+    """The one slot as (out, cols)."""
+    ((slot, stored),) = shapes.items()
     expect(
-        holds=flat(stored) == (out, cols),
-        otherwise=f"it is {list(stored)}, the weight is {list(target)}",
+        holds=stored[:1] == target[:1] and same_inputs(stored[1:], target[1:]),
+        otherwise=f"{slot} is {list(stored)}, the weight is {list(target)}",
     )
-    return {"diff": (out, cols)}
+    return {slot: flat(target)}
 
 
 def delta(base: Tensor, t: FullTensors) -> Tensor:
@@ -37,10 +47,36 @@ def delta(base: Tensor, t: FullTensors) -> Tensor:
     return t.diff.clone()
 
 
+def accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW."""
+    acc.addcmul_(t.diff, strength)
+
+
 def set_delta(base: Tensor, t: FullTensors) -> Tensor:
     """V − W [n, out, cols]."""
     return t.diff - base
 
 
-FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0})
+def full_rank_delta(base: Tensor, t: FullRankTensors) -> Tensor:
+    """ΔW [n, out, cols] as stored; `base` is not read."""
+    return t.down.clone()
+
+
+def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str, float]:
+    """Nothing; with an α the scale would be α over the network's rank, which the file does not
+    hold."""
+    expect(
+        holds=not alpha,
+        otherwise=f"lora_down is the whole change, scaled by alpha {alpha} over an unknown rank",
+    )
+    return {}
+
+
+FULL = Algorithm(
+    "full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate
+)
 SET = Algorithm("set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True)
+FULL_RANK = Algorithm(
+    "full_rank", FullRankTensors, fit, full_rank_delta, "ai-toolkit",
+    numbers=full_rank_numbers, sliced={"down": 0},
+)  # fmt: skip

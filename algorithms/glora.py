@@ -1,9 +1,10 @@
-"""GLoRA, ΔW = (α / r) · (W A₁ A₂ + B₁ B₂). Chavan et al. 2023, arXiv:2306.07967; LyCORIS lycoris/modules/glora.py.
+"""GLoRA, ΔW = (α / r) · (W A₁ A₂ + B₁ B₂). Chavan et al. 2023, arXiv:2306.07967; LyCORIS
+lycoris/modules/glora.py.
 
-W is contracted on its input-channel axis. Two layouts share the key names: the present one, and that of early
-LyCORIS, where each letter's 1 and 2 change places and A spans the whole flattened input. They fit the same
-shapes only if r = in = out; the present one then wins. With rs_lora, LyCORIS trains with α / √r and stores plain
-α (unlike its LoCon): only the metadata tells.
+W is contracted on its input-channel axis. Two layouts share the key names: the present one, and
+that of early LyCORIS, where each letter's 1 and 2 change places and A spans the whole flattened
+input. They fit the same shapes only if r = in = out; the present one then wins. With rs_lora,
+LyCORIS trains with α / √r and stores plain α (unlike its LoCon): only the metadata tells.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _expect(shapes: Shapes, want: Shapes) -> None:
 
 
 def delta(base: Tensor, t: GloraTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`; the thin factors are scaled, not the products."""
+    """ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
     scale = t.scale * sqrt(t.a2.shape[1]) if t.rs_lora else t.scale
     n, out, cols = base.shape
     channels = t.a1.shape[1]

@@ -1,8 +1,9 @@
-"""LoHa, ΔW = (α / r) · (A₁ B₁) ⊙ (A₂ B₂). Hyeon-Woo et al. 2021 (FedPara), arXiv:2108.06098, section 2.2.
+"""LoHa, ΔW = (α / r) · (A₁ B₁) ⊙ (A₂ B₂). Hyeon-Woo et al. 2021 (FedPara), arXiv:2108.06098,
+section 2.2.
 
-Convolutions: the Bs hold the kernel, flattened (LyCORIS) or not (OneTrainer). With Tucker cores (section 2.3)
-each half is M[o, c, …] = Σ t[i, j, …] a[i, o] b[j, c]; there, and only there, `a` is stored as (r, out).
-LyCORIS lycoris/modules/loha.py; the scale applies once, as in its forward.
+Convolutions: the Bs hold the kernel, flattened (LyCORIS) or not (OneTrainer). With Tucker cores
+(section 2.3) each half is M[o, c, …] = Σ t[i, j, …] a[i, o] b[j, c]; there, and only there, `a` is
+stored as (r, out). LyCORIS lycoris/modules/loha.py; the scale applies once, as in its forward.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
         return {a: rows, b: (rank, cols)}
     expect(
         holds=shapes[t] == (rank, rank, *target[2:]) and inputs[:1] == (width,),
-        otherwise=f"{t} is {list(shapes[t])}, {b} is {list(shapes[b])}, the weight is {list(target)}",
+        otherwise=f"{t} is {list(shapes[t])}, {b} {list(shapes[b])}, the weight {list(target)}",
     )
     return {a: rows, b: (rank, width), t: (rank, rank, cols // width)}
 

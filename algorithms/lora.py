@@ -1,8 +1,8 @@
 """LoRA, ΔW = (α / r) · B A. Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
-Also LoRA-FA, LoCon, C3Lier and DyLoRA, which store the same tensors. Convolutions: A holds the kernel and B is
-1×1, so the flattened product is the flattened ΔW. With a Tucker core (LoCon, `mid`),
-ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
+Also LoRA-FA, LoCon, C3Lier and DyLoRA, which store the same tensors. Convolutions: A holds the
+kernel and B is 1×1, so the flattened product is the flattened ΔW. With a Tucker core (LoCon,
+`mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     )
     expect(
         holds=target[1:2] == (width,) and core[2:] == target[2:],
-        otherwise=f"down × mid cover {[width, *core[2:]]} inputs, the weight has {list(target[1:])}",
+        otherwise=f"down and mid cover {[width, *core[2:]]}, the weight has {list(target[1:])}",
     )
     return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, cols // width)}
 

@@ -1,16 +1,16 @@
 """How adapter files spell their tensors: key ending → slot of an algorithm. Tables; no torch.
 
 `split` cuts a key into the path of a module and one row of `SUFFIXES`. The longest ending wins, so
-`.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change the module's
-path are first rewritten (`REWRITES`) to one that SUFFIXES knows. What the *path* means, in which base, is
-decided elsewhere.
+`.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change
+the module's path are first rewritten (`REWRITES`) to one that SUFFIXES knows. What the *path*
+means, in which base, is decided elsewhere.
 
 Two marks in paths that come back:
 
-* `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, each as high as its own
-  tensors say. Shared rows (alpha …) of `path` hold for all of its parts.
-* `.set_weight` and `.diff` may stand behind a parameter instead of a module (`….query_norm.scale.set_weight`);
-  the path then is the name of a tensor of the base.
+* `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, each as high
+  as its own tensors say. Shared rows (alpha …) of `path` hold for all of its parts.
+* `.set_weight` and `.diff` may stand behind a parameter instead of a module
+  (`….query_norm.scale.set_weight`); the path then is the name of a tensor of the base.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Final
 
 ANY: Final = ("*",)
 LORA: Final = ("lora", "lora_sparse")
+BARE_LORA: Final = (*LORA, "lora_fused")
 OFT: Final = ("diag_oft", "boft")
 
 
@@ -67,8 +68,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_mid.weight", "mid", LORA),
     Suffix(".lora_B.weight", "up", LORA, named=True),
     Suffix(".lora_A.weight", "down", (*LORA, "full_rank"), named=True),
-    Suffix(".lora_B", "up", LORA, named=True),  # Mochi, litgpt
-    Suffix(".lora_A", "down", LORA, named=True),
+    Suffix(".lora_B", "up", BARE_LORA, named=True),  # Mochi, litgpt
+    Suffix(".lora_A", "down", BARE_LORA, named=True),
     Suffix(
         ".lora_B.bias", "diff", ("lora_bias",), "bias", named=True
     ),  # PEFT lora_bias, Flux control
@@ -157,7 +158,8 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
     )
 )
-"""(a literal that the key contains, the whole key, the key it stands for); the first that matches is applied."""
+"""(a literal that the key contains, the whole key, the key it stands for); the first that matches
+is applied."""
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 

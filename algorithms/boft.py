@@ -1,0 +1,49 @@
+"""BOFT, W' = B_m … B_1 W with butterfly-permuted block rotations. Liu et al. 2023,
+arXiv:2311.06243, section 4; LyCORIS lycoris/modules/boft.py.
+
+Stage i pairs rows at a distance of h = 2^i · b/2. R as in oft.py, one limit for all stages, but not
+transposed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect
+from .oft import OftTensors, fit_rescale, limit, stretch, turn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """blocks (m, k, b, b) with k·b = out, b even, 2^(m−1)·b dividing out; rescale (out, 1)."""
+    stored = shapes["blocks"]
+    m, k, b = stored[:3] if len(stored) == 4 else (0, 0, 0)
+    out = target[0]
+    expect(
+        holds=m > 0 and stored[2:] == (b, b) and k * b == out and b % 2 == 0
+        and b > 0 and out % (2 ** (m - 1) * b) == 0,
+        otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
+    )  # fmt: skip
+    return {"blocks": stored, **fit_rescale(shapes, target)}
+
+
+def delta(base: Tensor, t: OftTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    turned = turn(t.blocks, t.limit)
+    _, stages, k, b, _ = turned.shape
+    (n, _, cols), x = base.shape, base
+    for i in range(stages):
+        reach = (b // 2) << i
+        pairs = x.view(n, -1, 2, reach, cols).transpose(2, 3)
+        change = turned[:, i] @ pairs.reshape(n, k, b, cols)
+        paired = change.reshape(pairs.shape)
+        x = x + paired.transpose(2, 3).reshape(x.shape)
+    return stretch(base, x - base, t.rescale)
+
+
+BOFT = Algorithm(
+    "boft", OftTensors, fit, delta, "arXiv:2311.06243",
+    numbers=limit, reads_base=True, decomposes=True,
+)  # fmt: skip

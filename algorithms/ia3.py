@@ -1,0 +1,65 @@
+"""(IA)³, ΔW = w ⊙ W along rows or input channels. Liu et al. 2022, arXiv:2205.05638, section 3.3.
+
+As LyCORIS stores it: w relative to 1, and `on_input` 0 or 1 for the axis (lycoris/modules/ia3.py).
+PEFT stores the factor itself and is another row. A bias is not scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .base import Indices
+
+
+@dataclass(frozen=True)
+class Ia3Tensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    diff: Tensor  # w, [n, out] or [n, in]
+    on_input: Indices  # [n, 1, 1], 0: rows, 1: input channels
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """diff as (out,) or (in,); which one `on_input` says (`check`)."""
+    stored = shapes["diff"]
+    size = prod(stored)
+    expect(holds=prod(shapes["on_input"]) == 1, otherwise="on_input is not one number")
+    expect(
+        holds=len(target) > 1 and size in target[:2] and max(stored, default=0) == size,
+        otherwise=f"it is {list(stored)}, the weight is {list(target)}",
+    )
+    return {"diff": (size,), "on_input": (1, 1)}
+
+
+def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
+    """The axis that `on_input` names is as long as the vector."""
+    axis = int(integers["on_input"])
+    expect(
+        holds=axis in (0, 1) and shapes["diff"] == target[axis : axis + 1],
+        otherwise=f"on_input {axis} for {list(shapes['diff'])}, the weight is {list(target)}",
+    )
+
+
+def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
+    """ΔW [n, out, cols]; both axes are tried only where the shapes leave both open."""
+    import torch
+
+    (n, out, cols), size = base.shape, t.diff.shape[1]
+    if cols % size:
+        return base * t.diff[:, :, None]
+    on_columns = (base.view(n, out, size, -1) * t.diff[:, None, :, None]).flatten(2)
+    if size != out:
+        return on_columns
+    return torch.where(t.on_input == 1, on_columns, base * t.diff[:, :, None])
+
+
+IA3 = Algorithm("ia3", Ia3Tensors, fit, delta, "arXiv:2205.05638", check=check, reads_base=True)

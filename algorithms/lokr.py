@@ -1,0 +1,119 @@
+"""LoKr, ΔW = c · (w1 ⊗ w2). Yeh et al. 2023, arXiv:2309.14859, section 3.3; LyCORIS
+lycoris/modules/lokr.py.
+
+Either factor is stored whole or as a product a b; a convolution's kernel sits in w2, flattened, as
+trailing axes, or in a Tucker core t2 (then w2_a is (r, rows)). c = α / r if a factor is a product;
+if both are whole c = 1 and α means nothing (trainers store 1e10 or inf there). With rs_lora and
+whole factors LyCORIS trains with √r and stores α = r^1.5: only the metadata tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class LokrTensors:
+    """The adapter tensors of n layers of equal shape, stacked; out = l·p, cols = m·q."""
+
+    scale: Scalar  # c
+    rs_scale: Scalar  # c if the metadata says rs_lora
+    w1: Tensor | None = None  # [n, l, m]
+    w1_a: Tensor | None = None  # [n, l, r]
+    w1_b: Tensor | None = None  # [n, r, m]
+    w2: Tensor | None = None  # [n, p, q]
+    w2_a: Tensor | None = None  # [n, p, r]; with a core [n, r, p]
+    w2_b: Tensor | None = None  # [n, r, q]; with a core [n, r, q / k]
+    t2: Tensor | None = None  # [n, r, r, k]
+    rs_lora: bool = False
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in LokrTensors."""
+    fitted, (l, m), _ = _factor("w1", shapes)  # noqa: E741
+    second, (p, inner), kernel = _factor("w2", shapes)
+    expect(
+        holds=len(target) > 1
+        and l * p == target[0]
+        and same_inputs((m * inner, *kernel), target[1:]),
+        otherwise=f"w1 ⊗ w2 is {[l * p, m * inner, *kernel]}, the weight is {list(target)}",
+    )
+    return {**fitted, **second}
+
+
+def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int], Shape]:
+    """Fitted shapes of one factor, its (rows, columns), and kernel axes not within the columns."""
+    a, b, t = f"{name}_a", f"{name}_b", name.replace("w", "t")
+    present = {slot for slot in (name, a, b, t) if slot in shapes}
+    if present == {name}:
+        whole = shapes[name]
+        expect(holds=len(whole) > 1, otherwise=f"{name} is {list(whole)}")
+        return {name: flat(whole)}, (whole[0], whole[1]), whole[2:]
+    expect(
+        holds=present - {t} == {a, b},
+        otherwise=f"there is {sorted(present)}: needs {name} alone, or {a} and {b}",
+    )
+    (rows, rank), core = flat(shapes[a]), shapes.get(t)
+    width, kernel = shapes[b][1:2], shapes[b][2:]
+    expect(holds=len(width) == 1, otherwise=f"{b} is {list(shapes[b])}")
+    if core is not None:
+        rows, rank = rank, rows
+        expect(
+            holds=core[:2] == (rank, rank) and not kernel,
+            otherwise=f"{t} is {list(core)}, {a} {list(shapes[a])}, {b} {list(shapes[b])}",
+        )
+        kernel = core[2:]
+    expect(
+        holds=shapes[b][0] == rank,
+        otherwise=f"{a} has rank {rank}, {b} has rank {shapes[b][0]}",
+    )
+    fitted: dict[str, Shape] = {a: flat(shapes[a]), b: flat(shapes[b])}
+    if core is not None:
+        fitted[t] = (rank, rank, flat(core[1:])[1])
+    return fitted, (rows, width[0]), kernel
+
+
+def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
+    """c, by the rule above."""
+    if "w1" in shapes and "w2" in shapes:
+        return {"scale": 1.0, "rs_scale": alpha ** (1 / 3) if alpha and alpha > 0 else 1.0}
+    scale = alpha_over("w2_b" if "w2_b" in shapes else "w1_b")(alpha, shapes, target)["scale"]
+    return {"scale": scale, "rs_scale": scale}
+
+
+def delta(base: Tensor, t: LokrTensors) -> Tensor:
+    """ΔW [n, out, cols] written once; `base` is not read."""
+    left, right = _factors(t, t.rs_scale if t.rs_lora else t.scale)
+    return (left * right).flatten(3, 4).flatten(1, 2)
+
+
+def accumulate(acc: Tensor, t: LokrTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, block by block in place: ΔW is never formed."""
+    left, right = _factors(t, (t.rs_scale if t.rs_lora else t.scale) * strength)
+    n, rows, columns = left.shape[0], left.shape[1], left.shape[3]
+    acc.view(n, rows, -1, columns, right.shape[4]).addcmul_(left, right)
+
+
+def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """scale · w1 as [n, l, 1, m, 1] and w2 as [n, 1, p, 1, q]: their product is ΔW in blocks."""
+    w1 = t.w1 if t.w1_a is None or t.w1_b is None else t.w1_a @ t.w1_b
+    w2 = t.w2
+    if t.w2_a is not None and t.w2_b is not None:
+        w2 = t.w2_a @ t.w2_b if t.t2 is None else t.w2_a.mT @ tucker(t.t2, t.w2_b)
+    assert w1 is not None and w2 is not None, "fit lets no other combination through"
+    return (w1 * scale)[:, :, None, :, None], w2[:, None, :, None, :]
+
+
+LOKR = Algorithm(
+    "lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers, accumulate=accumulate
+)

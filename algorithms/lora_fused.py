@@ -1,0 +1,68 @@
+"""litgpt's LoRA of a fused query-key-value weight: one small LoRA per part, stored together.
+
+A stacks the parts' (r, in), B the parts' (rows, r); part i changes its own rows, ΔW = (α / r) · Bᵢ
+Aᵢ, and rows of parts that were not trained stay. How many rows a part has the file does not tell
+where keys and values are grouped: `parts` says it. litgpt/lora.py, LoRAQKVLinear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class LoraFusedTensors:
+    """The adapter tensors of n layers of equal shape, stacked; p trained parts."""
+
+    up: Tensor  # B, [n, rows of all trained parts, r]
+    down: Tensor  # A, [n, p·r, in]
+    scale: Scalar  # α / r
+    parts: tuple[tuple[int, int], ...]  # first row and end of each trained part in the weight
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (rows, r) and down (p·r, in), p > 1."""
+    out, cols = flat(target)
+    (rows, rank), (stacked, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(
+        holds=rank > 0 and stacked % rank == 0 and stacked > rank and rows <= out and width == cols,
+        otherwise=f"up {list(shapes['up'])}, down {list(shapes['down'])}, the weight {list(target)}",
+    )
+    return {"up": (rows, rank), "down": (stacked, cols)}
+
+
+def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
+    """α / r, with the r of one part."""
+    return {"scale": alpha / shapes["up"][1] if alpha else 1.0}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """The parts are ranges of rows, in order."""
+    ends = [row for part in settings.get("parts", ()) for row in part]
+    expect(holds=ends == sorted(ends), otherwise=f"parts {settings.get('parts')} are not in order")
+
+
+def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    change, rank, done = base.new_zeros(base.shape), t.up.shape[2], 0
+    for i, (first, end) in enumerate(t.parts):
+        rows = t.up[:, done : done + end - first] * t.scale
+        change[:, first:end] = rows @ t.down[:, i * rank : (i + 1) * rank]
+        done += end - first
+    return change
+
+
+LORA_FUSED = Algorithm(
+    "lora_fused", LoraFusedTensors, fit, delta, "litgpt",
+    numbers=numbers, check_settings=check_settings,
+)  # fmt: skip

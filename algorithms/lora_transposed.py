@@ -1,0 +1,57 @@
+"""LoRA as in LLMs-from-scratch, appendix E: x A B, so ΔW = c · (A B)ᵀ. Raschka 2024.
+
+A is (in, r) and B (r, out), the other way round than everywhere else. The file holds no α; c is α /
+r in the present code of appendix E and α in its first editions, so both are settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoraTransposedTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    up: Tensor  # B, [n, r, out]
+    down: Tensor  # A, [n, in, r]
+    lora_alpha: float  # α
+    over_rank: bool = True  # whether c = α / r
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (r, out) and down (in, r)."""
+    out, cols = flat(target)
+    up, down = shapes["up"], shapes["down"]
+    expect(
+        holds=len(up) == len(down) == 2 and up[0] == down[1] and (out, cols) == (up[1], down[0]),
+        otherwise=f"lora.A is {list(down)}, lora.B is {list(up)}, the weight is {list(target)}",
+    )
+    return {"up": up, "down": down}
+
+
+def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    return (t.up.mT * _scale(t)) @ t.down.mT
+
+
+def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, one fused multiply-add."""
+    acc.baddbmm_(t.up.mT * (strength * _scale(t)), t.down.mT)
+
+
+def _scale(t: LoraTransposedTensors) -> float:
+    rank = t.up.shape[1]
+    return t.lora_alpha / rank if t.over_rank and rank else t.lora_alpha
+
+
+LORA_TRANSPOSED = Algorithm(
+    "lora_transposed", LoraTransposedTensors, fit, delta, "LLMs-from-scratch",
+    sliced={"up": 1}, accumulate=accumulate,
+)  # fmt: skip

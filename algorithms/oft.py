@@ -1,0 +1,124 @@
+"""Orthogonal fine-tuning, W' = bd(R)ᵀ W: blocks of output rows are rotated. Qiu et al. 2023,
+arXiv:2306.07280, section 3.3.
+
+R = (I + Q)(I − Q)⁻¹ with Q = X − Xᵀ for the stored blocks X. LyCORIS Diag-OFT and kohya's OFT store
+the same tensors; `alpha` is no scale but limits the norm of all blocks together to α · out
+(lycoris/modules/ diag_oft.py; sd-scripts networks/oft.py). `oft_diag` of early LyCORIS stores R
+itself. Formulas work with R − I, so a small rotation keeps its digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class OftTensors:
+    """The adapter tensors of n layers of equal shape, stacked; out = k·b."""
+
+    blocks: Tensor  # X, [n, k, b, b]; butterfly [n, m, k, b, b]
+    limit: Scalar  # of the Frobenius norm of Q over all blocks; inf: none
+    rescale: Tensor | None = None  # [n, out, 1], factors of the rotated rows
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """blocks (k, b, b) with k·b = out; rescale (out, 1)."""
+    stored = shapes["blocks"]
+    expect(
+        holds=len(stored) == 3 and stored[1] == stored[2] and stored[0] * stored[1] == target[0],
+        otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
+    )
+    return {"blocks": stored, **fit_rescale(shapes, target)}
+
+
+def fit_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
+    """rescale as (out, 1) where there is one."""
+    if "rescale" not in shapes:
+        return {}
+    rows = (target[0], 1)
+    expect(
+        holds=flat(shapes["rescale"]) == rows,
+        otherwise=f"rescale is {list(shapes['rescale'])}, the weight is {list(target)}",
+    )
+    return {"rescale": rows}
+
+
+def limit(alpha: float | None, _: Shapes, target: Shape) -> Mapping[str, float]:
+    """α · out; none without α, and for α = 0 (LyCORIS' default)."""
+    expect(holds=alpha is None or not isnan(alpha), otherwise="alpha is not a number")
+    return {"limit": alpha * target[0] if alpha and alpha > 0 else inf}
+
+
+def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
+    """R − I [n, …, b, b] = 2 (I − Q)⁻¹ Q, for X [n, …, b, b] and a limit [n, 1, 1]."""
+    import torch
+
+    q = blocks - blocks.mT
+    norm = torch.linalg.vector_norm(q.flatten(1), dim=1)
+    q = q * (norm_limit.flatten() / norm).clamp_(max=1).view(-1, *[1] * (q.dim() - 1))
+    eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    turned: Tensor = torch.linalg.solve(eye - q, q)
+    return turned.mul_(2)
+
+
+def delta(base: Tensor, t: OftTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    return stretch(base, _rotated(base, turn(t.blocks, t.limit)), t.rescale)
+
+
+def stretch(base: Tensor, change: Tensor, rescale: Tensor | None) -> Tensor:
+    """ΔW when the rows of base + change are multiplied by rescale."""
+    return change if rescale is None else change.mul_(rescale).addcmul_(rescale - 1, base)
+
+
+def _rotated(base: Tensor, turned: Tensor) -> Tensor:
+    """bd(R − I)ᵀ W; one block for all row blocks where there is only one."""
+    n, _, cols = base.shape
+    return (turned.mT @ base.view(n, -1, turned.shape[-1], cols)).view(base.shape)
+
+
+@dataclass(frozen=True)
+class OftDiagTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    blocks: Tensor  # R, [n, k, b, b] or [n, 1, b, b]
+
+
+def fit_diag(shapes: Shapes, target: Shape) -> Shapes:
+    """blocks (k, b, b) with k·b = out, or (1, b, b) shared by all."""
+    stored = shapes["blocks"]
+    k, b = (stored[0] if len(stored) == 3 else 1), (stored[-1] if stored else 0)
+    expect(
+        holds=stored[-2:] == (b, b) and len(stored) in (2, 3) and b > 0
+        and (k * b == target[0] or (k == 1 and target[0] % b == 0)),
+        otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
+    )  # fmt: skip
+    return {"blocks": (k, b, b)}
+
+
+def delta_diag(base: Tensor, t: OftDiagTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    import torch
+
+    eye = torch.eye(t.blocks.shape[-1], dtype=t.blocks.dtype, device=t.blocks.device)
+    return _rotated(base, t.blocks - eye)
+
+
+DIAG_OFT = Algorithm(
+    "diag_oft", OftTensors, fit, delta, "arXiv:2306.07280",
+    numbers=limit, reads_base=True, decomposes=True,
+)  # fmt: skip
+OFT_DIAG = Algorithm(
+    "oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280", reads_base=True
+)

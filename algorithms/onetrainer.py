@@ -1,0 +1,100 @@
+"""OneTrainer's OFT: blocks of input columns are rotated, W' = W bd(R)ᵀ. OneTrainer
+modules/module/oft_utils.py, after arXiv:2506.19847 (OFTv2).
+
+R is the Neumann series of the Cayley transform cut after five terms, I + 2S + 2S² + 2S³ + S⁴. On
+convolutions OneTrainer rotates the weight instead of the input, and the other way round: W' =
+flat(W) bd(R). One stored block serves all. `scaled_oft` says that the stored values are 2√(b−1)
+times too large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt, prod, sqrt
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, DoesNotFit, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OneTrainerOftTensors:
+    """The adapter tensors of n layers of equal shape, stacked; cols = k·b."""
+
+    skew: Tensor  # upper triangles of S, row by row, [n, k, b(b−1)/2]; k = 1: shared
+    scaled: Tensor | None = None  # a flag: only its presence counts
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """skew (k, b(b−1)/2), for linear layers."""
+    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, not a linear layer's")
+    return _fit(shapes, target)
+
+
+def fit_conv(shapes: Shapes, target: Shape) -> Shapes:
+    """skew (k, b(b−1)/2), for convolutions."""
+    expect(holds=len(target) > 2, otherwise=f"the weight is {list(target)}, not a convolution's")
+    return _fit(shapes, target)
+
+
+def _fit(shapes: Shapes, target: Shape) -> Shapes:
+    stored, (_, cols) = shapes["skew"], flat(target)
+    if len(stored) != 2 or block_size(stored[1]) is None:
+        raise DoesNotFit(f"skew is {list(stored)}: not the triangles of square blocks")
+    k, b = stored[0], block_size(stored[1]) or 1
+    expect(
+        holds=k * b == cols or (k == 1 and cols % b == 0),
+        otherwise=f"{k} blocks of {b} columns, the weight is {list(target)}",
+    )
+    if "scaled" not in shapes:
+        return {"skew": stored}
+    expect(holds=prod(shapes["scaled"]) == 1, otherwise="scaled_oft is not one flag")
+    return {"skew": stored, "scaled": (1,)}
+
+
+def block_size(triangle: int) -> int | None:
+    """b where b(b−1)/2 numbers are stored, None if no b fits; 1 for none."""
+    b = (1 + isqrt(1 + 8 * triangle)) // 2
+    return b if b * (b - 1) // 2 == triangle else None
+
+
+def _turned(t: OneTrainerOftTensors) -> Tensor:
+    """R − I, [n, k, b, b]."""
+    import torch
+
+    b = block_size(t.skew.shape[2]) or 1
+    rows, cols = torch.triu_indices(b, b, 1, device=t.skew.device)
+    half = t.skew.new_zeros(*t.skew.shape[:2], b, b)
+    half[..., rows, cols] = t.skew if t.scaled is None or b < 2 else t.skew / (2 * sqrt(b - 1))
+    s = half - half.mT
+    squared = s @ s
+    return squared @ (squared + 2 * s) + 2 * (squared + s)
+
+
+def _by_blocks(base: Tensor, right: Tensor) -> Tensor:
+    """base [n, out, cols] times bd(right)."""
+    n, out, _ = base.shape
+    blocks = base.view(n, out, -1, right.shape[-1]).transpose(1, 2)  # [n, k, out, b]
+    return (blocks @ right).transpose(1, 2).flatten(2)
+
+
+def delta(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
+    """ΔW [n, out, cols] of linear layers, from the untouched `base`."""
+    return _by_blocks(base, _turned(t).mT)
+
+
+def delta_conv(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
+    """ΔW [n, out, cols] of convolutions, from the untouched `base`."""
+    return _by_blocks(base, _turned(t))
+
+
+ONETRAINER_OFT = Algorithm(
+    "onetrainer_oft", OneTrainerOftTensors, fit, delta, "arXiv:2506.19847",
+    sliced={}, reads_base=True,
+)  # fmt: skip
+ONETRAINER_OFT_CONV = Algorithm(
+    "onetrainer_oft_conv", OneTrainerOftTensors, fit_conv, delta_conv, "arXiv:2506.19847",
+    sliced={}, reads_base=True,
+)  # fmt: skip

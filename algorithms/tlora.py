@@ -1,0 +1,81 @@
+"""T-LoRA, ΔW = (α / r) · (P diag(λ) Q − P₀ diag(λ₀) Q₀). Soboleva et al. 2025, arXiv:2507.05964;
+LyCORIS lycoris/modules/tlora.py.
+
+The start P₀ λ₀ Q₀ is not stored. It is r singular triples of the base weight, so it can be rebuilt
+if training began from this base and did not begin from a random matrix (`use_data_init`); the signs
+cancel. Only the metadata says how it began: without `algo` (LyCORIS network arguments) the file is
+refused. All ranks count, as at the end of denoising.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .base import Scalar
+
+SIG_TYPES = ("principal", "last", "middle")
+
+
+@dataclass(frozen=True)
+class TloraTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    p: Tensor  # [n, out, r]
+    q: Tensor  # [n, r, in]
+    lambdas: Tensor  # [n, 1, r]
+    scale: Scalar  # α / r
+    algo: str  # "tlora"
+    sig_type: str = "principal"  # which singular triples
+    use_data_init: bool = True
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """p (out, r), q (r, in), lambdas (1, r); kernels of one pixel only, as in LyCORIS' forward."""
+    out, cols = flat(target)
+    (rows, rank), (q_rank, width) = flat(shapes["p"]), flat(shapes["q"])
+    stored = {slot: list(shapes[slot]) for slot in ("p", "q", "lambdas")}
+    expect(
+        holds=rank == q_rank and shapes["lambdas"] == (1, rank),
+        otherwise=f"the ranks of {stored} differ",
+    )
+    expect(
+        holds=(rows, width) == (out, cols) and rank <= min(out, cols) and target[1:2] == (cols,),
+        otherwise=f"{stored} for a weight of {list(target)}",
+    )
+    return {"p": (out, rank), "q": (rank, cols), "lambdas": (1, rank)}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuses a start that cannot be rebuilt."""
+    expect(
+        holds=bool(settings.get("use_data_init", True)),
+        otherwise="T-LoRA trained from a random matrix, which the file does not hold",
+    )
+    kind = settings.get("sig_type", "principal")
+    expect(holds=kind in SIG_TYPES, otherwise=f"sig_type is {kind}; known are {SIG_TYPES}")
+
+
+def delta(base: Tensor, t: TloraTensors) -> Tensor:
+    """ΔW [n, out, cols]; the start is rebuilt from the untouched `base`."""
+    import torch
+
+    u, s, vh = torch.linalg.svd(base, full_matrices=False)
+    rank, total = t.q.shape[1], s.shape[1]
+    first = {"principal": 0, "last": total - rank, "middle": (total - rank) // 2}[t.sig_type]
+    kept = slice(first, first + rank)
+    start = (u[:, :, kept] * s[:, None, kept]) @ vh[:, kept]
+    return ((t.p * t.lambdas) @ t.q).sub_(start).mul_(t.scale)
+
+
+TLORA = Algorithm(
+    "tlora", TloraTensors, fit, delta, "arXiv:2507.05964", numbers=alpha_over("q"),
+    check_settings=check_settings, reads_base=True, decomposes=True,
+)  # fmt: skip
