@@ -22,6 +22,9 @@ NO_TABLE: Final = Table(())
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 """What a norm calls its parameters → what adapters call them."""
 
+INNER: Final = ("model.", "transformer.", "bert.", "vit.")
+"""First levels that adapters lack if they were trained on the model inside the model with a head."""
+
 
 @dataclass
 class Component:
@@ -61,6 +64,8 @@ class Component:
         for path, place in strong.items():
             for other in _other_names(path):
                 _put(weak, other, place)
+            if path.startswith(INNER):
+                _put(weak, path.split(".", 1)[1], place)
         self.dotted = {**weak, **strong}
         flat: dict[str, View | None] = {}
         for path, place in strong.items():

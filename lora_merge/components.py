@@ -34,7 +34,17 @@ CONTAINERS: Final = tuple(
 )
 """Prefixes that say what a network is, whatever its keys."""
 
-LOOSE: Final = ("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "module.")
+LOOSE: Final = (
+    "",
+    "model.model.",
+    "net.",
+    "model.",
+    "transformer.",
+    "unet.",
+    "prior.",
+    "vit.",
+    "bert.",
+)
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""
 
 CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
