@@ -42,6 +42,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options of the program itself."""
     if version:
         typer.echo(f"lora-merge {__version__}")
         raise typer.Exit
@@ -57,9 +58,7 @@ def merge(
     dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
     compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")] = "auto",
-    strength: Annotated[
-        list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")
-    ] = None,
+    strength: Annotated[list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")] = None,
     strength_for: Annotated[
         list[str] | None,
         typer.Option(metavar="PART=FLOAT", help="unet, te, te1, te2, vae … or re:REGEX; multiplies."),
@@ -103,6 +102,17 @@ def merge(
         _conclude(done, say)
 
 
+@app.command()
+def demo(
+    folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
+) -> None:
+    """Make a small model and three adapters, merge them, check the result. Offline, seconds."""
+    from .demo import demo as run_demo
+    from .job import expand
+
+    run_demo(expand(folder), typer.echo)
+
+
 def _strengths(adapters: list[str], strengths: list[float]) -> list[tuple[str, float]]:
     """Adapters with their strengths: `PATH:0.8`, or one -s for each; not both."""
     from .job import split_strength
@@ -139,9 +149,8 @@ def _describe(plan: Plan, say: Any, verbose: bool) -> None:
     say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
-        say(
-            f"adapter  {ref.path.name}: {', '.join(m.algorithms)}, {m.modules} of {m.total} modules matched ({parts}), strength {ref.strength:g}"
-        )
+        what = ", ".join(m.algorithms) or "nothing"
+        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
         for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
             say(f"  left out: {name}: {why}")
         for note in (*m.adapter.notes, *m.notes):
@@ -168,10 +177,8 @@ def _run(plan: Plan, *, quiet: bool) -> Report:
 
 
 def _conclude(done: Report, say: Any) -> None:
-    rate = done.written / max(done.seconds, 1e-9)
-    say(
-        f"wrote    {size(done.written)} in {done.seconds:.1f} s ({size(int(rate))}/s) on {done.device}, peak memory {size(done.peak_memory)}"
-    )
+    rate = size(int(done.written / max(done.seconds, 1e-9)))
+    say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
     if done.verified is not None:
         v = done.verified
         say(f"verified {v['tensors']} merged tensors in fp64: worst deviation {v['worst_ulp']:.2f} ulp")
@@ -225,10 +232,8 @@ def main() -> None:
     except OSError as error:
         if debug:
             raise
-        _fail(
-            f"{error.strerror or error}\n  where: {error.filename or 'input or output'}\n  fix:   see the message; nothing was left behind",
-            1,
-        )
+        where = error.filename or "an input or output"
+        _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
 
 
 def _fail(text: str, code: int) -> None:

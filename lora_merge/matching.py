@@ -66,7 +66,7 @@ class Matched:
     adapter: AdapterFile
     uses: dict[str, list[Use]] = field(default_factory=dict)  # base key → uses
     replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
-    created: dict[str, Shape] = field(default_factory=dict)  # tensors that the base lacks (biases)
+    created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
     modules: int = 0  # how many modules found their place
     unmatched: dict[str, str] = field(default_factory=dict)  # module → reason
     components: dict[str, int] = field(default_factory=dict)  # component → modules
@@ -146,11 +146,9 @@ class Patcher:
 class Matcher:
     """One adapter against one base."""
 
-    def __init__(self, number: int, ref: Adapter, adapter: AdapterFile, rules: Rules, names: Names, values: Numbers,
-                 base: Mapping[str, TensorInfo]) -> None:  # fmt: skip
-        self.patcher = Patcher(number, adapter, rules, values)
-        self.ref, self.adapter, self.names, self.base = ref, adapter, names, base
-        self.result = Matched(adapter)
+    def __init__(self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo]) -> None:
+        self.patcher, self.adapter, self.ref, self.names, self.base = patcher, patcher.adapter, ref, names, base
+        self.result = Matched(self.adapter)
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
@@ -219,7 +217,7 @@ class Matcher:
         if piece.rows != rows or (piece.stop - piece.start) * piece.cols != prod(self.base[piece.key].shape):
             return None
         key = piece.key.removesuffix("weight") + "bias"
-        self.result.created[key] = (rows,)
+        self.result.created[key] = (rows,), piece.key
         return View((Piece(key, 0, rows, 1),), (rows,))
 
     def _replace(self, info: TensorInfo) -> None:

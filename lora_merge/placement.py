@@ -34,7 +34,7 @@ class Placement:
 
 
 def place(device: str, dtype: str) -> Placement:
-    """The placement for `--device` and `--compute-dtype`'s file-format name; ResourceError if there is no such device."""
+    """The placement for `--device` and a dtype by its name in files; ResourceError if there is no such device."""
     found = _fastest() if device == "auto" else device
     try:
         where = torch.device(found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,13 +15,15 @@ from . import __version__
 from .adapter import AdapterFile, Numbers, file_numbers, group, looks_like_adapter
 from .algorithms import Shape, flat
 from .checkpoint import Index, open_checkpoint, quantised
+from .disk import require_space
 from .errors import InputError, ShapeMismatch
-from .formats import layout
+from .formats import check_output, layout
 from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job
-from .matching import Matched, Matcher, Use, check_replacements
+from .matching import Matched, Matcher, Patcher, Use, check_replacements
 from .names import Names, names
 from .peft import rules
+from .sidefiles import index_files, output_name, side_files, stored_name
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -36,6 +38,7 @@ class Target:
     """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
 
     name: str
+    stored: str  # its name in the file; in a pipeline `name` has the component in front
     dtype: str
     shape: Shape
     offset: int
@@ -72,6 +75,8 @@ class Plan:
     architecture: str
     adapters: tuple[Matched, ...]
     files: tuple[OutputFile, ...]
+    sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
+    indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
 
     @property
     def size(self) -> int:
@@ -89,6 +94,11 @@ class Plan:
         return self.base.path.is_dir()
 
     @property
+    def contents(self) -> tuple[str, ...]:
+        """Names of all files of an output folder."""
+        return (*(f.name for f in self.files), *(name for name, _ in self.indexes), *self.sides)
+
+    @property
     def inputs(self) -> tuple[Path, ...]:
         """Every file that is read: the base's first, then each adapter's."""
         return (*self.base.files, *(p for m in self.adapters for p in m.adapter.index.files))
@@ -101,7 +111,12 @@ def make_plan(job: Job) -> Plan:
     lookup = names(base, job.map)
     adapters = [group(open_checkpoint(ref.path)) for ref in job.adapters]
     matched = match(job, base, lookup, adapters, file_numbers)
-    return Plan(job, base, lookup.architecture, matched, _files(job, base, matched))
+    files, indexes = _files(job, base, matched)
+    sides = tuple(side_files(base)) if base.path.is_dir() else ()
+    plan = Plan(job, base, lookup.architecture, matched, files, sides, indexes)
+    check_output(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
+    require_space(job.output, plan.size)
+    return plan
 
 
 def match(
@@ -110,9 +125,8 @@ def match(
     """Every adapter of the job placed on the base."""
     matched = []
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
-        meaning = rules(adapter.index.config, str(ref.path))
-        matcher = Matcher(number, ref, adapter, meaning, lookup, values, base.tensors)
-        matched.append(matcher.match(job.unmatched))
+        patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path)), values)
+        matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
     check_replacements(job.adapters, matched)
     return tuple(matched)
 
@@ -126,26 +140,31 @@ def _check_base(base: Index) -> None:
         raise InputError(f"the base is quantised: {reason}", str(base.path), "merge into the unquantised model")
 
 
-def _files(job: Job, base: Index, matched: Sequence[Matched]) -> tuple[OutputFile, ...]:
-    """The output file for every input file: same tensors, same order, same metadata plus ours."""
+def _files(
+    job: Job, base: Index, matched: Sequence[Matched]
+) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
+    """The output file for every input file: same tensors, same order, same metadata plus ours; the index files."""
     by_file: dict[Path, list[Target]] = {path: [] for path in base.files}
-    for file, target in outputs(job, base, matched):
-        by_file[file].append(target)
+    for path, target in outputs(job, base, matched):
+        by_file[path].append(target)
     recipe = json.dumps(_recipe(job, base, matched), ensure_ascii=False, separators=(",", ":"))
     files = []
     for path, targets in by_file.items():
-        metadata = {k: v for k, v in base.metadata_of(path).items() if k not in STALE}
+        pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
+        metadata = pickled | {k: v for k, v in base.metadata_of(path).items() if k not in STALE}
         metadata |= {"lora_merge.recipe": recipe, "modelspec.merged_from": _merged_from(job)}
-        header = layout([(t.name, t.dtype, t.shape) for t in targets], metadata, base.data_start(path))
-        files.append(OutputFile(_relative(path, base), header, _placed(targets, len(header))))
-    return tuple(files)
+        header = layout([(t.stored, t.dtype, t.shape) for t in targets], metadata, base.data_start(path))
+        name = output_name(path, base) if base.path.is_dir() else ""
+        files.append(OutputFile(name, header, _placed(targets, len(header))))
+    sizes = {t.stored: (path, t.nbytes) for path, targets in by_file.items() for t in targets}
+    return tuple(files), tuple(index_files(base, sizes))
 
 
 def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, Target]]:
     """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
     uses: dict[str, list[Use]] = {}
     replaced: dict[str, TensorInfo] = {}
-    created: dict[str, Shape] = {}
+    created: dict[str, tuple[Shape, str]] = {}
     for one in matched:
         replaced.update(one.replaced)
         created.update(one.created)
@@ -153,11 +172,12 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
             uses.setdefault(key, []).extend(more)
     for key, info in base.tensors.items():
         yield info.file, _target(job, key, info, replaced.get(key, info), tuple(uses.get(key, ())))
-    for key, shape in created.items():
-        if key in uses:
-            sibling = base.tensors[key.removesuffix("bias") + "weight"]
-            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0)
-            yield sibling.file, _target(job, key, like, None, tuple(uses[key]))
+    for key, (shape, beside) in created.items():
+        if key in uses or key in replaced:
+            sibling = base.tensors[beside]
+            stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
+            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, stored)
+            yield sibling.file, _target(job, key, like, replaced.get(key), tuple(uses.get(key, ())))
 
 
 def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:
@@ -166,19 +186,15 @@ def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, us
         raise ShapeMismatch("an adapter changes a tensor of whole numbers", f"{name} is {info.dtype}",
                             "merge into the unquantised model")  # fmt: skip
     shape = source.shape if source is not None else info.shape
-    return Target(name, dtype, shape, 0, bytes_of(dtype, shape), source, uses)
+    return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses)
 
 
 def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
     placed = []
     for t in targets:
-        placed.append(Target(t.name, t.dtype, t.shape, start, t.nbytes, t.source, t.uses))
+        placed.append(replace(t, offset=start))
         start += t.nbytes
     return tuple(placed)
-
-
-def _relative(path: Path, base: Index) -> str:
-    return str(path.relative_to(base.path)) if base.path.is_dir() else ""
 
 
 def _merged_from(job: Job) -> str:
