@@ -88,16 +88,12 @@ def open_checkpoint(path: Path) -> Index:
     if path.name.endswith(".json") and ".index." in path.name:
         found = next((w for w in weights_in(path.parent) if w.index == path), None)
         if found is None:
-            raise InputError(
-                "index of no known naming", str(path), "name it <model>.safetensors.index.json"
-            )
+            raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
         return _nonempty(replace(_sharded(path.parent, found), path=path.parent))
     notes: tuple[str, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
-        notes = (
-            f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",
-        )
+        notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
     return _nonempty(_of_files(path, [path], notes=notes))
 
 
@@ -111,9 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(raw)
     except (ValueError, RecursionError) as e:
         why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise InputError(
-            "not a valid JSON file", f"{path}: {why}", "download or write it again"
-        ) from e
+        raise InputError("not a valid JSON file", f"{path}: {why}", "download or write it again") from e
     if not isinstance(value, dict):
         raise InputError("not a JSON object", str(path), "download or write it again")
     return value
@@ -122,9 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _missing(path: Path) -> InputError:
     near: list[str] = []
     if path.parent.is_dir():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in entries(path.parent)], n=3, cutoff=0.6
-        )
+        near = difflib.get_close_matches(path.name, [p.name for p in entries(path.parent)], n=3, cutoff=0.6)
     fix = f"did you mean {', '.join(near)}?" if near else "check the path"
     if path.is_symlink():
         return InputError("a link that points nowhere", str(path), "download the model again")
@@ -189,9 +181,7 @@ def _pipeline(path: Path) -> Index:
         for name, info in index.tensors.items()
     }
     if len(tensors) < sum(len(index.tensors) for index in parts.values()):
-        raise InputError(
-            "two components use the same tensor name", str(path), "rename one sub-folder"
-        )
+        raise InputError("two components use the same tensor name", str(path), "rename one sub-folder")
     return Index(
         path,
         tensors,
@@ -211,35 +201,21 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
         require_all(weights)
         return _of_files(folder, weights.files, notes=notes)
     table = read_json(weights.index).get("weight_map")
-    if (
-        not isinstance(table, dict)
-        or not table
-        or not all(isinstance(v, str) for v in table.values())
-    ):
+    if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
         raise _bad_index(weights.index, "it has no weight_map of names to files")
     present = {p.name: p for p in entries(folder) if not p.is_dir()}
     for name in dict.fromkeys(table.values()):
         if name not in present:
             plain = name not in (".", "..") and not set(name) & set("/\\:\0")
-            why = (
-                f"{quoted(name)} is not in the folder"
-                if plain
-                else f"{quoted(name)} is no plain file name"
-            )
+            why = f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is no plain file name"
             raise _bad_index(weights.index, why)
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
-    wrong = [
-        n
-        for n, file in table.items()
-        if n not in index.tensors or index.tensors[n].file.name != file
-    ]
+    wrong = [n for n, file in table.items() if n not in index.tensors or index.tensors[n].file.name != file]
     if wrong:
         raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not where it says")
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
-        index = replace(
-            index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}")
-        )
+        index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
     return replace(index, index_files=(weights.index,))
 
 

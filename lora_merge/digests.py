@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from .checkpoint import Reader
+from .reader import MEMORY
 
 GAP_BYTES: Final = 4 * 2**20  # per read, where the merge skipped something
 
@@ -21,7 +22,7 @@ class Digests:
 
     def feed(self, file: Path, offset: int, data: memoryview) -> None:
         """Bytes of `file` from `offset` on; what lies before them is read, what is known already skipped."""
-        if file not in self._at:
+        if file not in self._at or offset >= MEMORY:  # made in memory: read from the file where its bytes lie
             return
         self._read_up_to(file, offset)
         fresh = data[max(self._at[file] - offset, 0) :]

@@ -23,16 +23,12 @@ Mode = Literal["auto", "direct", "buffered"]
 
 PAGE: Final = 4096
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
-BEHIND: Final = (
-    128 << 20
-)  # bytes written through the cache that may still be on their way to the disk
+BEHIND: Final = 128 << 20  # bytes written through the cache that may still be on their way to the disk
 SMALL: Final = 64 << 20  # below this a file is not worth direct writes
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
 """File systems where direct writes are known to be what they say; others only if asked for."""
 
-RESERVES: Final = (
-    (DIRECT_ON | {"tmpfs", "btrfs"}) if hasattr(os, "posix_fallocate") else frozenset()
-)
+RESERVES: Final = (DIRECT_ON | {"tmpfs", "btrfs"}) if hasattr(os, "posix_fallocate") else frozenset()
 """File systems that reserve space without writing zeros to it; a full disk then shows before the work."""
 
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -105,10 +101,15 @@ def failure(e: OSError, path: Path, needed: int) -> MergeError:
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"no permission to write: {e.strerror}", str(path), "choose another -o")
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):
-        return UsageError(
-            f"a name this disk cannot hold: {e.strerror}", str(path), "choose another -o"
-        )
+        return UsageError(f"a name this disk cannot hold: {e.strerror}", str(path), "choose another -o")
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")
+
+
+def goes_direct(path: Path, size: int, mode: Mode) -> bool:
+    """Whether a file of `size` bytes is worth reading or writing past the page cache."""
+    if not hasattr(os, "O_DIRECT") or mode == "buffered":
+        return False
+    return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
 
 
 def _existing(path: Path) -> Path:
@@ -127,15 +128,12 @@ class Writer:
         """Open `path` and reserve `size` bytes where the file system does that at once."""
         self.path, self.size, self.offset = path, size, 0
         kind = file_system(path)
-        wanted = mode == "direct" or (mode == "auto" and size >= SMALL and kind in DIRECT_ON)
-        self._page = aligned_buffer(
-            PAGE
-        )  # what is written of the page at `offset`, at its place in it
+        self._page = aligned_buffer(PAGE)  # what is written of the page at `offset`, at its place in it
         self._bounce: memoryview | None = None
         self._settled = 0
         self._fd = -1
         try:
-            self.direct = wanted and self._open_direct()
+            self.direct = goes_direct(path, size, mode) and self._open_direct()
             if not self.direct:
                 self._fd = os.open(path, os.O_WRONLY | _BINARY)
             if size and kind in RESERVES:
@@ -146,12 +144,12 @@ class Writer:
 
     def _open_direct(self) -> bool:
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_DIRECT)
         except OSError as e:
             if e.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return False
             raise
-        return hasattr(os, "O_DIRECT")
+        return True
 
     def write(self, data: memoryview) -> None:
         """Append `data` (bytes). Its memory may be reused as soon as this returns."""
@@ -186,9 +184,7 @@ class Writer:
         """Write all of `data` at `at`, whatever part of it each call takes."""
         while len(data):
             try:
-                done = (
-                    os.pwrite(self._fd, data, at) if _PWRITE else _write_seeking(self._fd, data, at)
-                )
+                done = os.pwrite(self._fd, data, at) if _PWRITE else _write_seeking(self._fd, data, at)
             except OSError as e:
                 if e.errno != errno.EINVAL or not self.direct:
                     raise
@@ -221,12 +217,15 @@ class Writer:
 
     def amend(self, at: int, data: bytes) -> None:
         """Replace bytes already written; for hashes in the header that are known only at the end."""
-        assert at + len(data) <= self.offset - self.offset % PAGE, (
-            "only whole pages are on the disk"
-        )
+        assert at + len(data) <= self.offset, "only what was written can be replaced"
+        page = self.offset - self.offset % PAGE  # from here on it is not on the disk yet
+        early, late = data[: max(page - at, 0)], data[max(page - at, 0) :]
+        start = max(at - page, 0)
+        self._page[start : start + len(late)] = late
         try:
-            self._undirect()
-            self._put(memoryview(data), at)
+            if early:
+                self._undirect()
+                self._put(memoryview(early), at)
         except OSError as e:
             raise failure(e, self.path, self.size - self.offset) from e
 
@@ -252,9 +251,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 

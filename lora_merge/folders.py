@@ -31,9 +31,7 @@ _NAME: Final = re.compile(
     rf"(?:\.(?P<before>[\w-]+?))?(?:{_SHARD})?(?:\.(?P<after>[\w-]+?))?\.(?P<suffix>{'|'.join(SUFFIXES)})"
     r"(?P<index>\.index(?:\.(?P<last>[\w-]+))?\.json)?"
 )
-_OTHER: Final = re.compile(
-    rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(SUFFIXES)})(?P<index>\.index\.json)?"
-)
+_OTHER: Final = re.compile(rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(SUFFIXES)})(?P<index>\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,11 @@ def weights_in(folder: Path) -> list[Weights]:
             groups.setdefault((*key, int(row["parts"] or 0)), {})[int(row["part"] or 0)] = path
     for key in indexes:
         if not any(k[:3] == key and k[3] for k in groups):
-            groups.setdefault(
-                (*key, 0), {}
-            )  # an index whose shards are all missing: said on opening
-    return sorted(
-        (_weights(k, parts, indexes.get(k[:3])) for k, parts in groups.items()), key=_rank
-    )
+            groups.setdefault((*key, 0), {})  # an index whose shards are all missing: said on opening
+    return sorted((_weights(k, parts, indexes.get(k[:3])) for k, parts in groups.items()), key=_rank)
 
 
-def _weights(
-    key: tuple[str, str, str, int], parts: Mapping[int, Path], index: Path | None
-) -> Weights:
+def _weights(key: tuple[str, str, str, int], parts: Mapping[int, Path], index: Path | None) -> Weights:
     stem, variant, suffix, total = key
     if total or not parts:
         return Weights(stem, variant, suffix, tuple(parts[i] for i in sorted(parts)), index)
@@ -149,9 +141,7 @@ def entries(folder: Path) -> list[Path]:
     try:
         return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except OSError as e:
-        raise InputError(
-            f"folder cannot be read: {e.strerror}", str(folder), "check its permissions"
-        ) from e
+        raise InputError(f"folder cannot be read: {e.strerror}", str(folder), "check its permissions") from e
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:

@@ -17,9 +17,7 @@ __all__ = ["check_output", "layout", "replacing"]
 PAGE: Final = 4096
 
 
-def layout(
-    tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int
-) -> bytes:
+def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:
     """The header of a .safetensors file: name, dtype and shape of each tensor, laid out in this order.
 
     Padded with spaces so that its length, which is where the data starts, equals `data_start` modulo 4096:

@@ -39,6 +39,7 @@ ITEM_BYTES: Final = {name: bits // 8 for name, bits in ITEM_BITS.items() if bits
 HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
 U64: Final = 1 << 64
 
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
@@ -90,12 +91,7 @@ class _Malformed(ValueError):
 
 def open_regular(path: Path) -> BinaryIO:
     """A regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
-    flags = (
-        os.O_RDONLY
-        | getattr(os, "O_NONBLOCK", 0)
-        | getattr(os, "O_BINARY", 0)
-        | getattr(os, "O_CLOEXEC", 0)
-    )
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as e:
@@ -124,9 +120,7 @@ def parse_file(path: Path) -> Header:
             raw = _raw(f, start, state.size)
             tensors, metadata = parse(raw, path, state.size)
         except OSError as e:
-            raise InputError(
-                f"file cannot be read: {e.strerror}", str(path), "check the disk"
-            ) from e
+            raise InputError(f"file cannot be read: {e.strerror}", str(path), "check the disk") from e
         except _Malformed as e:
             raise refusal(path, start, state.size, str(e)) from e
     return Header(tensors, metadata, 8 + len(raw), state)
@@ -160,9 +154,7 @@ def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dic
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _Malformed("its __metadata__ is not a table of strings")
     data = 8 + len(raw)
-    infos = sorted(
-        (_entry(n, e, path, data) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes)
-    )
+    infos = sorted((_entry(n, e, path, data) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
     end = data
     for t in infos:
         if t.offset != end:
@@ -172,9 +164,7 @@ def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dic
     if end != size:
         missing = end - size
         raise _Malformed(
-            f"{missing} bytes of its data are missing"
-            if missing > 0
-            else f"{-missing} bytes follow its data"
+            f"{missing} bytes of its data are missing" if missing > 0 else f"{-missing} bytes follow its data"
         )
     return {t.name: t for t in infos}, metadata
 
@@ -205,9 +195,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = sorted(n for n, _ in pairs)
-        raise _Malformed(
-            f"{quoted(next(a for a, b in pairwise(names) if a == b))} appears twice in its header"
-        )
+        raise _Malformed(f"{quoted(next(a for a, b in pairwise(names) if a == b))} appears twice in its header")
     return table
 
 
@@ -234,25 +222,16 @@ def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
             raise _Malformed(f"the entry of {quoted(name)} has no {key}")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise _Malformed(
-            f"{quoted(name)} has the dtype {quoted(str(dtype))}, which the format does not know"
-        )
+        raise _Malformed(f"{quoted(name)} has the dtype {quoted(str(dtype))}, which the format does not know")
     if not isinstance(shape, list) or not all(_is_u64(n) for n in shape):
         raise _Malformed(f"the shape of {quoted(name)} is not a list of sizes")
-    if (
-        not isinstance(span, list)
-        or len(span) != 2
-        or not all(_is_u64(n) for n in span)
-        or span[1] < span[0]
-    ):
+    if not isinstance(span, list) or len(span) != 2 or not all(_is_u64(n) for n in span) or span[1] < span[0]:
         raise _Malformed(f"the data_offsets of {quoted(name)} are not two ascending positions")
     begin, stop = span
     needed = _nbytes(shape, ITEM_BITS[dtype])
     if needed is None or needed != stop - begin:
         what = "no whole number of" if needed is None else str(needed)
-        raise _Malformed(
-            f"{quoted(name)} is given {stop - begin} bytes, {dtype} {shape} takes {what} bytes"
-        )
+        raise _Malformed(f"{quoted(name)} is given {stop - begin} bytes, {dtype} {shape} takes {what} bytes")
     return TensorInfo(name, dtype, tuple(shape), path, data + begin, needed)
 
 

@@ -36,15 +36,11 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):
-        return InputError(
-            "the file holds zeros", str(path), "download it again; it was never completed"
-        )
+        return InputError("the file holds zeros", str(path), "download it again; it was never completed")
     for magic, what, fix in MAGIC:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # those are a damaged header's
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
-    return InputError(
-        "not a valid .safetensors file", f"{path}: {why}", "download or export the file again"
-    )
+    return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
 
 
 def quoted(name: str, limit: int = 120) -> str:

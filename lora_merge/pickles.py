@@ -60,9 +60,7 @@ class _Loading:
 
     path: Path
     size: int
-    records: (
-        Mapping[int, int] | None
-    )  # start of a record → its bytes; None: not an archive, or not usable as one
+    records: Mapping[int, int] | None  # start of a record → its bytes; None: not an archive, or not usable as one
     memory: int = 0  # bytes of tensors made so far
 
 
@@ -75,19 +73,10 @@ def read_pickled(path: Path) -> Header:
     table, notes = _state_dict(_load(path, fake=True), path)
     values = dict(_tensors(table, path))
     if loading.records is None:
-        if (
-            sum(
-                {
-                    id(v.untyped_storage()): v.untyped_storage().nbytes() for v in values.values()
-                }.values()
-            )
-            > state.size
-        ):
+        if sum({id(v.untyped_storage()): v.untyped_storage().nbytes() for v in values.values()}.values()) > state.size:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
-    infos = sorted(
-        (_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes)
-    )
+    infos = sorted((_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes))
     left = [f"{n} ({type(v).__name__})" for n, v in table.items() if n not in values]
     if left:
         notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
@@ -111,9 +100,7 @@ def _load(path: Path, *, fake: bool) -> Any:
                 f"{path}: it names {found[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
-        raise _damaged(
-            path, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        ) from e
+        raise _damaged(path, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
 
 
 def _records(path: Path) -> Mapping[int, int] | None:
@@ -124,9 +111,7 @@ def _records(path: Path) -> Mapping[int, int] | None:
             order = next((z.read(n) for n in z.namelist() if n.endswith("/byteorder")), b"little")
             records = {}
             for entry in z.infolist():
-                f.seek(
-                    entry.header_offset + 26
-                )  # of the local header: the lengths of name and extra field
+                f.seek(entry.header_offset + 26)  # of the local header: the lengths of name and extra field
                 name, extra = struct.unpack("<HH", f.read(4))
                 start = entry.header_offset + 30 + name + extra
                 if entry.compress_type == zipfile.ZIP_STORED:
@@ -139,15 +124,9 @@ def _records(path: Path) -> Mapping[int, int] | None:
 def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
     names = z.namelist()
     if any(n.endswith("/constants.pkl") for n in names) and any("/code/" in n for n in names):
-        raise InputError(
-            "a TorchScript program, not a checkpoint", str(path), "give the weights as .safetensors"
-        )
+        raise InputError("a TorchScript program, not a checkpoint", str(path), "give the weights as .safetensors")
     if not any(n.endswith("/data.pkl") for n in names):
-        fix = (
-            "unpack it first"
-            if any(n.endswith(".safetensors") for n in names)
-            else "give a checkpoint"
-        )
+        fix = "unpack it first" if any(n.endswith(".safetensors") for n in names) else "give a checkpoint"
         raise InputError("a zip archive that torch.save did not write", str(path), fix)
 
 
@@ -166,9 +145,7 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
             f"{path}: it holds a {type(loaded).__name__}",
             "save the model's state_dict(), best as .safetensors",
         )
-    return loaded, (
-        (f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ()
-    )
+    return loaded, ((f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ())
 
 
 def _tensors(table: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -187,9 +164,7 @@ def _tensors(table: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Tensor
                 "convert the model",
             )
         if name == "__metadata__" or not name.isprintable():
-            raise InputError(
-                "a tensor name that cannot be stored", f"{path}: {quoted(name)}", "rename it"
-            )
+            raise InputError("a tensor name that cannot be stored", f"{path}: {quoted(name)}", "rename it")
         yield name, value
 
 
@@ -202,15 +177,9 @@ def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
     start = getattr(storage, "_checkpoint_offset", None)
     if loading.records is not None and nbytes:
         span = item * (
-            value.storage_offset()
-            + 1
-            + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
+            value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
         )
-        if (
-            start is None
-            or storage.nbytes() > loading.records.get(start, -1)
-            or span > storage.nbytes()
-        ):
+        if start is None or storage.nbytes() > loading.records.get(start, -1) or span > storage.nbytes():
             raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             offset = start + item * value.storage_offset()
@@ -248,6 +217,4 @@ def _bytes(value: Tensor) -> memoryview:
 
 
 def _damaged(path: Path, why: str) -> InputError:
-    return InputError(
-        "not a valid torch file", f"{path}: {why}", "download it again, best as .safetensors"
-    )
+    return InputError("not a valid torch file", f"{path}: {why}", "download it again, best as .safetensors")

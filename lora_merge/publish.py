@@ -83,13 +83,9 @@ def check_output(
             raise UsageError("the output's folder is a file", str(blocking), "choose another -o")
         return
     if target.is_dir() and not folder:
-        raise UsageError(
-            "the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors"
-        )
+        raise UsageError("the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors")
     if folder and not target.is_dir():
-        raise UsageError(
-            "the output is a file, the base a folder", str(target), "name a folder with -o"
-        )
+        raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
     if not overwrite:
         same = any(_same(target, p) for p in inputs)
         what = "the output is one of the inputs" if same else "the output exists"
@@ -115,11 +111,7 @@ def _same(a: Path, b: Path) -> bool:
 
 def files_under(folder: Path) -> list[str]:
     """Every file in a folder and below, relative, with forward slashes, sorted."""
-    return sorted(
-        p.relative_to(folder).as_posix()
-        for p in folder.rglob("*")
-        if p.is_symlink() or not p.is_dir()
-    )
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
 
 
 @contextmanager
@@ -150,9 +142,7 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
     while True:
         end = f".{secrets.token_hex(6)}.lora-merge.part"
         room = NAME_LIMIT - len(end) - 1
-        part = target.with_name(
-            "." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end
-        )
+        part = target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
         if folder:
             part.mkdir()
         else:
@@ -281,7 +271,5 @@ def _publish_folder(part: Path, target: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Whether two names were swapped at once: renameat2(2), Linux only."""
-    call = (
-        getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
-    )
+    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     return call is not None and call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0

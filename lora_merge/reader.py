@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
+from .disk import PAGE, Mode, address, goes_direct
 from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
 
 MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
 
-BLOCK: Final = 32 << 20  # bytes a single read asks for
+BLOCK: Final = 8 << 20  # bytes a single read asks for
+_NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
+
+
+@dataclass
+class _File:
+    """An open input. `direct` is a second descriptor that reads past the page cache, -1 where there is none."""
+
+    fd: int
+    direct: int
+    state: FileState
+    hints: bool  # whether the system says what is in its page cache
+
+    def close(self) -> None:
+        for fd in (self.fd, self.direct):
+            if fd >= 0:
+                os.close(fd)
 
 
 class Reader:
-    """Open files of some checkpoints; made from their indexes, closed after the run."""
+    """Open files of some checkpoints; made from their indexes, closed after the run.
 
-    def __init__(self, indexes: Iterable[_Index]) -> None:
+    What the page cache holds is copied from it; the rest of a large file is read past it, straight into
+    the buffer: a third of the processor time, and nothing of the user's cache is pushed out for it.
+    """
+
+    def __init__(self, indexes: Iterable[_Index], mode: Mode = "auto") -> None:
         """InputError when a file is missing or no longer the one its header was read from."""
-        self._fds: dict[Path, int] = {}
-        self._states: dict[Path, FileState] = {}
+        self._files: dict[Path, _File] = {}
         self._memory: dict[tuple[Path, int], memoryview] = {}
+        self._mode = mode
         try:
             for index in indexes:
                 for path, header in index.headers.items():
@@ -38,20 +62,29 @@ class Reader:
         for info in header.tensors.values():
             if info.data is not None:
                 self._memory[path, info.offset] = info.data
-        if path not in self._fds:
-            with open_regular(path) as f:
-                self._fds[path] = os.dup(f.fileno())
-            self._states[path] = header.state
-            self._check(path)
+        if path in self._files:
+            return
+        with open_regular(path) as f:
+            self._files[path] = _File(os.dup(f.fileno()), -1, header.state, _NOWAIT != 0)
+        self._check(path)
+        if goes_direct(path, header.state.size, self._mode):
+            with suppress(OSError):  # refused: the cache will do
+                self._files[path].direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:
-        """Fill `buffer` with the bytes of `file` from `offset` on; InputError if it ends before."""
+        """Fill `buffer` with the bytes of `file` from `offset` on; InputError if it ends before.
+
+        Fastest where the address of `buffer` and `offset` agree modulo 4096.
+        """
         if offset >= MEMORY:
             self._copy(buffer, file, offset)
             return
-        done = 0
+        one, done = self._files[file], 0
         while done < len(buffer):
-            got = read_at(self._fds[file], buffer[done : done + BLOCK], offset + done, file)
+            try:
+                got = _some(one, buffer[done : done + BLOCK], offset + done)
+            except OSError as e:
+                raise unreadable(e, file, offset + done) from e
             if not got:
                 raise changed(file, f"it ends at byte {offset + done}")
             done += got
@@ -67,31 +100,30 @@ class Reader:
 
     def check_unchanged(self) -> None:
         """InputError if any file, open or at its path, is not as it was when its header was read."""
-        for path in self._fds:
+        for path in self._files:
             self._check(path)
 
     def _check(self, path: Path) -> None:
-        if FileState.of(self._fds[path]) != self._states[path]:
+        one = self._files[path]
+        if FileState.of(one.fd) != one.state:
             raise changed(path, "its size or time of change differ")
         try:
             s = path.stat()
         except OSError as e:
             raise changed(path, f"it is gone ({e.strerror})") from e
-        if (s.st_ino, s.st_dev) != (self._states[path].inode, self._states[path].device):
+        if (s.st_ino, s.st_dev) != (one.state.inode, one.state.device):
             raise changed(path, "another file has taken its place")
 
     def close(self) -> None:
         """Close all files; the reader is of no use afterwards."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
         self._memory.clear()
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
@@ -128,14 +160,47 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
 _read: Any = _preadv if hasattr(os, "preadv") else _read_seeking
 
 
-def read_at(fd: int, buffer: memoryview, offset: int, file: Path) -> int:
-    """Bytes read into `buffer`, 0 at the end; interrupted calls are repeated by Python (PEP 475)."""
+def _some(file: _File, buffer: memoryview, offset: int) -> int:
+    """Read as much as one call gives, by the best way there is for this place; 0 at the end of the file."""
+    if file.direct < 0:
+        return int(_read(file.fd, buffer, offset))
+    lead = -offset % PAGE
+    if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
+        return int(_read(file.fd, buffer[: lead or len(buffer)], offset))
+    if file.hints:
+        cached = _from_cache(file, buffer, offset)
+        if cached:
+            return cached
     try:
-        return int(_read(fd, buffer, offset))
+        return os.preadv(file.direct, [buffer[: len(buffer) // PAGE * PAGE]], offset)
     except OSError as e:
-        raise InputError(
-            f"file cannot be read: {e.strerror}", f"{file} at byte {offset}", "check the disk"
-        ) from e
+        if e.errno != errno.EINVAL:
+            raise
+        os.close(file.direct)
+        file.direct = -1
+        return int(_read(file.fd, buffer, offset))
+
+
+def _from_cache(file: _File, buffer: memoryview, offset: int) -> int:
+    """Copy what the page cache holds from `offset` on, in whole pages; 0 if it does not hold the first."""
+    try:
+        # One page first: asking for more would make the system read ahead what it does not hold.
+        if os.preadv(file.fd, [buffer[:PAGE]], offset, _NOWAIT) < PAGE:
+            return 0
+        rest = os.preadv(file.fd, [buffer[PAGE:]], offset + PAGE, _NOWAIT) if len(buffer) > PAGE else 0
+    except BlockingIOError:
+        return 0
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        file.hints = False
+        return 0
+    return PAGE + rest // PAGE * PAGE
+
+
+def unreadable(e: OSError, file: Path, offset: int) -> InputError:
+    """The error for a failed read."""
+    return InputError(f"file cannot be read: {e.strerror}", f"{file} at byte {offset}", "check the disk")
 
 
 def read_bytes(info: TensorInfo) -> bytes:
@@ -146,7 +211,10 @@ def read_bytes(info: TensorInfo) -> bytes:
     with open_regular(info.file) as f:
         done = 0
         while done < len(out):
-            got = read_at(f.fileno(), out[done:], info.offset + done, info.file)
+            try:
+                got = int(_read(f.fileno(), out[done:], info.offset + done))
+            except OSError as e:
+                raise unreadable(e, info.file, info.offset + done) from e
             if not got:
                 raise changed(info.file, f"it ends at byte {info.offset + done}")
             done += got

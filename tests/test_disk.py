@@ -50,9 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     mode=st.sampled_from(["auto", "direct", "buffered"]),
     shift=st.sampled_from(["congruent", "odd", "readonly"]),
 )
-def test_what_is_written_is_what_was_given(
-    folders: list[Path], sizes: list[int], mode: Mode, shift: str
-) -> None:
+def test_what_is_written_is_what_was_given(folders: list[Path], sizes: list[int], mode: Mode, shift: str) -> None:
     data, pieces, at = pattern(sum(sizes)), [], 0
     for size in sizes:
         if shift == "readonly":
@@ -91,13 +89,9 @@ def test_buffers_begin_at_a_page() -> None:
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
-def test_short_writes_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
     real = os.pwrite
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)
-    )
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at))
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)
     data = aligned_buffer(50_001)
     data[:] = pattern(50_001)
@@ -183,15 +177,16 @@ def test_dirty_data_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         w.finish()
 
 
-def test_amended_bytes_reach_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+@pytest.mark.parametrize(("size", "at"), [(10_000, 9), (10_000, 8190), (10_000, 9000), (100, 7), (8192, 8188)])
+def test_amended_bytes_reach_the_file(tmp_path: Path, mode: Mode, size: int, at: int) -> None:
     path = tmp_path / "x"
     path.touch()
-    for mode in ("direct", "buffered"):
-        with Writer(path, 10_000, mode) as w:  # type: ignore[arg-type]
-            w.write(memoryview(pattern(10_000)))
-            w.amend(9, b"hash")
-            w.finish()
-        assert path.read_bytes() == pattern(9) + b"hash" + pattern(10_000)[13:]
+    with Writer(path, size, mode) as w:
+        w.write(memoryview(pattern(size)))
+        w.amend(at, b"hash")
+        w.finish()
+    assert path.read_bytes() == pattern(at) + b"hash" + pattern(size)[at + 4 :]
 
 
 def test_free_bytes_of_a_path_that_is_yet_to_be_made(tmp_path: Path) -> None:

@@ -218,9 +218,7 @@ HOLD = """
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(tmp_path: Path, kind: str) -> None:
     def start(name: str) -> tuple[subprocess.Popen[str], Path]:
         run = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path / name), kind],
@@ -268,9 +266,7 @@ def _race(folder: str, number: int, results: multiprocessing.SimpleQueue[str]) -
 
 
 def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path) -> None:
-    context = multiprocessing.get_context(
-        "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    )
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     results = context.SimpleQueue()
     runs = [context.Process(target=_race, args=(str(tmp_path), i, results)) for i in range(6)]
     for run in runs:
