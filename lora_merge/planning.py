@@ -29,7 +29,7 @@ FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Metadata that would be wrong on the merged bytes; dropped."""
 
-HASH_SLOT: Final = "sha256:of-input-{:03d}".ljust(64, ".")
+HASH_SLOT: Final = "sha256:of-input-{:03d}" + "." * 45
 """Stands in the header for an input's SHA-256, as long as one; replaced when the input has been read."""
 
 

@@ -68,6 +68,7 @@ class Writing:
                 header = file.header
                 for slot, digest in slots.items():
                     header = header.replace(slot.encode(), digest.encode())
+                assert len(header) == len(file.header), "a digest is as long as what stands for it"
                 writer = self._writer(file)
                 writer.amend(0, header)
                 writer.finish()
