@@ -9,24 +9,52 @@ from typing import Final
 if __name__ == "algorithms":
     raise ImportError("import lora_merge.algorithms, not algorithms")
 
+from .adalora import ADALORA
 from .base import Algorithm, DoesNotFit, Shape, Shapes, flat
+from .bdlora import BDLORA
 from .boft import BOFT
+from .c3a import C3A
+from .deft import DEFT
+from .delora import DELORA
+from .embedding import LORA_EMBEDDING
+from .experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
+from .fourierft import FOURIERFT
 from .full import FULL, FULL_RANK, SET
 from .glora import GLORA, GLORA_OLD
+from .gralora import GRALORA
+from .hira import HIRA, HIRA_EMBEDDING
+from .hra import HRA
 from .ia3 import IA3
 from .loha import LOHA
 from .lokr import LOKR
 from .lora import LORA
+from .lora_bias import LORA_BIAS
 from .lora_fused import LORA_FUSED
 from .lora_transposed import LORA_TRANSPOSED
+from .miss import MISS, MISS_BAT, MISS_MINI
 from .oft import DIAG_OFT, OFT_DIAG
 from .onetrainer import ONETRAINER_OFT, ONETRAINER_OFT_CONV
+from .osf import OSF
+from .peft_boft import PEFT_BOFT
+from .peft_ia3 import PEFT_IA3_IN, PEFT_IA3_OUT
+from .peft_oft import PEFT_OFT, PEFT_OFT1, PEFT_OFT2, PEFT_OFT_EMBEDDING
+from .pissa import KASA, OLORA, PISSA
+from .randlora import RANDLORA
+from .road import ROAD
+from .shira import SHIRA
 from .sparse import LORA_SPARSE
+from .supertuning import SUPERTUNING
 from .tlora import TLORA
+from .vblora import VBLORA, VBLORA_TOP
+from .vera import PVERA, VERA
 
 ROWS: Final = (
-    LORA, LORA_SPARSE, LORA_FUSED, LORA_TRANSPOSED, LOHA, LOKR, GLORA, GLORA_OLD, TLORA,
+    LORA, LORA_SPARSE, LORA_FUSED, LORA_TRANSPOSED, LORA_BIAS, LORA_EMBEDDING, LORA_EXPERTS,
+    LORA_EXPERTS_TRANSPOSED, BDLORA, PISSA, OLORA, KASA, LOHA, LOKR, GLORA, GLORA_OLD, TLORA,
     FULL, FULL_RANK, SET, IA3, DIAG_OFT, OFT_DIAG, BOFT, ONETRAINER_OFT, ONETRAINER_OFT_CONV,
+    ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
+    PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
+    DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

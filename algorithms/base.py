@@ -19,12 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Indices: TypeAlias = (
-        Tensor  # integers: arrive as int64, whatever is stored; never cast to the compute dtype
-    )
-    Scalar: TypeAlias = (
-        Tensor  # [n, 1, 1], one number per layer, resolved by the plan (scale, limit …)
-    )
+    Indices: TypeAlias = Tensor  # integers: arrive as int64, whatever is stored; never cast to the compute dtype
+    Scalar: TypeAlias = Tensor  # [n, 1, 1], one number per layer, resolved by the plan (scale, limit …)
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -64,6 +60,8 @@ class Algorithm:
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, which torch does in float32 and float64 only:
     the caller hands over at least float32, whatever the compute dtype."""
+    and_bias: bool = False
+    """Whether the formula holds for the module's bias as well, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without
     forming ΔW."""
@@ -81,9 +79,7 @@ class Algorithm:
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, read off the dataclass."""
         kinds = {"Tensor": True, "Indices": True, "Tensor | None": False, "Indices | None": False}
-        return MappingProxyType(
-            {f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds}
-        )
+        return MappingProxyType({f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds})
 
     @cached_property
     def integer_slots(self) -> frozenset[str]:
@@ -99,17 +95,11 @@ class Algorithm:
     def settings(self) -> Mapping[str, Any]:
         """Setting → default (MISSING where the adapter's configuration must give it)."""
         taken = set(self.slots) | self.scalars
-        return MappingProxyType(
-            {f.name: f.default for f in fields(self.tensors) if f.name not in taken}
-        )
+        return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
 
     def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
         """Settings without a default that were not given."""
-        return [
-            name
-            for name, default in self.settings.items()
-            if default is MISSING and name not in given
-        ]
+        return [name for name, default in self.settings.items() if default is MISSING and name not in given]
 
 
 def flat(shape: Shape) -> tuple[int, int]:
@@ -139,9 +129,7 @@ def expect(*, holds: bool, otherwise: str) -> None:
         raise DoesNotFit(otherwise)
 
 
-def alpha_over(
-    slot: str, axis: int = 0
-) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
+def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
     """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0,
     which no trainer writes: they take it for "α = r". DoesNotFit for NaN and infinity."""
 

@@ -183,9 +183,7 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
     return [width if p.sized else each for p in row.parts]
 
 
-def _spelled(
-    canonical: Mapping[str, View | None], tables: Iterable[Table]
-) -> Iterator[tuple[str, View]]:
+def _spelled(canonical: Mapping[str, View | None], tables: Iterable[Table]) -> Iterator[tuple[str, View]]:
     """(name, view) for everything that some spelling calls one weight and that is there as a whole."""
     tables = [t for t in tables if not t.empty]
     found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)
@@ -219,14 +217,8 @@ def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
         half, rows = row.parts[at[1]].half, view.shape[0] if view.shape else 1
         if any(p.transposed for p in view.pieces) or (half is not None and rows % 2):
             return None
-        chosen.append(
-            view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2)
-        )
+        chosen.append(view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2))
     made = stacked(chosen)
     if made is None or not row.stack:
         return made
-    return (
-        View(made.pieces, (count, made.shape[0] // count, made.shape[1]))
-        if len(made.shape) == 2
-        else None
-    )
+    return View(made.pieces, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None

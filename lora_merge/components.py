@@ -57,9 +57,7 @@ ENCODER_IDS: Final = {
 }
 
 
-def components(
-    shapes: Mapping[str, Shape], config: Mapping[str, Any], extra: Architecture | None
-) -> list[Component]:
+def components(shapes: Mapping[str, Shape], config: Mapping[str, Any], extra: Architecture | None) -> list[Component]:
     """All networks of a base, the denoiser (or only network) first; name tables not built yet."""
     found: dict[tuple[str, str], Component] = {}
     numbers: dict[str, int] = {}
@@ -79,9 +77,7 @@ def components(
                 break
         else:
             loose[key] = key
-    made = [
-        _identified(c, role, shapes, extra) for (role, _), c in found.items() if role != "ignored"
-    ]
+    made = [_identified(c, role, shapes, extra) for (role, _), c in found.items() if role != "ignored"]
     if loose:
         denoised = any(c.denoiser for c in made if c.label != "other")
         made.append(_rest(loose, shapes, config, extra, aside=denoised))
@@ -100,9 +96,7 @@ def _number(named: Mapping[str, str | None]) -> int:
     return int(named.get("one") or 0)
 
 
-def _identified(
-    component: Component, role: str, shapes: Mapping[str, Shape], extra: Architecture | None
-) -> Component:
+def _identified(component: Component, role: str, shapes: Mapping[str, Shape], extra: Architecture | None) -> Component:
     """The component with its architecture, kind and label filled in."""
     keys = component.keys
 
@@ -133,9 +127,7 @@ def kind_of(architecture: Architecture, component: Component, shapes: Mapping[st
     """clip_l, clip_h or clip_g by the width of the embeddings; else what the architecture says."""
     if architecture.kind != "clip":
         return architecture.kind
-    name = next(
-        (k for b, k in component.keys.items() if b.endswith("token_embedding.weight")), None
-    )
+    name = next((k for b, k in component.keys.items() if b.endswith("token_embedding.weight")), None)
     width = shapes[name][-1] if name else 0
     return CLIP_WIDTHS.get(width, "clip")
 
@@ -156,9 +148,7 @@ def _rest(
             made.kind = kind_of(hit[0], made, shapes)
             return made
     title = str(next(iter(config.get("architectures") or ()), ""))
-    made = Component(
-        "other" if aside else "model", "", None, "transformers" if title else "as stored", loose
-    )
+    made = Component("other" if aside else "model", "", None, "transformers" if title else "as stored", loose)
     heads = Counter(k.split(".", 1)[0] for k in loose)
     head, count = heads.most_common(1)[0]
     if count == len(loose) and len(heads) == 1 and f"{head}." in LOOSE:
@@ -180,9 +170,7 @@ def _label(made: Sequence[Component], numbers: Mapping[str, int]) -> None:
     """te, te1, te2 … by what the denoiser's architecture calls its encoders, else by their own numbers."""
     encoders = [c for c in made if c.kind]
     main = made[0].architecture if made and made[0].denoiser else None
-    names = {
-        kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))
-    }
+    names = {kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))}
     for order, c in enumerate(encoders, 1):
         number = numbers.get(c.prefix) or order
         c.label = names.get(c.kind) or ("te" if len(encoders) == 1 else f"te{number}")

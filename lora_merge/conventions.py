@@ -23,6 +23,7 @@ from typing import Final
 ANY: Final = ("*",)
 LORA: Final = ("lora", "lora_sparse")
 BARE_LORA: Final = (*LORA, "lora_fused")
+PEFT_LORA: Final = (*LORA, "lora_experts", "kasa")
 OFT: Final = ("diag_oft", "boft")
 
 
@@ -66,13 +67,11 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_up.weight", "up", LORA),
     Suffix(".lora_down.weight", "down", (*LORA, "full_rank")),
     Suffix(".lora_mid.weight", "mid", LORA),
-    Suffix(".lora_B.weight", "up", LORA, named=True),
-    Suffix(".lora_A.weight", "down", (*LORA, "full_rank"), named=True),
-    Suffix(".lora_B", "up", BARE_LORA, named=True),  # Mochi, litgpt
-    Suffix(".lora_A", "down", BARE_LORA, named=True),
-    Suffix(
-        ".lora_B.bias", "diff", ("lora_bias",), "bias", named=True
-    ),  # PEFT lora_bias, Flux control
+    Suffix(".lora_B.weight", "up", PEFT_LORA, named=True),
+    Suffix(".lora_A.weight", "down", (*PEFT_LORA, "full_rank"), named=True),
+    Suffix(".lora_B", "up", (*BARE_LORA, "adalora"), named=True),  # Mochi, litgpt
+    Suffix(".lora_A", "down", (*BARE_LORA, "adalora"), named=True),
+    Suffix(".lora_B.bias", "diff", ("lora_bias",), "bias", named=True),  # PEFT lora_bias, Flux control
     Suffix(".lora.up.weight", "up", LORA),
     Suffix(".lora.down.weight", "down", LORA),
     Suffix(".lora_linear_layer.up.weight", "up", LORA),
@@ -91,14 +90,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".b_norm", "diff", ("full",), "bias"),
     Suffix(".set_weight", "diff", ("set",)),
     # LyCORIS
-    *(
-        Suffix(f".hada_{slot}", slot, ("loha",))
-        for slot in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
-    ),
-    *(
-        Suffix(f".lokr_{slot}", slot, ("lokr",))
-        for slot in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
-    ),
+    *(Suffix(f".hada_{slot}", slot, ("loha",)) for slot in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
+    *(Suffix(f".lokr_{slot}", slot, ("lokr",)) for slot in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
     *(Suffix(f".{slot}.weight", slot, ("glora", "glora_old")) for slot in ("a1", "a2", "b1", "b2")),
     Suffix(".bm.weight", "bm", ("glora",)),
     Suffix(".weight", "diff", ("ia3",)),  # only beside on_input
@@ -110,8 +103,105 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".p_layer.weight", "p", ("tlora",)),
     Suffix(".lambda_layer", "lambdas", ("tlora",)),
     # OneTrainer
-    Suffix(".oft_R.weight", "skew", ("onetrainer_oft", "onetrainer_oft_conv")),
+    Suffix(".oft_R.weight", "skew", ("onetrainer_oft", "onetrainer_oft_conv", "peft_oft"), named=True),
     Suffix(".oft_R.scaled_oft", "scaled", ("onetrainer_oft", "onetrainer_oft_conv")),
+    # PEFT
+    *(
+        Suffix(ending, slot, algorithms, named=True)
+        for algorithms, endings in (
+            (("lora_embedding",), {".lora_embedding_A": "down", ".lora_embedding_B": "up"}),
+            (("kasa",), {".lora_diag": "values"}),
+            (("adalora",), {".lora_E": "values"}),
+            (("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}),
+            (("peft_oft_embedding",), {".oft_embedding_R.weight": "skew"}),
+            (("peft_oft2", "peft_oft1"), {".oft_r": "blocks", ".oft_s": "rows"}),
+            (("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
+            (
+                ("vera",),
+                {
+                    ".vera_lambda_b": "out_scale",
+                    ".vera_lambda_d": "rank_scale",
+                    ".vera_A": "down",
+                    ".vera_B": "up",
+                },
+            ),
+            (
+                ("pvera",),
+                {
+                    ".pvera_lambda_b": "out_scale",
+                    ".pvera_lambda_d": "rank_scale",
+                    ".pvera_A": "down",
+                    ".pvera_B": "up",
+                },
+            ),
+            (
+                ("randlora",),
+                {
+                    ".randlora_lambda": "rank_scale",
+                    ".randlora_gamma": "side_scale",
+                    ".randlora_A": "down",
+                    ".randlora_B": "up",
+                },
+            ),
+            (("fourierft",), {".fourierft_spectrum": "spectrum"}),
+            (("hra",), {".hra_u": "vectors"}),
+            (("miss", "miss_bat", "miss_mini"), {".miss_block": "block", ".bone_block": "block"}),
+            (("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
+            (("c3a",), {".c3a_kernel": "kernel"}),
+            (("road",), {".road_theta": "theta", ".road_alpha": "stretch"}),
+            (
+                ("delora",),
+                {
+                    ".delora_A": "down",
+                    ".delora_B": "up",
+                    ".delora_lambda": "length",
+                    ".delora_w_norm": "norms",
+                },
+            ),
+            (
+                ("gralora",),
+                {
+                    ".gralora_A": "inputs",
+                    ".gralora_B": "outputs",
+                    ".gralora_A_general.weight": "down",
+                    ".gralora_B_general.weight": "up",
+                },
+            ),
+            (("hira",), {".hira_A": "down", ".hira_B": "up"}),
+            (("hira_embedding",), {".hira_embedding_A": "down", ".hira_embedding_B": "up"}),
+            (("vblora",), {".vblora_logits_A": "down", ".vblora_logits_B": "up"}),
+            (
+                ("vblora_top",),
+                {
+                    ".vblora_logits_A_topk_indices": "down_choice",
+                    ".vblora_logits_A_topk_weights": "down_weight",
+                    ".vblora_logits_B_topk_indices": "up_choice",
+                    ".vblora_logits_B_topk_weights": "up_weight",
+                },
+            ),
+            (("vblora", "vblora_top"), {".vblora_vector_bank": "bank"}),
+            (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
+            (
+                ("supertuning",),
+                {
+                    ".supertuning_values": "values",
+                    ".supertuning_indices": "places",
+                    ".supertuning_lora_A.weight": "down",
+                    ".supertuning_lora_B.weight": "up",
+                },
+            ),
+            (
+                ("osf",),
+                {
+                    ".osf_svd_params.U_low": "left",
+                    ".osf_svd_params.S_low": "values",
+                    ".osf_svd_params.V_low": "right",
+                },
+            ),
+        )
+        for ending, slot in endings.items()
+    ),
+    Suffix(".beft_bias", "diff", ("lora_bias",), "bias", named=True),
 )
 """Every known spelling; rows of one ending do not repeat."""
 

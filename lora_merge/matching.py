@@ -109,7 +109,7 @@ class Patcher:
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
-            settings = tuple(sorted(self.rules.settings(module.name, name).items()))
+            settings = tuple(sorted(self.rules.settings(name, module.name).items()))
             numbers = self._numbers(module, name, shapes, view.shape)
             return Patch(self.number, module, name, shapes, numbers, settings, view, magnitude)
         raise ShapeMismatch("adapter tensors do not fit the base",
@@ -119,9 +119,8 @@ class Patcher:
     def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
         row = ALGORITHMS[name]
         found = dict(row.numbers(self._number(module, "alpha"), shapes, shape))
+        found |= self.rules.of(module.name).numbers(name, module.name, shapes)
         override = self._number(module, "scale_override")
-        if override is None:
-            override = self.rules.scale(module.name, module.shapes)
         if override is not None and "scale" in row.scalars:
             found["scale"] = override
         return found

@@ -1,29 +1,288 @@
-"""What an adapter's configuration means for the merge; the rules of PEFT replace this placeholder."""
+"""What a PEFT configuration means for a merge: `rules(config, where, metadata)`. No torch.
+
+A configuration is `adapter_config.json`, or the `lora_adapter_metadata` that diffusers writes into a file's header.
+It decides what no tensor tells. Without one the rules say nothing, and the file's own numbers hold. How a plan uses
+them:
+
+1. `plain(key)`, for every key of the file: what a tensor is that belongs to no algorithm: the new value of a
+   parameter or of some of its rows, or a copy that is not needed. None: not one of these; `conventions.split` has its
+   turn. What `split` does not know either, or takes for a bare `.weight`, is a whole parameter, to put in place of
+   the base's.
+2. `algorithm(module, candidates)`: the row of ALGORITHMS to use for a module, out of those that its slots allow, or
+   None to leave it to the table. InputError if the tensors are those of another method than the configuration's.
+3. `targets(module)`: which parameters the module may mean, best first; usually `<module>.weight`.
+4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.numbers`.
+5. `settings(algorithm, module)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
+   largest over all weights that the adapter changes with this algorithm.
+6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks it,
+   `Algorithm.derive(weight shape, settings)` makes it.
+
+Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `and_bias` changes the
+module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out];
+it is worth asking only for square ones. Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
-from .algorithms import Shape
+from .algorithms import Shapes
+from .errors import InputError
+from .peft_config import CONVERT, RETAKE, Fields, refuse, refuse_lora, refuse_type
+from .peft_numbers import SCALES, SETTINGS, bare
+
+METADATA: Final = "lora_adapter_metadata"
+SHARED_PREFIX: Final = "base_model."
+REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Expert parameters in the order in which transformers' modules register them."""
+
+KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "LORA": (
+            *("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed"),
+            *("bdlora", "pissa", "olora", "kasa", "lora_sparse"),
+        ),
+        "ADALORA": ("adalora",),
+        "LOHA": ("loha",),
+        "LOKR": ("lokr",),
+        "IA3": ("peft_ia3_out", "peft_ia3_in"),
+        "OFT": ("peft_oft", "peft_oft_embedding", "peft_oft2", "peft_oft1"),
+        "BOFT": ("peft_boft",),
+        "VERA": ("vera",),
+        "PVERA": ("pvera",),
+        "RANDLORA": ("randlora",),
+        "FOURIERFT": ("fourierft",),
+        "LN_TUNING": (),
+        "HRA": ("hra",),
+        "MISS": ("miss", "miss_mini", "miss_bat"),
+        "BONE": ("miss", "miss_mini", "miss_bat"),
+        "SHIRA": ("shira",),
+        "C3A": ("c3a",),
+        "ROAD": ("road",),
+        "DELORA": ("delora",),
+        "GRALORA": ("gralora",),
+        "HIRA": ("hira", "hira_embedding"),
+        "VBLORA": ("vblora", "vblora_top"),
+        "BEFT": ("lora_bias",),
+        "DEFT": ("deft",),
+        "SUPERTUNING": ("supertuning",),
+        "OSF": ("osf",),
+        "TRAINABLE_TOKENS": (),
+    }
+)
+"""peft_type → rows of ALGORITHMS that its tensors can be."""
+
+SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "vera": {"down": "vera_A", "up": "vera_B"},
+        "pvera": {"down": "pvera_A", "up": "pvera_B"},
+        "randlora": {"down": "randlora_A", "up": "randlora_B"},
+        "vblora": {"bank": "vblora_vector_bank"},
+        "vblora_top": {"bank": "vblora_vector_bank"},
+    }
+)
+
+Kind = Literal["value", "copy", "ignored"]
 
 
+@dataclass(frozen=True)
+class Plain:
+    """What a tensor means that belongs to no algorithm.
+
+    value:   takes the place of the base's `target`, or of these rows of it, in this order.
+    copy:    was not trained, the base has the same. If it has more rows, the vocabulary was
+             extended before training.
+    ignored: not needed for a merge; `why` says it.
+    """
+
+    kind: Kind
+    target: str
+    why: str = ""
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Rules:
-    """No configuration: the file's own numbers hold."""
+    """One configuration; see the top of this file."""
+
+    fields: Fields
+    kind: str = ""  # peft_type; empty where there is no configuration
+    components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether weights are [in, out], as PEFT saw the last of them."""
+        return self.fields.flag("fan_in_fan_out", default=False)
+
+    def of(self, module: str) -> Rules:
+        """The rules for one module: those of its component, where components have their own."""
+        prefixes = [name for name in self.components if module.startswith(f"{name}.")]
+        return self.components[max(prefixes, key=len)] if prefixes else self
 
     def algorithm(self, module: str, candidates: Sequence[str]) -> str | None:
-        """The row to use; None leaves it to the table."""
+        """The row for a module; None leaves it to the table. InputError if it is none of ours."""
+        if not self.kind:
+            return None
+        rows = [name for name in candidates if name in KINDS[self.kind]]
+        if candidates and not rows:
+            what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
+            fix = "put the adapter_config.json of this adapter beside it"
+            raise InputError(what, f"{self.fields.where}: {module}", fix)
+        if self.kind == "IA3":
+            return "peft_ia3_in" if self._feedforward(bare(module)) else "peft_ia3_out"
+        if "lora" in rows:
+            return self._lora_row(module)
+        return rows[0] if len(rows) == 1 else None
+
+    def targets(self, module: str) -> tuple[str, ...]:
+        """Parameters that the module may mean, best first; without PEFT's prefix and wrappers."""
+        path = bare(module)
+        name = path.replace(".base_layer", "")
+        leaves = self._parameters(name)
+        if not leaves:
+            return f"{name}.weight", f"{name}.in_proj_weight"
+        depth = path.count(".base_layer")  # the outermost wrapper is that of the last parameter
+        if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
+            leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
+        return tuple(f"{name}.{leaf}" for leaf in leaves)
+
+    def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
+        """Scalars that the configuration decides."""
+        make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
+        return {} if make is None else {"scale": make(self.fields, module, shapes)}
+
+    def settings(self, algorithm: str, module: str) -> Mapping[str, object]:
+        """Settings of the row; `widest` is not among them."""
+        make = SETTINGS.get(algorithm) if self.kind else None
+        return {} if make is None else make(self.fields, module)
+
+    def shared(self, algorithm: str) -> Mapping[str, str]:
+        """Slot → key of the file, for tensors that all modules share."""
+        return {slot: SHARED_PREFIX + name for slot, name in SHARED.get(algorithm, {}).items()}
+
+    def plain(self, key: str) -> Plain | None:
+        """What a tensor is that belongs to no algorithm; None for all others."""
+        for pattern, kind, why in PLAIN:
+            if (match := pattern.fullmatch(key)) is None:
+                continue
+            module, leaf = match["module"], match["leaf"] or "weight"
+            module = module.replace(".base_layer", "")
+            if kind == "copy" and leaf == "bias" and self.fields.text("bias", "none") != "none":
+                return Plain("value", f"{module}.{leaf}")
+            rows = self._tokens(bare(module)) if why == TOKENS else None
+            return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def scale(self, module: str, shapes: Mapping[str, Shape]) -> float | None:
-        """The scale to use; None leaves it to the table."""
-        return None
+    def _lora_row(self, module: str) -> str | None:
+        start = self.fields.get("init_lora_weights")
+        if isinstance(start, str) and start.lower() in ("pissa", "olora"):
+            return start.lower()
+        if self.fields.get("kasa_config"):
+            return "kasa"
+        if self.fields.get("use_bdlora"):
+            return "bdlora"
+        experts = self._parameters(bare(module).replace(".base_layer", ""))
+        return "lora_experts_transposed" if experts and self._gpt_oss() else None
 
-    def settings(self, module: str, algorithm: str) -> Mapping[str, Any]:
-        """Settings of the formula."""
-        return {}
+    def _gpt_oss(self) -> bool:
+        """Whether experts are stored [in, out]; gpt-oss' are square, so that no shape tells."""
+        mapping = self.fields.get("auto_mapping")
+        model = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        named = f"{model} {self.fields.get('base_model_name_or_path')}".lower()
+        return any(spelling in named for spelling in ("gptoss", "gpt-oss", "gpt_oss"))
+
+    def _parameters(self, module: str) -> list[str]:
+        """Parameters of a module that were trained by name, without a layer of their own."""
+        split = (name.rpartition(".") for name in self.fields.texts("target_parameters"))
+        return [leaf for owner, _, leaf in split if f".{module}".endswith(f".{owner}")]
+
+    def _feedforward(self, module: str) -> bool:
+        names = self.fields.get("feedforward_modules")
+        if isinstance(names, str):
+            return self.fields.matches(rf"(?:{names})\Z", module, "feedforward_modules", names)
+        return any(module.endswith(name) for name in self.fields.texts("feedforward_modules"))
+
+    def _tokens(self, module: str) -> tuple[int, ...]:
+        """Row numbers of the embedding's trained tokens."""
+        name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
+        value = self.fields.get(name)
+        if isinstance(value, dict):
+            found = [v for k, v in value.items() if f".{module}".endswith(f".{k}")]
+            value = found[0] if len(found) == 1 else None
+        if value is None:
+            what = f"{name} does not say which rows of {module} were trained"
+            raise InputError(what, self.fields.where, RETAKE)
+        return self.fields.indices(name, value)
 
 
-def rules(config: Mapping[str, Any], where: str) -> Rules:
-    """The rules of a configuration."""
-    return Rules()
+def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Rules:
+    """The rules of a file with this configuration and header; InputError for what cannot be merged."""
+    if not isinstance(config, Mapping):
+        raise InputError("a PEFT configuration must be a JSON object", where, RETAKE)
+    if not config and METADATA in metadata:
+        return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
+    fields = Fields(MappingProxyType({str(k): v for k, v in config.items()}), where)
+    if not config:
+        return Rules(fields)
+    given = fields.text("peft_type", "LORA" if "lora_alpha" in config else "")
+    kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
+    refuse_type(fields, kind)
+    if kind not in KINDS:
+        what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
+        raise refuse(what, "this tool does not know it", CONVERT, where)
+    if kind in ("LORA", "ADALORA"):
+        refuse_lora(fields)
+    if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
+        why = "it was trained without a seed, so nobody knows its frequencies"
+        raise refuse("FOURIERFT", why, CONVERT, where)
+    return Rules(fields, kind)
+
+
+def _from_metadata(text: str, where: str) -> Rules:
+    """Rules per component; fields without one hold for the whole file."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
+    if not isinstance(config, dict):
+        raise InputError("the configuration is no JSON object", where, "save the file again")
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in config.items():
+        component, _, name = key.rpartition(".")
+        parts.setdefault(component, {})[name] = value
+    read = {name: rules({"peft_type": "LORA", **part}, where) for name, part in parts.items()}
+    whole = read.pop("", Rules(Fields({}, where)))
+    return Rules(whole.fields, whole.kind, read)
+
+
+TOKENS: Final = "rows of trained tokens"
+_LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
+_TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
+_FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
+    (
+        r"(?P<module>.*)\.original_module\.(?P<leaf>.*)",
+        "copy",
+        "the untrained module beside a trained one",
+    ),
+    (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
+    (rf"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?{_LEAF}", "value", ""),
+    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
+    (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
+    (
+        rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}",
+        "copy",
+        "a copy of the base's own tensor",
+    ),
+    (
+        r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)",
+        "ignored",
+        "used in training only",
+    ),
+)
+PLAIN: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
+"""Key → (what it is, why): the first that matches the whole key."""

@@ -1,0 +1,54 @@
+"""AdaLoRA, ΔW = c · B (A ⊙ E). Zhang et al. 2023, arXiv:2303.10512, section 3.1.
+
+`c` is α over the *initial* rank of the configuration, whatever rank the pruning has left in the
+file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class AdaLoraTensors:
+    """A truncated singular value decomposition, learned."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, cols]
+    values: Tensor  # E, [n, r, 1]
+    scale: Scalar  # α / (initial rank + 1e-5)
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
+    (out, cols), rank = flat(target), shapes["down"][0]
+    wanted = {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)}
+    for slot, shape in wanted.items():
+        expect(
+            holds=shapes[slot] == shape,
+            otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}",
+        )
+    return wanted
+
+
+def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    return t.up @ (t.down * (t.values * t.scale))
+
+
+def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, one fused multiply-add."""
+    acc.baddbmm_(t.up, t.down * (t.values * (t.scale * strength)))
+
+
+ADALORA = Algorithm(
+    "adalora", AdaLoraTensors, fit, delta, "arXiv:2303.10512", sliced={"up": 0}, accumulate=accumulate,
+    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+)  # fmt: skip

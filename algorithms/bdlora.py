@@ -1,0 +1,66 @@
+"""BD-LoRA: LoRA with one factor block-diagonal and stored as its blocks; PEFT tuners/lora,
+`use_bdlora`.
+
+A [r, in / k] stands for diag(A_1 … A_k) with A_j its j-th r / k rows, or B [out, r / k] for
+diag(B_1 … B_k) with B_j its j-th out / k rows. k shows in the shapes; k = 1 is plain LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class BdLoraTensors:
+    """Factors with their blocks apart; where one is stored whole, it is cut to match."""
+
+    up: Tensor  # [n, out, k, r/k] whole, or [n, k, out/k, r/k] the blocks
+    down: Tensor  # [n, k, r/k, in/k] the blocks, or [n, k, r/k, in] whole
+    scale: Scalar  # α / r
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up and down with k apart."""
+    out, cols = flat(target)
+    (rows, up_rank), (rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")
+    expect(
+        holds=width > 0 and cols % width == 0,
+        otherwise=f"down has {width} columns, the weight has {cols}",
+    )
+    expect(
+        holds=up_rank > 0 and rank % up_rank == 0,
+        otherwise=f"up has rank {up_rank}, down has rank {rank}",
+    )
+    in_down, in_up = cols // width, rank // up_rank
+    expect(
+        holds=min(in_down, in_up) == 1 and rank % in_down == 0 and out % in_up == 0,
+        otherwise=f"{in_down} blocks in down and {in_up} in up do not divide the rank {rank} and {out} rows",
+    )
+    if in_up > 1:
+        return {"up": (in_up, out // in_up, up_rank), "down": (in_up, up_rank, cols)}
+    return {"up": (out, in_down, rank // in_down), "down": (in_down, rank // in_down, width)}
+
+
+def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    up, blocks = t.up * t.scale.unsqueeze(3), t.down.shape[1]
+    if t.down.shape[3] * blocks == base.shape[2]:
+        return (up.transpose(1, 2) @ t.down).transpose(1, 2).reshape(base.shape)
+    return (up @ t.down).reshape(base.shape)
+
+
+def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
+    """scale = α / r; 1 without an alpha."""
+    rank = shapes["down"][0] * shapes["down"][1]
+    return {"scale": alpha / rank if alpha and rank else 1.0}
+
+
+BDLORA = Algorithm("bdlora", BdLoraTensors, fit, delta, "PEFT", numbers=numbers)

@@ -1,0 +1,61 @@
+"""DEFT, W' = W + Q (c · R − Pᵀ W), and PaRa, W' = W − Q Pᵀ W. PEFT tuners/deft/layer.py.
+
+From the stored P: `relu` takes Q = P and Pᵀ → relu(P)ᵀ, `qr` takes the orthonormal Q of P for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class DeftTensors:
+    """What to take out, and what to put in its place."""
+
+    subspace: Tensor  # P, [n, out, r]
+    scale: Scalar  # c = α / r, or 1
+    content: Tensor | None = None  # R, [n, r, cols]; PaRa has none
+    method: str = "relu"  # `decomposition_method`
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of subspace (out, r) and content (r, cols)."""
+    (out, cols), stored = flat(target), shapes["subspace"]
+    expect(
+        holds=len(stored) == 2 and stored[0] == out and 0 < stored[1] <= out,
+        otherwise=f"subspace is {list(stored)}, the weight has {out} rows",
+    )
+    wanted = {"subspace": stored, "content": (stored[1], cols)}
+    if "content" in shapes:
+        expect(
+            holds=shapes["content"] == wanted["content"],
+            otherwise=f"content is {list(shapes['content'])}, not {list(wanted['content'])}",
+        )
+    return {slot: wanted[slot] for slot in shapes}
+
+
+def delta(base: Tensor, t: DeftTensors) -> Tensor:
+    """Q (c R − Pᵀ W) [n, out, cols]."""
+    import torch
+
+    if t.method == "qr":
+        left: Tensor = torch.linalg.qr(t.subspace).Q
+        right = left
+    else:
+        left, right = t.subspace, t.subspace.relu()
+    inner = -right.transpose(1, 2) @ base
+    return left @ (inner if t.content is None else inner + t.content * t.scale)
+
+
+DEFT = Algorithm(
+    "deft", DeftTensors, fit, delta, "PEFT", reads_base=True, decomposes=True,
+    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+)  # fmt: skip

@@ -1,0 +1,57 @@
+"""DeLoRA, ΔW = (λ / r) · B diag(1 / ‖bᵢ‖‖aᵢ‖) A diag(w). Bini et al. 2025, arXiv:2503.18225,
+section 3.
+
+aᵢ are the rows of A, bᵢ the columns of B, w the stored column norms of the weight at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALLEST_NORM = 1e-4  # PEFT tuners/delora/layer.py
+
+
+@dataclass(frozen=True)
+class DeloraTensors:
+    """Directions and how far to go."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, in]
+    length: Tensor  # λ, [n, 1, 1]
+    norms: Tensor  # w, [n, 1, in]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (out, r), down (r, in), length (1, 1) and norms (1, in)."""
+    (out, cols), rank = flat(target), shapes["down"][0] if shapes["down"] else 0
+    expect(
+        holds=shapes["up"] == (out, rank) and shapes["down"] == (rank, cols) and rank > 0,
+        otherwise=f"up is {list(shapes['up'])}, down {list(shapes['down'])}, the weight {out}×{cols}",
+    )
+    expect(
+        holds=prod(shapes["length"]) == 1,
+        otherwise=f"λ is {list(shapes['length'])}, not one number",
+    )
+    expect(
+        holds=prod(shapes["norms"]) == cols,
+        otherwise=f"{prod(shapes['norms'])} norms for {cols} columns",
+    )
+    return {"up": (out, rank), "down": (rank, cols), "length": (1, 1), "norms": (1, cols)}
+
+
+def delta(base: Tensor, t: DeloraTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    rank = t.down.shape[1]
+    up: Tensor = t.up / t.up.norm(dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
+    down: Tensor = t.down / t.down.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
+    return up @ (down * (t.length / rank) * t.norms)
+
+
+DELORA = Algorithm("delora", DeloraTensors, fit, delta, "arXiv:2503.18225")

@@ -1,0 +1,54 @@
+"""LoRA of an embedding, ΔW = (α / r) · (B A)ᵀ. Hu et al. 2021, arXiv:2106.09685; layout of PEFT.
+
+The weight is [vocabulary, dim] and the factors are those of its transpose, A [r, vocabulary] and
+B [dim, r]. A row of its own, because here the columns of A are what a slice of rows needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class EmbeddingTensors:
+    """The factors of n tables of equal shape."""
+
+    up: Tensor  # B, [n, dim, r]
+    down: Tensor  # A, [n, r, vocabulary]
+    scale: Scalar  # α / r
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (dim, r) and down (r, vocabulary)."""
+    (rows, cols), (rank, _) = flat(target), flat(shapes["down"])
+    wanted = {"up": (cols, rank), "down": (rank, rows)}
+    for slot, shape in wanted.items():
+        expect(
+            holds=shapes[slot] == shape,
+            otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}",
+        )
+    return wanted
+
+
+def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:
+    """ΔW [n, vocabulary, dim]; `base` is not read."""
+    return t.down.transpose(1, 2) @ (t.up * t.scale).transpose(1, 2)
+
+
+def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, one fused multiply-add."""
+    acc.baddbmm_(t.down.transpose(1, 2), (t.up * (t.scale * strength)).transpose(1, 2))
+
+
+LORA_EMBEDDING = Algorithm(
+    "lora_embedding", EmbeddingTensors, fit, delta, "arXiv:2106.09685",
+    numbers=alpha_over("down"), sliced={"down": 1}, accumulate=accumulate,
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""LoRA of stacked experts, ΔW[e] = (α / r) · B_e A_e; PEFT `target_parameters`,
+tuners/lora/layer.py.
+
+All experts' factors lie in one pair: A [E·r, in] counts experts first (row e·r + k), B [out, r·E]
+counts them last (column k·E + e). The weight is [E, out, in], or [E, in, out]: then every ΔW[e] is
+transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class ExpertsTensors:
+    """The factors of the experts of n stacks of equal shape; a first axis of 1 marks transposed
+    weights."""
+
+    up: Tensor  # B, [n, out, r, E] or [n, 1, out, r, E]
+    down: Tensor  # A, [n, E, r, in]
+    scale: Scalar  # α / r, r of one expert
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up and down for a weight (E, ·, ·); which way round it is must show in its
+    sides."""
+    sides = target[1:]
+    expect(
+        holds=len(set(sides)) == 2,
+        otherwise=f"the weight {list(target)} must be stacked experts, and not square ones: "
+        "their shape does not "
+        "tell whether they are stored as [in, out] or [out, in]",
+    )
+    return _fit(shapes, target, transposed=shapes["up"][0] != sides[0])
+
+
+def fit_transposed(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up and down for a weight known to be (E, in, out), square ones included."""
+    return _fit(shapes, target, transposed=True)
+
+
+def _fit(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
+    expect(
+        holds=len(target) == 3 and len(shapes["up"]) == 2 and len(shapes["down"]) == 2,
+        otherwise=f"these are factors of stacked experts, the weight is {list(target)}",
+    )
+    (out, ranks), (down_ranks, width), experts = shapes["up"], shapes["down"], target[0]
+    expect(holds=ranks == down_ranks, otherwise=f"up has rank {ranks}, down has rank {down_ranks}")
+    expect(
+        holds=ranks % experts == 0,
+        otherwise=f"{ranks} ranks cannot be shared out to {experts} experts",
+    )
+    own = (width, out) if transposed else (out, width)
+    expect(
+        holds=own == target[1:],
+        otherwise=f"each expert's update is {list(own)}, its weight {list(target[1:])}",
+    )
+    rank = ranks // experts
+    return {"up": (1,) * transposed + (out, rank, experts), "down": (experts, rank, width)}
+
+
+def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
+    """ΔW in the shape of `base`, whose values are not read."""
+    up = t.up.reshape(-1, *t.up.shape[-3:]).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
+    if t.up.dim() == 5:
+        return (t.down.transpose(2, 3) @ up.transpose(2, 3)).reshape(base.shape)
+    return (up @ t.down).reshape(base.shape)
+
+
+def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
+    """scale = α / r of one expert; 1 without an alpha."""
+    rank = shapes["down"][1]
+    return {"scale": alpha / rank if alpha and rank else 1.0}
+
+
+def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
+    return Algorithm(name, ExpertsTensors, fits, delta, "arXiv:2106.09685", numbers=numbers)
+
+
+LORA_EXPERTS = _row("lora_experts", fit)
+LORA_EXPERTS_TRANSPOSED = _row("lora_experts_transposed", fit_transposed)

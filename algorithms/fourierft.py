@@ -1,0 +1,68 @@
+"""FourierFT, ΔW = c · Re ifft2(S), S zero but for n entries. Gao et al. 2024, arXiv:2405.03003,
+section 3.
+
+Where the entries lie is not stored: they are the first n of a random permutation of all positions,
+drawn from `random_loc_seed` on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices, Scalar
+
+
+@dataclass(frozen=True)
+class FourierTensors:
+    """Coefficients and where they go."""
+
+    spectrum: Tensor  # [n, m]
+    scale: Scalar  # `scaling`
+    count: int  # m, `n_frequency`
+    seed: int = 777  # `random_loc_seed`
+    places: Indices | None = None  # row-major positions, [n, m]; never stored
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of spectrum (m,), no more than the weight has entries."""
+    stored = shapes["spectrum"]
+    expect(
+        holds=len(stored) == 1 and stored[0] <= prod(target) and len(target) == 2,
+        otherwise=f"it is {list(stored)}, the weight {list(target)}",
+    )
+    return {"spectrum": stored}
+
+
+def derive(target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The first positions of a random order of all."""
+    import torch
+
+    rows, cols = flat(target)
+    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
+    return {"places": torch.randperm(rows * cols, generator=generator)[: settings["count"]].clone()}
+
+
+def delta(base: Tensor, t: FourierTensors) -> Tensor:
+    """ΔW [n, out, cols]; the values of `base` are not read."""
+    import torch
+
+    assert t.places is not None, "derived"
+    stored, drawn = t.spectrum.shape[1], t.places.shape[1]
+    expect(holds=stored == drawn, otherwise=f"{stored} coefficients, {drawn} by the configuration")
+    dense = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
+    dense.scatter_(1, t.places, t.spectrum * t.scale[:, :, 0])
+    change: Tensor = torch.fft.ifft2(dense.view(base.shape)).real
+    return change
+
+
+FOURIERFT = Algorithm(
+    "fourierft", FourierTensors, fit, delta, "arXiv:2405.03003",
+    numbers=lambda _alpha, _shapes, _target: {"scale": 150.0}, derive=derive, decomposes=True,
+)  # fmt: skip

@@ -1,0 +1,62 @@
+"""HiRA, ΔW = W ⊙ (B A), for embeddings W ⊙ (B A)ᵀ. Huang et al. 2025, ICLR, "HiRA", section 3; no
+α."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HiraTensors:
+    """A pair of factors."""
+
+    up: Tensor  # B, [n, out, r]; of an embedding [n, dim, r]
+    down: Tensor  # A, [n, r, cols]; of an embedding [n, r, vocabulary]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (out, r) and down (r, cols)."""
+    return _fit(shapes, *flat(target))
+
+
+def fit_embedding(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (dim, r) and down (r, vocabulary)."""
+    return _fit(shapes, *reversed(flat(target)))
+
+
+def _fit(shapes: Shapes, rows: int, cols: int) -> Shapes:
+    (out, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
+    expect(
+        holds=(out, width) == (rows, cols),
+        otherwise=f"up × down is {out}×{width}, the weight {rows}×{cols}",
+    )
+    return {"up": (out, rank), "down": (rank, width)}
+
+
+def delta(base: Tensor, t: HiraTensors) -> Tensor:
+    """W ⊙ (B A) [n, out, cols]."""
+    return base * (t.up @ t.down)
+
+
+def embedding_delta(base: Tensor, t: HiraTensors) -> Tensor:
+    """W ⊙ (B A)ᵀ [n, vocabulary, dim]."""
+    return base * (t.down.transpose(1, 2) @ t.up.transpose(1, 2))
+
+
+HIRA = Algorithm("hira", HiraTensors, fit, delta, "ICLR 2025", sliced={"up": 0}, reads_base=True)
+HIRA_EMBEDDING = Algorithm(
+    "hira_embedding",
+    HiraTensors,
+    fit_embedding,
+    embedding_delta,
+    "ICLR 2025",
+    sliced={"down": 1},
+    reads_base=True,
+)

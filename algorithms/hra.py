@@ -1,0 +1,51 @@
+"""HRA, W' = W · Π (I − 2 ûᵢ ûᵢᵀ). Yuan et al. 2024, arXiv:2405.17484, section 3.
+
+A product of reflections is I − Û T Ûᵀ with T⁻¹ = ½ I + the strict upper triangle of ÛᵀÛ (the
+compact WY form, Schreiber and Van Loan 1989), so ΔW is a product of thin matrices. With `apply_GS`
+the vectors are orthonormalised first, and T = 2 I; any orthonormal basis of their span gives the
+same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HraTensors:
+    """Reflection vectors as columns."""
+
+    vectors: Tensor  # [n, cols, r]
+    orthogonal: bool = False  # `apply_GS`
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of vectors (cols, r)."""
+    stored, cols = shapes["vectors"], flat(target)[1]
+    expect(
+        holds=len(stored) == 2 and stored[0] == cols and stored[1] > 0,
+        otherwise=f"it is {list(stored)}, the weight has {cols} columns",
+    )
+    return {"vectors": stored}
+
+
+def delta(base: Tensor, t: HraTensors) -> Tensor:
+    """−(W Û) T Ûᵀ [n, out, cols]."""
+    import torch
+
+    if t.orthogonal:
+        basis: Tensor = torch.linalg.qr(t.vectors).Q
+        return -2 * (base @ basis) @ basis.transpose(1, 2)
+    unit: Tensor = t.vectors / t.vectors.norm(dim=1, keepdim=True)
+    inverse = (unit.transpose(1, 2) @ unit).triu(1)
+    inverse.diagonal(dim1=1, dim2=2).fill_(0.5)
+    inner: Tensor = torch.linalg.solve_triangular(inverse, base @ unit, upper=True, left=False)
+    return -inner @ unit.transpose(1, 2)
+
+
+HRA = Algorithm("hra", HraTensors, fit, delta, "arXiv:2405.17484", sliced={}, reads_base=True, decomposes=True)

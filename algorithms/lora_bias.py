@@ -1,0 +1,41 @@
+"""A trained bias delta beside the factors, Δb = (α / r) · v; PEFT `lora_bias`, and BEFT (scale
+1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class BiasTensors:
+    """The stored vector."""
+
+    diff: Tensor  # v, [n, out, 1]
+    scale: Scalar  # that of the weight's factors, or 1
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of diff as (out, 1)."""
+    rows, count = flat(target), prod(shapes["diff"])
+    expect(holds=rows == (count, 1), otherwise=f"it has {count} values, the bias is {list(target)}")
+    return {"diff": rows}
+
+
+def delta(base: Tensor, t: BiasTensors) -> Tensor:
+    """Δb [n, out, 1]; `base` is not read."""
+    return t.diff * t.scale
+
+
+LORA_BIAS = Algorithm(
+    "lora_bias", BiasTensors, fit, delta, "arXiv:2106.09685", sliced={"diff": 0},
+    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+)  # fmt: skip

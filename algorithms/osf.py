@@ -1,0 +1,44 @@
+"""OSF, the smaller singular triples trained anew: ΔW = U diag(S) V − the same of the untouched
+weight.
+
+Nayak et al. 2025, arXiv:2504.07097, section 3. What is replaced follows from the exact base: all
+triples behind the largest min(out, in) − m ones, m being how many are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+from .pissa import triples
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OsfTensors:
+    """The trained triples."""
+
+    left: Tensor  # U, [n, out, m]
+    values: Tensor  # S, [n, m, 1]
+    right: Tensor  # V, [n, m, cols]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of left (out, m), values (m, 1) and right (m, cols)."""
+    (out, cols), count = flat(target), shapes["values"][0] if len(shapes["values"]) == 1 else -1
+    expect(
+        holds=shapes["left"] == (out, count) and shapes["right"] == (count, cols) and count <= min(out, cols),
+        otherwise=f"{list(shapes['left'])}, {list(shapes['values'])}, {list(shapes['right'])} for {out}×{cols}",
+    )
+    return {"left": (out, count), "values": (count, 1), "right": (count, cols)}
+
+
+def delta(base: Tensor, t: OsfTensors) -> Tensor:
+    """U S V minus the m smallest singular triples of `base`, [n, out, cols]."""
+    total = min(base.shape[1:])
+    return t.left @ (t.values * t.right) - triples(base, total - t.values.shape[1], total)
+
+
+OSF = Algorithm("osf", OsfTensors, fit, delta, "arXiv:2504.07097", reads_base=True, decomposes=True)

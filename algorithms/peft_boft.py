@@ -1,0 +1,65 @@
+"""BOFT of PEFT, W' = s ⊙ (W · Mᵀ) on the input axis. Liu et al. 2023, arXiv:2311.06243, section 4.
+
+M = M_{N−1} … M_0 with M_i = P_i diag(R_i) P_iᵀ: stage i gathers pairs of half blocks that lie
+2^(i−1) blocks apart, R = (I − S)(I + S)⁻¹ and S = ½ (X − Xᵀ). PEFT tuners/boft/layer.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BoftTensors:
+    """Butterfly factors and a scale per row."""
+
+    blocks: Tensor  # X, [n, N, k, b, b]
+    rows: Tensor  # s, [n, out, 1]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of blocks (N, k, b, b) with k·b = cols and rows (out, 1)."""
+    stored, (out, cols) = shapes["blocks"], flat(target)
+    expect(
+        holds=len(stored) == 4 and stored[2] == stored[3] and stored[1] * stored[2] == cols and stored[0] > 0,
+        otherwise=f"blocks is {list(stored)}, the weight has {cols} inputs",
+    )
+    stages, count, size, _ = stored
+    butterfly = stages == 1 or (size % 2 == 0 and count % 2 ** (stages - 1) == 0)
+    expect(holds=butterfly, otherwise=f"{stages} stages cannot pair {count} blocks of {size}")
+    expect(
+        holds=prod(shapes["rows"]) == out,
+        otherwise=f"rows is {list(shapes['rows'])}, the weight has {out} rows",
+    )
+    return {"blocks": stored, "rows": (out, 1)}
+
+
+def delta(base: Tensor, t: BoftTensors) -> Tensor:
+    """s ⊙ (W Mᵀ) − W, [n, out, cols]."""
+    import torch
+
+    n, stages, count, size, _ = t.blocks.shape
+    skew = (t.blocks - t.blocks.transpose(3, 4)) / 2
+    identity = torch.eye(size, dtype=base.dtype, device=base.device).expand_as(skew)
+    rotations = torch.linalg.solve(identity + skew, identity - skew, left=False)
+    turned = base
+    for i in range(stages):
+        paired = _swap(turned, (2, 2**i, size // 2)) if i else turned
+        blocks = paired.reshape(n, -1, count, size).transpose(1, 2)  # [n, k, out, b]
+        paired = (blocks @ rotations[:, i].transpose(2, 3)).transpose(1, 2).reshape(base.shape)
+        turned = _swap(paired, (2**i, 2, size // 2)) if i else paired
+    return turned * t.rows - base
+
+
+def _swap(x: Tensor, run: tuple[int, int, int]) -> Tensor:
+    """Exchange the two leading axes of every run of columns."""
+    return x.reshape(*x.shape[:2], -1, *run).transpose(3, 4).reshape(x.shape)
+
+
+PEFT_BOFT = Algorithm("peft_boft", BoftTensors, fit, delta, "arXiv:2311.06243", reads_base=True, decomposes=True)

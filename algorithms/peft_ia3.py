@@ -1,0 +1,76 @@
+"""(IA)³ of PEFT: W' = l ⊙ W, on the output axis (and the bias) or on the input axis.
+
+Liu et al. 2022, arXiv:2205.05638, section 3.3. The stored vector is the factor itself, not its
+distance to 1 as in LyCORIS. Which axis it is follows from the configuration (`feedforward_modules`
+are scaled on their input); a convolution's vector has the same shape either way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OutTensors:
+    """One factor per row."""
+
+    factor: Tensor  # [n, out, 1]
+
+
+@dataclass(frozen=True)
+class InTensors:
+    """One factor per input."""
+
+    factor: Tensor  # [n, groups, in]
+
+
+def fit_out(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of factor as (out, 1); also for the bias."""
+    stored, out = shapes["factor"], flat(target)[0]
+    column = len(target) < 2 or len(target) > 2 or stored == (out, 1)  # (1, in) is the other kind
+    expect(
+        holds=prod(stored) == out and column,
+        otherwise=f"it is {list(stored)}, the weight has {out} rows",
+    )
+    return {"factor": (out, 1)}
+
+
+def fit_in(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of factor as (groups, in of one group)."""
+    stored, count = shapes["factor"], prod(shapes["factor"])
+    expect(holds=len(target) >= 2, otherwise=f"it scales inputs, the weight is {list(target)}")
+    groups = count // target[1] if target[1] else 0
+    expect(
+        holds=count == groups * target[1] and stored[0] == 1 and groups > 0,
+        otherwise=f"it is {list(stored)}, the weight has {target[1]} inputs",
+    )
+    expect(
+        holds=groups == 1 or (len(target) > 2 and target[0] % groups == 0),
+        otherwise=f"it has {count} values, the weight has {target[1]} inputs",
+    )
+    return {"factor": (groups, target[1])}
+
+
+def delta_out(base: Tensor, t: OutTensors) -> Tensor:
+    """(l − 1) ⊙ W by rows, [n, out, cols]."""
+    return base * (t.factor - 1)
+
+
+def delta_in(base: Tensor, t: InTensors) -> Tensor:
+    """(l − 1) ⊙ W by inputs, [n, out, cols]; rows of a group see the inputs of that group."""
+    n, groups, inputs = t.factor.shape
+    view = base.reshape(n, groups, -1, inputs, base.shape[2] // inputs)
+    return (view * (t.factor - 1)[:, :, None, :, None]).reshape(base.shape)
+
+
+PEFT_IA3_OUT = Algorithm(
+    "peft_ia3_out", OutTensors, fit_out, delta_out, "arXiv:2205.05638",
+    sliced={"factor": 0}, reads_base=True, and_bias=True,
+)  # fmt: skip
+PEFT_IA3_IN = Algorithm("peft_ia3_in", InTensors, fit_in, delta_in, "arXiv:2205.05638", reads_base=True)

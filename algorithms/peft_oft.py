@@ -1,0 +1,219 @@
+"""OFT of PEFT, W' = W · diag(R_1 … R_k)ᵀ on the input axis. Qiu et al. 2023, arXiv:2306.07280,
+section 4.
+
+Four generations of files; `b` is the size of a block, S a skew-symmetric matrix per block:
+
+peft_oft   (≥ 0.16) `oft_R.weight` [k, b(b−1)/2] is the upper triangle of S. R is a truncated
+           Neumann series of (I + S)(I − S)⁻¹; up to 0.17 its last term was doubled like the others.
+           Without the series it is (I − S)(I + S)⁻¹, the transpose.
+peft_oft2  (0.14, 0.15) `oft_r` [k, b, b], S = ½ (X − Xᵀ), R = (I − S)(I + S)⁻¹, and rows are scaled
+           by `oft_s`.
+peft_oft1  (≤ 0.13) `oft_r` as before, but W' = diag(R)ᵀ · W on the *output* axis, cut to size.
+
+One stored block is shared by all. `coft` bounds the norm of S (of X in the older two).
+PEFT tuners/oft/layer.py of 0.13.2, 0.15.2, 0.17.0, 0.21.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OftTensors:
+    """Triangles of the blocks."""
+
+    skew: Tensor  # [n, k, b(b−1)/2]
+    terms: int = 5  # of the Neumann series; 0: the exact Cayley transform
+    doubled_last: bool = False  # as PEFT 0.16 and 0.17 had it
+    limit: float = 0.0  # `eps` where `coft` is on; 0: none
+
+
+@dataclass(frozen=True)
+class OldOftTensors:
+    """Whole blocks, with or without a scale per row."""
+
+    blocks: Tensor  # X, [n, k, b, b]
+    rows: Tensor | None = None  # oft_s, [n, out, 1]
+    limit: float = 0.0
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
+    stored, cols = shapes["skew"], flat(target)[1]
+    expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
+    size = _size(stored[1])
+    expect(
+        holds=size * (size - 1) // 2 == stored[1],
+        otherwise=f"{stored[1]} numbers are no triangle of a block",
+    )
+    expect(
+        holds=_tiles(stored[0], size, cols),
+        otherwise=f"{stored[0]} blocks of {size} do not cover {cols} inputs",
+    )
+    return {"skew": stored}
+
+
+def fit_second(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of blocks (k, b, b) that tile the columns and rows (out, 1)."""
+    (out, cols), (count, size) = flat(target), _square(shapes["blocks"])
+    expect(
+        holds=_tiles(count, size, cols),
+        otherwise=f"{count} blocks of {size} do not cover {cols} inputs",
+    )
+    expect(
+        holds=shapes.get("rows") == (out, 1),
+        otherwise=f"rows is {shapes.get('rows')}, the weight has {out} rows",
+    )
+    return {"blocks": (count, size, size), "rows": (out, 1)}
+
+
+def fit_first(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of blocks (k, b, b) that cover the rows, the last one perhaps only in part."""
+    (out, _), (count, size) = flat(target), _square(shapes["blocks"])
+    expect(holds="rows" not in shapes, otherwise="a scale per row came with a later version")
+    needed = -(-out // size)
+    expect(holds=count in (1, needed), otherwise=f"{count} blocks of {size} do not cover {out} rows")
+    return {"blocks": (count, size, size)}
+
+
+def _size(triangle: int) -> int:
+    return (1 + isqrt(1 + 8 * triangle)) // 2
+
+
+def _square(stored: Shape) -> tuple[int, int]:
+    square = len(stored) == 3 and stored[1] == stored[2] > 0
+    expect(holds=square, otherwise=f"blocks is {list(stored)}, not a stack of square matrices")
+    return stored[0], stored[1]
+
+
+def _tiles(count: int, size: int, width: int) -> bool:
+    return count * size == width or (count == 1 and width % size == 0)
+
+
+def delta(base: Tensor, t: OftTensors) -> Tensor:
+    """W (diag(R)ᵀ − I), [n, out, cols]."""
+    import torch
+
+    n, count, elements = t.skew.shape
+    size = _size(elements)
+    upper, lower = torch.triu_indices(size, size, 1, device=base.device)
+    skew = t.skew.new_zeros(n, count, size, size)
+    skew[..., upper, lower] = t.skew
+    skew = _bounded(skew - skew.transpose(2, 3), t.limit / count**0.5)
+    return _rotate_inputs(base, _series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else _cayley(skew))
+
+
+def embedding_delta(base: Tensor, t: OftTensors) -> Tensor:
+    """W (diag(R) − I): an embedding's rows are rotated as outputs, so without the transpose."""
+    return delta(base, OftTensors(-t.skew, t.terms, t.doubled_last, t.limit))
+
+
+def second_delta(base: Tensor, t: OldOftTensors) -> Tensor:
+    """s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
+    blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
+    skew = _old_skew(t, -(-base.shape[1] // blocks))
+    assert t.rows is not None, "fit_second requires it"
+    return (base + _rotate_inputs(base, _cayley(skew))) * t.rows - base
+
+
+def first_delta(base: Tensor, t: OldOftTensors) -> Tensor:
+    """(diag(R)ᵀ − I) W, [n, out, cols]."""
+    import torch
+
+    out, size = base.shape[1], t.blocks.shape[2]
+    rotation = _cayley(_old_skew(t, size))
+    padded = torch.nn.functional.pad(base, (0, 0, 0, -out % size))
+    cut = padded.reshape(base.shape[0], -1, size, base.shape[2])
+    return (rotation.transpose(2, 3) @ cut).reshape(padded.shape)[:, :out] - base
+
+
+def _old_skew(t: OldOftTensors, side: int) -> Tensor:
+    """½ (X − Xᵀ) with X bounded to limit · side² over √(stored blocks), as the older versions
+    scaled it."""
+    bounded = _bounded(t.blocks, t.limit * side**2 / t.blocks.shape[1] ** 0.5)
+    return (bounded - bounded.transpose(2, 3)) / 2
+
+
+def _bounded(blocks: Tensor, limit: float) -> Tensor:
+    """Blocks with Frobenius norms of at most `limit`; 0 means no limit."""
+    if not limit:
+        return blocks
+    norm: Tensor = blocks.norm(dim=(2, 3), keepdim=True)
+    return blocks * (limit / norm.clamp(min=limit))
+
+
+def _series(skew: Tensor, terms: int, *, doubled_last: bool) -> Tensor:
+    """I + 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
+    coefficients = [1.0] + [2.0] * (terms - 1)
+    if not doubled_last and terms > 2:  # three terms and four are the same series there
+        coefficients = [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
+    identity = _identity(skew)
+    total = coefficients[-1] * identity
+    for coefficient in reversed(coefficients[:-1]):
+        total = total @ skew + coefficient * identity
+    return total
+
+
+def _cayley(skew: Tensor) -> Tensor:
+    """(I − S)(I + S)⁻¹ per block."""
+    import torch
+
+    identity = _identity(skew)
+    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew, left=False)
+    return rotation
+
+
+def _identity(like: Tensor) -> Tensor:
+    import torch
+
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
+
+
+def _rotate_inputs(base: Tensor, rotation: Tensor) -> Tensor:
+    """W (diag(R)ᵀ − I) with R [n, k or 1, b, b], block by block."""
+    n, out, cols = base.shape
+    blocks = base.reshape(n, out, -1, rotation.shape[2]).transpose(1, 2)  # [n, k, out, b]
+    turned = blocks @ (rotation - _identity(rotation)).transpose(2, 3)
+    return turned.transpose(1, 2).reshape(n, out, cols)
+
+
+PEFT_OFT = Algorithm(
+    "peft_oft",
+    OftTensors,
+    fit,
+    delta,
+    "arXiv:2306.07280",
+    sliced={},
+    reads_base=True,
+    decomposes=True,
+)
+PEFT_OFT_EMBEDDING = Algorithm(
+    "peft_oft_embedding", OftTensors, fit, embedding_delta, "arXiv:2306.07280",
+    sliced={}, reads_base=True, decomposes=True,
+)  # fmt: skip
+PEFT_OFT2 = Algorithm(
+    "peft_oft2",
+    OldOftTensors,
+    fit_second,
+    second_delta,
+    "arXiv:2306.07280",
+    reads_base=True,
+    decomposes=True,
+)
+PEFT_OFT1 = Algorithm(
+    "peft_oft1",
+    OldOftTensors,
+    fit_first,
+    first_delta,
+    "arXiv:2306.07280",
+    reads_base=True,
+    decomposes=True,
+)

@@ -1,0 +1,111 @@
+"""LoRA whose start was taken out of the base: ΔW = (α / r) · B A − start(W).
+
+The files of these methods hold the trained factors; the weights they were trained on are W −
+start(W), and start(W) follows from W. Ignoring it is wrong by the size of the weights themselves.
+
+pissa: start = the best approximation of rank r, Meng et al. 2024, arXiv:2404.02948, section 3.
+olora: start = (α / r) · Q_r R_r of W = Q R, Büyükakyüz 2024, arXiv:2406.01775, section 3.
+kasa:  start = the r *smallest* singular triples, and ΔW has a learned diagonal, Wang et al. 2024,
+       arXiv:2412.06071, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+
+@dataclass(frozen=True)
+class PairTensors:
+    """A pair of trained factors."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, cols]
+    scale: Scalar  # α / r
+
+
+@dataclass(frozen=True)
+class KasaTensors:
+    """A pair of trained factors and singular values."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, cols]
+    values: Tensor  # [n, r, 1]
+    scale: Scalar  # α / r
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
+    (out, cols), (rows, rank), (down_rank, width) = (
+        flat(target),
+        flat(shapes["up"]),
+        flat(shapes["down"]),
+    )
+    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
+    expect(
+        holds=(rows, width) == (out, cols),
+        otherwise=f"up × down is {rows}×{width}, the weight {out}×{cols}",
+    )
+    expect(
+        holds=rank <= min(out, cols),
+        otherwise=f"rank {rank} is more than a {out}×{cols} weight has",
+    )
+    fitted = {"up": (out, rank), "down": (rank, cols)}
+    if "values" in shapes:
+        expect(
+            holds=shapes["values"] == (rank,),
+            otherwise=f"values is {list(shapes['values'])}, not [{rank}]",
+        )
+        fitted["values"] = (rank, 1)
+    return fitted
+
+
+def triples(base: Tensor, first: int, last: int) -> Tensor:
+    """Singular triples `first` to `last` of `base`, the largest first, multiplied out: [n, out, cols]."""
+    import torch
+
+    u, s, v = torch.linalg.svd(base, full_matrices=False)
+    part: Tensor = (u[..., first:last] * s[:, None, first:last]) @ v[:, first:last]
+    return part
+
+
+def pissa_delta(base: Tensor, t: PairTensors) -> Tensor:
+    """(α / r) · B A minus the r largest singular triples of `base`, [n, out, cols]."""
+    return (t.up * t.scale) @ t.down - triples(base, 0, t.down.shape[1])
+
+
+def olora_delta(base: Tensor, t: PairTensors) -> Tensor:
+    """(α / r) · (B A − Q_r R_r) with the QR decomposition of `base`, [n, out, cols]."""
+    import torch
+
+    q, r = torch.linalg.qr(base)
+    rank = t.down.shape[1]
+    change: Tensor = t.up @ t.down - q[..., :rank] @ r[:, :rank]
+    return change * t.scale
+
+
+def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
+    """(α / r) · B diag(values) A minus the r smallest singular triples of `base`, [n, out, cols]."""
+    total = min(base.shape[1:])
+    return t.up @ (t.down * (t.values * t.scale)) - triples(base, total - t.down.shape[1], total)
+
+
+PISSA = Algorithm(
+    "pissa", PairTensors, fit, pissa_delta, "arXiv:2404.02948",
+    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+)  # fmt: skip
+OLORA = Algorithm(
+    "olora", PairTensors, fit, olora_delta, "arXiv:2406.01775",
+    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+)  # fmt: skip
+KASA = Algorithm(
+    "kasa", KasaTensors, fit, kasa_delta, "arXiv:2412.06071",
+    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+)  # fmt: skip

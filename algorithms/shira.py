@@ -1,0 +1,56 @@
+"""SHiRA, ΔW zero but for some entries. Bhardwaj et al. 2024, arXiv:2406.13175, section 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices
+
+
+@dataclass(frozen=True)
+class ShiraTensors:
+    """Values and where they go."""
+
+    values: Tensor  # [n, m]
+    places: Indices  # rows and columns, [n, 2, m]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of values (m,) and places (2, m)."""
+    count = prod(shapes["values"])
+    expect(
+        holds=shapes["values"] == (count,) and shapes["places"] == (2, count),
+        otherwise=f"values is {list(shapes['values'])}, places is {list(shapes['places'])}",
+    )
+    expect(
+        holds=count <= prod(target),
+        otherwise=f"{count} entries are more than the weight {list(target)} has",
+    )
+    return {"values": (count,), "places": (2, count)}
+
+
+def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
+    """Refuses places outside of the weight."""
+    for axis, size in enumerate(flat(target)):
+        places = stored["places"][axis]
+        inside = bool(((places >= 0) & (places < size)).all())
+        expect(holds=inside, otherwise=f"places lie outside of the weight {list(target)}")
+
+
+def delta(base: Tensor, t: ShiraTensors) -> Tensor:
+    """ΔW [n, out, cols]; the values of `base` are not read, repeated places add up."""
+    rows, cols = t.places[:, 0], t.places[:, 1]
+    change = base.new_zeros(base.shape)
+    change.view(base.shape[0], -1).scatter_add_(1, rows * base.shape[2] + cols, t.values)
+    return change
+
+
+SHIRA = Algorithm("shira", ShiraTensors, fit, delta, "arXiv:2406.13175", check=check)

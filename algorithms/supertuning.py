@@ -1,0 +1,71 @@
+"""SuperTuning, some entries changed, and Supra, a LoRA on top of that. PEFT
+tuners/supertuning/layer.py.
+
+ΔW = values at row-major positions + (α / r) · B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices, Scalar
+
+
+@dataclass(frozen=True)
+class SuperTensors:
+    """Values, where they go, and perhaps a pair of factors."""
+
+    values: Tensor  # [n, m]
+    places: Indices  # [n, m]
+    scale: Scalar  # α / r
+    up: Tensor | None = None  # [n, out, r]
+    down: Tensor | None = None  # [n, r, cols]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of values and places (m,), up (out, r), down (r, cols)."""
+    (out, cols), count = flat(target), prod(shapes["values"])
+    expect(
+        holds=shapes["values"] == shapes["places"] == (count,) and count <= prod(target),
+        otherwise=f"values is {list(shapes['values'])}, places {list(shapes['places'])}",
+    )
+    fitted: dict[str, Shape] = {"values": (count,), "places": (count,)}
+    if "up" in shapes or "down" in shapes:
+        up, down = shapes.get("up", ()), shapes.get("down", ())
+        expect(
+            holds=len(down) == 2 and down[1] == cols and up == (out, down[0]),
+            otherwise=f"up is {list(up)}, down {list(down)}, the weight {out}×{cols}",
+        )
+        fitted |= {"up": up, "down": down}
+    return fitted
+
+
+def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
+    """Refuses places outside of the weight."""
+    places = stored["places"]
+    inside = bool(((places >= 0) & (places < prod(target))).all())
+    expect(holds=inside, otherwise=f"places lie outside of the weight {list(target)}")
+
+
+def delta(base: Tensor, t: SuperTensors) -> Tensor:
+    """ΔW [n, out, cols]; the values of `base` are not read."""
+    change = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
+    change = change.scatter_add_(1, t.places, t.values).view(base.shape)
+    return change if t.up is None or t.down is None else change.baddbmm_(t.up * t.scale, t.down)
+
+
+def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
+    """scale = α / r of the pair; 1 without one."""
+    rank = shapes["down"][0] if "down" in shapes else 0
+    return {"scale": alpha / rank if alpha and rank else 1.0}
+
+
+SUPERTUNING = Algorithm("supertuning", SuperTensors, fit, delta, "arXiv:2607.09287", numbers=numbers, check=check)

@@ -1,0 +1,128 @@
+"""VB-LoRA, ΔW = B A, both mixed from one bank of vectors. Li et al. 2024, arXiv:2405.15179, section
+3.
+
+Every piece of length L of A's rows and B's columns is a softmax mixture of the k bank vectors with
+the largest logits. Files may store those k indices and the first k − 1 weights instead of all
+logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices
+
+
+@dataclass(frozen=True)
+class VbTensors:
+    """Logits over the bank."""
+
+    down: Tensor  # [n, r, in/L, vectors]
+    up: Tensor  # [n, out/L, r, vectors]
+    bank: Tensor | None = None  # [n, vectors, L]; shared
+    top: int = 2  # `topk`
+
+
+@dataclass(frozen=True)
+class VbTopTensors:
+    """The k chosen vectors, and their weights but the last, which makes the sum 1."""
+
+    down_choice: Indices  # [n, r, in/L, k]
+    down_weight: Tensor  # [n, r, in/L, k − 1]
+    up_choice: Indices  # [n, out/L, r, k]
+    up_weight: Tensor  # [n, out/L, r, k − 1]
+    bank: Tensor | None = None  # [n, vectors, L]; shared
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored; pieces must tile the weight."""
+    down, up, bank = _three(shapes, "down", "up")
+    _tile(down, up, bank, target)
+    expect(
+        holds=down[2] == up[2] == bank[0],
+        otherwise=f"{down[2]} and {up[2]} logits for {bank[0]} vectors",
+    )
+    return {"down": down, "up": up, "bank": bank}
+
+
+def fit_top(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored; pieces must tile the weight, weights be one fewer than choices."""
+    down, up, bank = _three(shapes, "down_choice", "up_choice")
+    _tile(down, up, bank, target)
+    for side, stored in (("down", down), ("up", up)):
+        weights = shapes[f"{side}_weight"]
+        expect(
+            holds=weights == (*stored[:2], stored[2] - 1),
+            otherwise=f"{side}: {list(weights)} for {list(stored)}",
+        )
+    return {"down_choice": down, "down_weight": (*down[:2], down[2] - 1),
+            "up_choice": up, "up_weight": (*up[:2], up[2] - 1), "bank": bank}  # fmt: skip
+
+
+def _three(shapes: Shapes, down: str, up: str) -> tuple[Shape, Shape, Shape]:
+    a, b, bank = shapes[down], shapes[up], shapes.get("bank", ())
+    expect(
+        holds=len(a) == 3 == len(b) and len(bank) == 2,
+        otherwise=f"they are {list(a)}, {list(b)}, {list(bank)}",
+    )
+    return a, b, bank
+
+
+def _tile(down: Shape, up: Shape, bank: Shape, target: Shape) -> None:
+    (out, cols), length = flat(target), bank[1]
+    expect(
+        holds=down[1] * length == cols and up[0] * length == out and down[0] == up[1],
+        otherwise=f"{list(down[:2])} and {list(up[:2])} pieces of {length} do not make a {out}×{cols} weight",
+    )
+
+
+def delta(base: Tensor, t: VbTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    assert t.bank is not None, "fit requires it"
+    return _product(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
+
+
+def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    assert t.bank is not None, "fit requires it"
+    return _product(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
+
+
+def check_top(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
+    """Refuses choices that the bank does not have."""
+    for slot, chosen in stored.items():
+        inside = bool(((chosen >= 0) & (chosen < shapes["bank"][0])).all())
+        expect(holds=inside, otherwise=f"{slot} lies outside of the {shapes['bank'][0]} vectors of the bank")
+
+
+def _mix(logits: Tensor, bank: Tensor, top: int) -> Tensor:
+    kept, chosen = logits.topk(min(top, logits.shape[-1]), dim=-1)
+    return _weigh(chosen, kept.softmax(dim=-1), bank)
+
+
+def _pick(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
+    import torch
+
+    return _weigh(chosen, torch.cat((weights, 1 - weights.sum(dim=-1, keepdim=True)), dim=-1), bank)
+
+
+def _weigh(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
+    """[n, ·, ·, L]: sparse weights over the bank, times the bank."""
+    dense = weights.new_zeros(*weights.shape[:-1], bank.shape[1]).scatter_add_(-1, chosen, weights)
+    return (dense.flatten(1, 2) @ bank).reshape(*dense.shape[:-1], bank.shape[2])
+
+
+def _product(down: Tensor, up: Tensor) -> Tensor:
+    """B A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
+    columns = up.transpose(2, 3).reshape(up.shape[0], -1, up.shape[2])
+    return columns @ down.flatten(2)
+
+
+VBLORA = Algorithm("vblora", VbTensors, fit, delta, "arXiv:2405.15179")
+VBLORA_TOP = Algorithm("vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", check=check_top)

@@ -1,0 +1,236 @@
+"""Typed access to a PEFT configuration, and the tables of what cannot be merged and why. No torch.
+
+The JSON comes from strangers: a field of the wrong type is an InputError that names it, never a
+TypeError, and the regular expressions in it are only run if they are plain enough to finish."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from .errors import InputError
+
+CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
+NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
+NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
+NO_FORMULA: Final = "this tool does not know its formula"
+TRAIN_AGAIN: Final = "keep it as a separate adapter at inference; it has no merged form"
+CHANGED_BASE: Final = (
+    "the weights it was trained on are not those of the base, and the file does not hold the difference"
+)
+RETAKE: Final = "take adapter_config.json from the training again"
+RESAVE: Final = (
+    "save it again with save_pretrained(…, path_initial_model_for_weight_conversion=…), which makes it a plain LoRA"
+)
+
+UNKNOWN_ORDER: Final = (
+    "its layers share one vector in the order in which the model's code lists them, which no file tells"
+)
+
+REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "MULTITASK_PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "P_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "PREFIX_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "ADAPTION_PROMPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "CPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "CARTRIDGE": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "XLORA": (NEEDS_INPUT, TRAIN_AGAIN),
+        "POLY": (NEEDS_INPUT, TRAIN_AGAIN),
+        "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
+        "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
+        "TINYLORA": (UNKNOWN_ORDER, CONVERT),
+        "UNILORA": (UNKNOWN_ORDER, CONVERT),
+        "ADAMSS": (
+            "its rows come from clustering the base, which versions do differently",
+            CONVERT,
+        ),
+        "PSOFT": ("its factors are singular vectors whose signs no file tells", CONVERT),
+        "FROD": (NO_FORMULA, CONVERT),
+        "PEANUT": (NO_FORMULA, CONVERT),
+        "WAVEFT": (NO_FORMULA, CONVERT),
+        "GLORA": (NO_FORMULA, CONVERT),
+    }
+)
+"""peft_type → (why it cannot be merged, what to do instead)."""
+
+REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
+    {
+        "alora_invocation_tokens": ("aLoRA", "it acts only after certain tokens", TRAIN_AGAIN),
+        "arrow_config": ("Arrow", NEEDS_INPUT, TRAIN_AGAIN),
+        "use_qalora": ("QALoRA", "it belongs into a quantizer's zero points", TRAIN_AGAIN),
+        "layer_replication": (
+            "layer replication",
+            "it was trained on a model with some layers repeated",
+            "write the repeated layers into a base of their own and merge into that",
+        ),
+    }
+)
+"""Field of a LoRA configuration that makes it another method: (name, why, what to do)."""
+
+REFUSED_INIT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "corda": "CorDA",
+        "loftq": "LoftQ",
+        "lora_ga": "LoRA-GA",
+        "pissa_niter": "PiSSA with a randomised start",
+    }
+)
+"""Start of `init_lora_weights` → method whose change of the base cannot be repeated from files."""
+
+PLAIN_INIT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Values of `init_lora_weights` that leave the base as it is."""
+
+REPEATED_INIT: Final = frozenset({"pissa", "olora"})
+"""Values of `init_lora_weights` that changed the base in a way that follows from the base."""
+
+KNOWN_SWITCHES: Final = frozenset(
+    (
+        *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+        *("velora_config", "monteclora_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("loftq_config", "runtime_config", "megatron_config"),
+    )
+)
+"""Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
+
+LONGEST_PATTERN: Final = 500  # characters
+MOST_LOOPS: Final = 3  # `*`, `+` or `{` in one pattern: what one loop takes n steps for, k of them take n^k
+NESTED_LOOP: Final = re.compile(r"\)[*+{]")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A configuration, read field by field; `null` counts as absent, as it does in PEFT."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where absent."""
+        return self.values.get(name)
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        return self._number(name, self.get(name), default)
+
+    def integer(self, name: str, default: int) -> int:
+        """A whole number, not negative."""
+        value = self.number(name, default)
+        if value != int(value) or value < 0:
+            raise self.odd(name, "a whole number")
+        return int(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.odd(name, "true or false")
+        return default if value is None else value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.odd(name, "a string")
+        return default if value is None else value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty where absent."""
+        value = self.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.odd(name, "a list of strings")
+        return tuple(value)
+
+    def indices(self, name: str, value: object) -> tuple[int, ...]:
+        """A list of row numbers, each once."""
+        rows = value if isinstance(value, list) else [None]
+        whole = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in rows)
+        if not whole or len(set(rows)) != len(rows):
+            raise self.odd(name, "a list of different row numbers")
+        return tuple(rows)
+
+    def pattern(self, name: str, module: str, default: float) -> float:
+        """The number whose key, a regular expression, matches the module's path or the end of it;
+        first one wins."""
+        table = self.get(name) or {}
+        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+            raise self.odd(name, "an object")
+        for key, value in table.items():
+            if self.matches(rf"(.*\.)?({key})$", module, name, key):
+                return self._number(f"{name}[{key!r}]", value, default)
+        return default
+
+    def matches(self, expression: str, module: str, name: str, key: str) -> bool:
+        """Whether the expression made of a file's `key` matches at the start of the module's
+        path."""
+        loops = sum(key.count(c) for c in "*+{")
+        if len(key) > LONGEST_PATTERN or loops > MOST_LOOPS or NESTED_LOOP.search(key):
+            what, fix = "a pattern too complex to run safely", "write out the modules it stands for"
+            raise InputError(f"{name} holds {what}", f"{self.where}: {key[:80]!r}", fix)
+        try:
+            return re.match(expression, module) is not None
+        except (re.error, OverflowError, RecursionError) as e:
+            what = f"{name} holds no valid regular expression: {e}"
+            raise InputError(what, f"{self.where}: {key!r}", "correct the pattern") from e
+
+    def odd(self, name: str, wanted: str) -> InputError:
+        """The error for a field of the wrong type."""
+        shown = repr(self.get(name.partition("[")[0]))[:80]
+        return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
+
+    def _number(self, name: str, value: Any, default: float) -> float:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.odd(name, "a number")
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:
+            finite = False
+        if not finite:
+            raise self.odd(name, "a finite number")
+        return float(value)
+
+
+def refuse(method: str, why: str, instead: str, where: str) -> InputError:
+    """The error for an adapter that has no merged form, or none that its files tell."""
+    return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
+
+
+def refuse_type(fields: Fields, kind: str) -> None:
+    """InputError if this `peft_type` is not mergeable."""
+    if kind in REFUSED:
+        raise refuse(kind, *REFUSED[kind], fields.where)
+
+
+def refuse_lora(fields: Fields) -> None:
+    """InputError if a LoRA configuration is in truth another method, or one that changed its
+    base."""
+    for name, (method, why, instead) in REFUSED_LORA.items():
+        if fields.get(name):
+            raise refuse(method, why, instead, f"{fields.where}: {name}")
+    refuse_start(fields, fields.get("init_lora_weights"))
+    for name, value in fields.values.items():
+        switch = name.startswith("use_") or name.endswith("_config")
+        if value and switch and name not in KNOWN_SWITCHES:
+            why = "what that does to the weights is not known here"
+            raise refuse(f"LoRA with {name[:40]!r}", why, CONVERT, fields.where)
+
+
+def refuse_start(fields: Fields, start: object) -> None:
+    """InputError if the factors started in a way that changed the base for good."""
+    if start is None or isinstance(start, bool):
+        return
+    if not isinstance(start, str):
+        raise fields.odd("init_lora_weights", "true, false or a string")
+    where = f"{fields.where}: init_lora_weights = {start[:40]!r}"
+    for prefix, method in REFUSED_INIT.items():
+        if start.lower().startswith(prefix):
+            raise refuse(method, CHANGED_BASE, RESAVE, where)
+    if start.lower() not in PLAIN_INIT | REPEATED_INIT:
+        raise refuse("LoRA", "how its factors started is not known here", RESAVE, where)

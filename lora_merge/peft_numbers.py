@@ -1,0 +1,133 @@
+"""What a PEFT configuration says in numbers: the scale of each algorithm, and its settings. No
+torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from .algorithms import Shapes
+from .errors import InputError
+from .peft_config import RETAKE, Fields
+
+PREFIX: Final = "base_model.model."
+MHA_OUTPUT: Final = ".base_layer.out_proj"
+"""Only MultiheadAttention has a layer below its `base_layer`; PEFT adds that layer's delta twice
+(0.21.2)."""
+
+
+def bare(module: str) -> str:
+    """The module's path in the model that PEFT wrapped."""
+    return module.removeprefix(PREFIX)
+
+
+def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callable[[Fields, str, Shapes], float]:
+    """α / r by the patterns of the configuration, r from the tensors where `rank` finds it (√r for
+    rs-LoRA)."""
+
+    def scale(fields: Fields, module: str, shapes: Shapes) -> float:
+        path = bare(module)
+        a = fields.pattern("alpha_pattern", path, fields.number(alpha, default))
+        r = rank(shapes) or fields.pattern("rank_pattern", path, fields.number("r", 8))
+        if r <= 0:
+            raise fields.odd("r", "a positive number")
+        doubled = 2 if path.endswith(MHA_OUTPUT) else 1
+        return doubled * a / (r**0.5 if fields.flag("use_rslora", default=False) else r)
+
+    return scale
+
+
+def _adalora(fields: Fields, _: str, __: Shapes) -> float:
+    start = fields.number("init_r", 12)
+    alpha = fields.number("lora_alpha", 8)
+    if start <= 0:
+        raise fields.odd("init_r", "a positive number")
+    return (alpha if alpha > 0 else start) / (start + 1e-5)
+
+
+def _gralora(fields: Fields, _: str, shapes: Shapes) -> float:
+    rank = shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
+    return fields.number("alpha", 64) / rank
+
+
+def _deft(fields: Fields, _: str, shapes: Shapes) -> float:
+    return 1.0 if not fields.get("alpha") else fields.number("alpha", 1) / shapes["subspace"][1]
+
+
+def _supra(fields: Fields, _: str, shapes: Shapes) -> float:
+    rank = shapes["down"][0] if "down" in shapes else 0
+    return fields.number("lora_alpha", rank) / rank if rank else 1.0
+
+
+_lora: Final = _ratio("lora_alpha", 8, lambda shapes: shapes["down"][0])
+_experts: Final = _ratio("lora_alpha", 8, lambda shapes: shapes["down"][1])
+
+SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingProxyType(
+    {
+        **dict.fromkeys(("lora", "lora_embedding", "pissa", "olora", "kasa", "lora_sparse"), _lora),
+        **dict.fromkeys(("lora_experts", "lora_experts_transposed"), _experts),
+        "bdlora": _ratio("lora_alpha", 8, lambda shapes: shapes["down"][0] * shapes["down"][1]),
+        "lora_bias": _ratio("lora_alpha", 8, lambda _: 0),
+        "loha": _ratio("alpha", 8, lambda _: 0),
+        "lokr": _ratio("alpha", 8, lambda _: 0),  # also where both factors are full; LyCORIS has 1 there
+        "randlora": _ratio("randlora_alpha", 640, lambda shapes: shapes["rank_scale"][0]),
+        "adalora": _adalora,
+        "gralora": _gralora,
+        "deft": _deft,
+        "supertuning": _supra,
+        "fourierft": lambda fields, _module, _shapes: fields.number("scaling", 150.0),
+    }
+)
+"""Row → its `scale`; rows that are not here have none, or their own."""
+
+
+def _oft(fields: Fields, _: str) -> Mapping[str, object]:
+    if fields.get("use_cayley_neumann") is None:
+        what = "use_cayley_neumann is missing, and no tensor tells it"
+        raise InputError(what, fields.where, RETAKE)
+    series = fields.flag("use_cayley_neumann", default=True)
+    terms = fields.integer("num_cayley_neumann_terms", 5) if series else 0
+    if series and not 0 < terms <= 100:
+        raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
+    version = re.match(r"(\d+)\.(\d+)", fields.text("peft_version", "0.17"))
+    old = version is None or (int(version[1]), int(version[2])) < (0, 18)
+    return {"terms": terms, "doubled_last": old, **_limit(fields, _)}
+
+
+def _limit(fields: Fields, _: str) -> Mapping[str, object]:
+    return {"limit": fields.number("eps", 6e-5) if fields.flag("coft", default=False) else 0.0}
+
+
+def _random(fields: Fields, _: str) -> Mapping[str, object]:
+    return {"seed": fields.integer("projection_prng_key", 0), "rank": fields.integer("r", 256)}
+
+
+def _fourier(fields: Fields, module: str) -> Mapping[str, object]:
+    count = fields.pattern("n_frequency_pattern", bare(module), fields.integer("n_frequency", 1000))
+    return {"seed": fields.integer("random_loc_seed", 777), "count": int(count)}
+
+
+def _deft_method(fields: Fields, _: str) -> Mapping[str, object]:
+    method = fields.text("decomposition_method", "relu")
+    if method not in ("relu", "qr"):
+        raise fields.odd("decomposition_method", "relu or qr")
+    return {"method": method}
+
+
+SETTINGS: Final[Mapping[str, Callable[[Fields, str], Mapping[str, object]]]] = MappingProxyType(
+    {
+        "peft_oft": _oft,
+        "peft_oft_embedding": _oft,
+        "peft_oft1": _limit,
+        "peft_oft2": _limit,
+        "vera": _random,
+        "pvera": _random,
+        "fourierft": _fourier,
+        "hra": lambda fields, _: {"orthogonal": fields.flag("apply_GS", default=False)},
+        "road": lambda fields, _: {"group": fields.integer("group_size", 64)},
+        "vblora": lambda fields, _: {"top": fields.integer("topk", 2)},
+        "deft": _deft_method,
+    }
+)
