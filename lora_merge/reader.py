@@ -98,9 +98,9 @@ class Reader:
                 done += len(piece)
         assert done == len(buffer), "a range that no tensor in memory covers"
 
-    def check_unchanged(self) -> None:
-        """InputError if any file, open or at its path, is not as it was when its header was read."""
-        for path in self._files:
+    def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
+        """InputError if any of the files (default: all), open or at its path, is not as its header was read from."""
+        for path in self._files if files is None else files:
             self._check(path)
 
     def _check(self, path: Path) -> None:

@@ -1,10 +1,11 @@
-"""One job: windows through the ring, proof, name, report."""
+"""Jobs that share a base, one or many: windows through the ring, then proof, name and report for each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from .checkpoint import Reader
 from .disk import copy_file
 from .formats import replacing
 from .job import COMPUTE_DTYPES, DTYPES
-from .placement import place
+from .placement import Placement, place
 from .planning import Plan, coverage
 from .report import Report, peak_memory
 from .sidefiles import configured
@@ -26,24 +27,87 @@ Progress: TypeAlias = Callable[[int], object]
 
 def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
     """Carry out a plan: the output appears under its name complete and verified, or not at all."""
-    started = time.monotonic()
-    job = plan.job
-    at = place(job.device, COMPUTE_DTYPES[job.compute_dtype])
+    for _, outcome in run_together([plan], progress):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+    raise AssertionError("one plan has one outcome")
+
+
+def run_together(
+    plans: Sequence[Plan], progress: Progress = lambda _: None
+) -> Iterator[tuple[int, Report | Exception]]:
+    """Carry out plans of one layout, device and compute dtype while the base is read once.
+
+    Yields the number of each plan with its report, or with what went wrong with it alone, as it gets its name.
+    What concerns all of them is raised.
+    """
+    at = place(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
+    outputs = [_Output(n, plan) for n, plan in enumerate(plans)]
     with ExitStack() as stack:
-        part = stack.enter_context(replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder,
-                                             contents=plan.contents))  # fmt: skip
-        _prepare(plan, part)
-        reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
-        work = Writing(plan, reader, at, part, progress)
-        work.run()
-        reader.check_unchanged()
-        proof = verify(plan, part, reader) if job.verify else None
-    return Report(
-        output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
-        tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
-        seconds=time.monotonic() - started, device=str(at.device), dtype=job.dtype, compute_dtype=job.compute_dtype,
-        stages=work.seconds, peak_memory=peak_memory(), verified=proof, version=__version__,
-    )  # fmt: skip
+        for o in outputs:
+            stack.push(o.stack)  # what is not published at the end is removed
+            o.attempt(o.open)
+        ready = [o for o in outputs if o.failure is None]
+        if ready:
+            indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
+            reader = stack.enter_context(Reader(indexes))
+            work = Writing([o.plan for o in ready], reader, at, [o.part for o in ready], progress)
+            work.run()
+            for n, failure in work.failed.items():
+                ready[n].fail(failure)
+        for o in outputs:
+            report = None
+            if o.failure is None:
+                report = o.attempt(lambda o=o: o.publish(reader, at, work.seconds))  # type: ignore[misc]
+            yield o.number, report or o.failure or AssertionError("neither done nor failed")
+
+
+@dataclass
+class _Output:
+    """One plan's output between its first byte and its name."""
+
+    number: int
+    plan: Plan
+    started: float = field(default_factory=time.monotonic)
+    stack: ExitStack = field(default_factory=ExitStack)
+    part: Path = Path()
+    failure: Exception | None = None
+
+    def attempt(self, act: Callable[[], Report | None]) -> Report | None:
+        """What the act returns; a failure of any kind ends this output alone, and is its outcome."""
+        try:
+            return act()
+        except Exception as e:  # noqa: BLE001
+            self.fail(e)
+            return None
+
+    def fail(self, e: Exception) -> None:
+        """Remove what was written."""
+        self.failure = e
+        self.stack.__exit__(type(e), e, e.__traceback__)
+
+    def open(self) -> None:
+        """Make the output under its temporary name."""
+        plan, job = self.plan, self.plan.job
+        self.part = self.stack.enter_context(
+            replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
+        )
+        _prepare(plan, self.part)
+
+    def publish(self, reader: Reader, at: Placement, stages: dict[str, float]) -> Report:
+        """Prove the finished output and give it its name."""
+        plan, job = self.plan, self.plan.job
+        reader.check_unchanged(plan.inputs)
+        proof = verify(plan, self.part, reader) if job.verify else None
+        self.stack.close()
+        return Report(
+            output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
+            tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
+            seconds=time.monotonic() - self.started, device=str(at.device), dtype=job.dtype,
+            compute_dtype=job.compute_dtype, stages=stages, peak_memory=peak_memory(), verified=proof,
+            version=__version__,
+        )  # fmt: skip
 
 
 def _prepare(plan: Plan, part: Path) -> None:

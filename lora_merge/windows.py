@@ -1,21 +1,22 @@
-"""Cuts the output into windows, and drives them through read → fold → write, side by side.
+"""Cuts outputs into windows: runs of consecutive bytes, with what is read and what is folded for each.
 
-A window is a run of consecutive output bytes. Its base bytes are read straight into a reusable aligned
-buffer, changed tensors are folded in place there, and the buffer is written out as it is. Memory is the
-ring of buffers, not the model.
+A window's base bytes are read straight into a reusable aligned buffer, changed tensors are folded there, and the
+buffer is written out as it is. Plans that share base and layout share their windows: one read, one fold per plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .blocks import Block, blocks
+from .disk import PAGE
 from .errors import ResourceError
 from .header import ITEM_BYTES, TensorInfo
-from .planning import OutputFile, Plan, Target
+from .planning import Plan, Target
 
 WINDOW_BYTES: Final = 64 * 2**20  # large enough for full disk speed, small enough to overlap early
 SLOTS: Final = 4  # one being read, one hashed, one folded, one written
@@ -77,17 +78,27 @@ class Fold:
 
 
 @dataclass
-class Window:
-    """Output bytes [start, start + size) of one file, and what makes them."""
+class Change:
+    """What one plan does in a window, beside the bytes that go out as they were read."""
 
-    file: OutputFile
+    converts: list[Convert] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+
+@dataclass
+class Window:
+    """Output bytes [start, start + size) of one file of every plan, and what makes them.
+
+    `start` counts in the first plan's file; in the others' it differs by whole pages, as their headers do.
+    """
+
+    file: int
     start: int
+    changes: tuple[Change, ...]  # one per plan
     size: int = 0
     input_size: int = 0
     direct: list[Read] = field(default_factory=list)  # into the output buffer
     apart: list[Read] = field(default_factory=list)  # into the input buffer
-    converts: list[Convert] = field(default_factory=list)
-    folds: list[Fold] = field(default_factory=list)
 
     def read(self, info: TensorInfo, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
@@ -110,72 +121,116 @@ def window_bytes(plan: Plan) -> int:
     return min(room, WINDOW_BYTES)
 
 
-def windows(plan: Plan, limit: int) -> Iterator[Window]:
+def layout_key(plan: Plan) -> tuple[Any, ...]:
+    """Equal for plans that can go through the windows together: same tensors from the same bytes to the same places."""
+    return tuple(
+        (f.name, len(f.header) % PAGE, *((t.name, t.dtype, t.shape, t.source) for t in f.targets)) for f in plan.files
+    )
+
+
+def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
     """The whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger."""
-    for file in plan.files:
-        window = Window(file, len(file.header))
-        for target in file.targets:
-            for size, add in _parts(target, limit):
+    for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
+        window = _window(number, len(files[0].header), len(plans))
+        for targets in zip(*(f.targets for f in files), strict=True):
+            for size, part in _parts(targets, limit):
                 if window.size and window.size + size > limit:
                     yield window
-                    window = Window(file, window.start + window.size)
-                add(window)
+                    window = _window(number, window.start + window.size, len(plans))
+                part.add_to(window)
                 window.size += size
         if window.size:
             yield window
 
 
-def _parts(target: Target, limit: int) -> Iterator[tuple[int, _Part]]:
-    """The target in parts that fit a window: output bytes, and what adds the part to a window."""
-    if target.uses:
-        for block in blocks(target):
-            yield block.elements * ITEM_BYTES[target.dtype], _Part(target, block=block)
+def _window(file: int, start: int, plans: int) -> Window:
+    return Window(file, start, tuple(Change() for _ in range(plans)))
+
+
+def _parts(targets: Sequence[Target], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
+    """One tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
+    target = targets[0]
+    if any(t.uses for t in targets):
+        for run in _runs(targets):
+            yield run.count * ITEM_BYTES[target.dtype], run
         return
     unit = 1 if target.copied else ITEM_BYTES[target.dtype]  # bytes are copied, elements converted
     step = max(1, limit // (4 * unit))
     for low in range(0, target.nbytes // unit, step):
         count = min(step, target.nbytes // unit - low)
-        yield count * unit, _Part(target, low=low, count=count)
+        yield count * unit, _Copied(target, low, count)
+
+
+def _runs(targets: Sequence[Target]) -> Iterator[_Folded]:
+    """The shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has none."""
+    own = [list(blocks(t)) if t.uses else [] for t in targets]
+    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
+    for low, high in pairwise(sorted(cuts)):
+        inside = (tuple(b for b in of if low <= b.first * b.cols < high) for of in own)
+        yield _Folded(targets[0], low, high - low, tuple(inside))
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Copied:
+    """Bytes or, where the dtype changes, elements [low, low + count) of a tensor that no plan changes."""
+
     target: Target
-    block: Block | None = None
-    low: int = 0
-    count: int = 0
+    low: int
+    count: int
 
-    def __call__(self, window: Window) -> None:
-        """Append to the window what produces this part."""
+    def add_to(self, window: Window) -> None:
         source = self.target.source
-        if self.block is not None:
-            self._fold(window, self.block)
-        elif source is not None and self.target.copied:
+        assert source is not None, "what starts from zeros is changed"
+        if self.target.copied:
             window.read(source, self.low, self.count)
-        elif source is not None:
-            width = ITEM_BYTES[source.dtype]
-            at = window.read_apart(source, self.low * width, self.count * width)
-            window.converts.append(Convert(at, window.size, self.count, source.dtype, self.target.dtype))
-
-    def _fold(self, window: Window, block: Block) -> None:
-        source = self.target.source
-        if source is None:
-            window.folds.append(Fold(block, 0, window.size, apart=True))
             return
         width = ITEM_BYTES[source.dtype]
-        skip, nbytes = block.first * block.cols * width, block.elements * width
-        if block.reshaped:
-            skip, nbytes = 0, source.nbytes
+        at = window.read_apart(source, self.low * width, self.count * width)
+        convert = Convert(at, window.size, self.count, source.dtype, self.target.dtype)
+        for change in window.changes:
+            change.converts.append(convert)
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """Elements [low, low + count) of a tensor that at least one plan changes, with the blocks of every plan."""
+
+    target: Target
+    low: int
+    count: int
+    blocks: tuple[tuple[Block, ...], ...]  # per plan
+
+    def add_to(self, window: Window) -> None:
+        """Plan one read of the elements, and for every plan its folds."""
+        source = self.target.source
+        if source is None:
+            self._fold(window, 0, apart=True)
+            return
+        width = ITEM_BYTES[source.dtype]
+        skip, nbytes = self.low * width, self.count * width
+        if source.shape != self.target.shape:
+            self._fold(window, window.read_apart(source, 0, source.nbytes), apart=True)
         elif source.dtype == self.target.dtype:
             window.read(source, skip, nbytes)
-            if block.slices:
-                window.folds.append(Fold(block, window.size, window.size, apart=False))
-            return
-        at = window.read_apart(source, skip, nbytes)
-        if block.slices:
-            window.folds.append(Fold(block, at, window.size, apart=True))
+            self._fold(window, window.size, apart=False)
         else:
-            window.converts.append(Convert(at, window.size, block.elements, source.dtype, self.target.dtype))
+            self._fold(window, window.read_apart(source, skip, nbytes), apart=True)
+
+    def _fold(self, window: Window, start: int, *, apart: bool) -> None:
+        """Every plan's blocks, with base values from `start` on; what it leaves alone is converted, if `apart`."""
+        source, width = self.target.source, ITEM_BYTES[self.target.dtype]
+        for change, own in zip(window.changes, self.blocks, strict=True):
+            for b in own:
+                before = b.first * b.cols - self.low
+                values = start if source is None or b.reshaped else start + before * ITEM_BYTES[source.dtype]
+                if b.slices or b.reshaped:
+                    change.folds.append(Fold(b, values, window.size + before * width, apart))
+                elif apart and source is not None:
+                    at = window.size + before * width
+                    change.converts.append(Convert(values, at, b.elements, source.dtype, self.target.dtype))
+            if not own and apart:
+                assert source is not None, "what starts from zeros is changed by every plan of the layout"
+                change.converts.append(Convert(start, window.size, self.count, source.dtype, self.target.dtype))
 
 
 def _append(reads: list[Read], new: Read) -> None:
