@@ -81,6 +81,13 @@ def open_checkpoint(path: Path) -> Index:
     InputError for what is missing, damaged, malicious or of no known kind. Links are followed, as model
     caches are made of them; text inside files (index entries, component names) is never used as a path.
     """
+    try:
+        return _opened(path)
+    except OSError as e:  # a name that is too long, a folder that may not be searched …
+        raise InputError(f"cannot be read: {e.strerror}", str(path), "check the path and its permissions") from e
+
+
+def _opened(path: Path) -> Index:
     if not path.exists():
         raise _missing(path)
     if path.is_dir():

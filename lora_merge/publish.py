@@ -42,8 +42,8 @@ def replacing(
     Missing parents are made, and removed again on failure. `contents` are the names a folder will have;
     a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
     """
+    check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     with _failures(target):
-        check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
         made = _make_parents(target.parent)
     part, lock, done = target, -1, False
     try:
@@ -77,6 +77,18 @@ def check_output(
     contents: Iterable[str] = (),
 ) -> None:
     """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace."""
+    with _failures(target):
+        _check_kind(target, inputs, overwrite=overwrite, folder=folder)
+        lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
+    if lost:
+        raise UsageError(
+            f"the output folder holds {len(lost)} files that the merged model does not have",
+            f"{target}: {listed(lost)}",
+            "choose another -o, or move them away; --overwrite replaces only what it writes anew",
+        )
+
+
+def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
     if not os.path.lexists(target):
         blocking = next((p for p in target.parents if os.path.lexists(p)), None)
         if blocking is not None and not blocking.is_dir():
@@ -90,15 +102,6 @@ def check_output(
         same = any(_same(target, p) for p in inputs)
         what = "the output is one of the inputs" if same else "the output exists"
         raise UsageError(what, str(target), "choose another -o, or give --overwrite")
-    if folder:
-        new = set(contents)
-        lost = [n for n in files_under(target) if n not in new]
-        if lost:
-            raise UsageError(
-                f"the output folder holds {len(lost)} files that the merged model does not have",
-                f"{target}: {listed(lost)}",
-                "choose another -o, or move them away; --overwrite replaces only what it writes anew",
-            )
 
 
 def _same(a: Path, b: Path) -> bool:

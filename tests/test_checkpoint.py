@@ -355,7 +355,7 @@ def test_every_dtype_of_torch_files_streams(tmp_path: Path) -> None:
         assert (info.dtype, info.shape) == (FORMAT_NAMES[name], (2, 3))
         assert read_bytes(info) == tensors[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert "'state_dict'" in index.notes[0]
-    assert "step (int)" in index.notes[1]
+    assert "'step' (int)" in index.notes[1]
 
 
 @pytest.mark.parametrize("zipped", ["zip", "legacy"])
