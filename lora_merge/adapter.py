@@ -116,7 +116,7 @@ def group(index: Index) -> AdapterFile:
         one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
-    if len(plain) == len(groups):
+    if len(plain) == len(groups) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         raise InputError(
             "this file holds no adapter tensors",
             f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",

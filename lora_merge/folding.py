@@ -9,11 +9,12 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from .algorithms import ALGORITHMS, dora
+from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import Block, Slice
 from .checkpoint import TensorInfo
-from .errors import InputError
+from .errors import InputError, ShapeMismatch
 from .kernels import Stack, fold
+from .patching import Patch
 from .placement import Placement, at_least_fp32, land, numbers, stage, stage_indices
 from .views import View
 
@@ -49,8 +50,12 @@ class Folder:
                 blocks = [i.block for i in group]
                 count = len(blocks[0].slices)
                 at = self._precise(blocks[0])
-                stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(count)]
-                merged = fold(_base(group, at), stacks)
+                try:
+                    stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(count)]
+                    merged = fold(_base(group, at), stacks)
+                except DoesNotFit as e:  # what only values tell: indices that point outside, …
+                    raise ShapeMismatch("adapter tensors do not fit the base", f"{blocks[0].target.name}: {e}",
+                                        "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
                 land(merged, [i.into for i in group])
 
     def _precise(self, block: Block) -> Placement:
@@ -64,12 +69,14 @@ class Folder:
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
         fields: dict[str, Any] = dict(patch.settings)
+        for s in slices:
+            self._check(s.use.patch)
         for slot in patch.shapes:
             put = stage_indices if slot in row.integer_slots else stage
             fields[slot] = put([self._factor(s, slot) for s in slices], at)
         for name in row.scalars:
             fields[name] = numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
-        if row.derive is not None:
+        if row.derive is not None and any(slot not in fields for slot in row.slots):
             for slot, tensor in row.derive(patch.view.shape, dict(patch.settings)).items():
                 put = stage_indices if slot in row.integer_slots else stage
                 fields[slot] = put([tensor] * len(slices), at)
@@ -83,6 +90,14 @@ class Folder:
             slice(*first.taken) if first.taken is not None else None,
             self._magnitude(slices, at),
         )
+
+    def _check(self, patch: Patch) -> None:
+        """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
+        row, host = ALGORITHMS[patch.algorithm], Placement(torch.device("cpu"), torch.int64)
+        if row.check is not None:
+            stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
+            integers = {k: stage_indices([v.reshape(patch.shapes[k])], host)[0] for k, v in stored.items()}
+            row.check(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: Slice, slot: str) -> Tensor:
         """One slot of one use as the formula wants it, cut to the slice's rows where it has rows."""

@@ -9,44 +9,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
-from .adapter import AdapterFile, Module, Numbers
-from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
+from .adapter import AdapterFile, Module
+from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .names import Names
-from .peft import Rules
+from .patching import Patch, Patcher
+from .peft import Plain
 from .views import Piece, View, rows_of
 
 SHOWN = 5  # how many names an error message lists
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One formula with its tensors, and the weight it was trained on as pieces of the base."""
-
-    adapter: int
-    module: Module
-    algorithm: str
-    shapes: Mapping[str, Shape]  # per slot, as the formula wants it
-    numbers: Mapping[str, float]
-    settings: tuple[tuple[str, Any], ...]
-    view: View
-    magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether rows of ΔW can be computed from the same rows of the base alone."""
-        axis = self.magnitude[0] if self.magnitude else "out"
-        return ALGORITHMS[self.algorithm].sliced is not None and axis == "out"
-
-    @property
-    def reads_base(self) -> bool:
-        """Whether ΔW depends on the base's values."""
-        return self.magnitude is not None or ALGORITHMS[self.algorithm].reads_base
 
 
 @dataclass(frozen=True)
@@ -84,75 +59,20 @@ class Matched:
         return self.modules + len(self.unmatched)
 
 
-class Patcher:
-    """Turns modules of one adapter into patches: picks the formula, its shapes and its numbers."""
-
-    def __init__(self, number: int, adapter: AdapterFile, rules: Rules, numbers: Numbers) -> None:
-        self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
-
-    def patch(self, module: Module, view: View) -> Patch:
-        """The patch for a module on the weight it was trained on.
-
-        InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
-        """
-        complete = module.complete()
-        chosen = self.rules.algorithm(module.name, complete)
-        candidates = complete if chosen is None else [chosen]
-        if not candidates:
-            raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
-                             "export or download it again")  # fmt: skip
-        reasons = []
-        for name in candidates:
-            try:
-                shapes = ALGORITHMS[name].fit(module.shapes, view.shape)
-                magnitude = self._magnitude(module, view.shape)
-            except DoesNotFit as e:
-                reasons.append(str(e))
-                continue
-            settings = tuple(sorted(self.rules.settings(name, module.name).items()))
-            numbers = self._numbers(module, name, shapes, view.shape)
-            return Patch(self.number, module, name, shapes, numbers, settings, view, magnitude)
-        raise ShapeMismatch("adapter tensors do not fit the base",
-                            f"{self.adapter.path}: {module.where} {_shapes(module)}: {reasons[0]}",
-                            "merge into the checkpoint that the adapter was trained on")  # fmt: skip
-
-    def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
-        row = ALGORITHMS[name]
-        found = dict(row.numbers(self._number(module, "alpha"), shapes, shape))
-        found |= self.rules.of(module.name).numbers(name, module.name, shapes)
-        override = self._number(module, "scale_override")
-        if override is not None and "scale" in row.scalars:
-            found["scale"] = override
-        return found
-
-    def _number(self, module: Module, slot: str) -> float | None:
-        info = module.shared.get(slot)
-        if info is None:
-            return None
-        if prod(info.shape) != 1:
-            raise InputError(
-                f"{slot} is not one number", f"{info.file}: {info.name} {list(info.shape)}", "export it again"
-            )
-        return self.read(info)[0]
-
-    def _magnitude(self, module: Module, shape: Shape) -> tuple[dora.Axis, Shape] | None:
-        info = module.shared.get("magnitude")
-        if info is None:
-            return None
-        return dora.fit(info.shape, shape, ".dora_scale" if info.name.endswith(".dora_scale") else "")
-
-
 class Matcher:
     """One adapter against one base."""
 
     def __init__(self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo]) -> None:
         self.patcher, self.adapter, self.ref, self.names, self.base = patcher, patcher.adapter, ref, names, base
         self.result = Matched(self.adapter)
+        self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
         """All modules placed, or one error that names what is wrong; `skip` leaves out what has no place."""
-        for module in self.adapter.modules:
+        modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
+        self.patcher.widest = self._widest(modules)
+        for module in modules:
             self._place(module)
         for info in self.adapter.strange:
             self._replace(info)
@@ -178,7 +98,7 @@ class Matcher:
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
         name, number = part(module.name)
-        view = self.names.find(name, module.parameter)
+        view = self._named(name, module.parameter)
         if view is None or number is None:
             return view
         heights = {part(m.name)[1]: _height(m) for m in self.adapter.modules if part(m.name)[0] == name}
@@ -186,6 +106,18 @@ class Matcher:
         stop = start + heights[number]
         fits = stop <= view.shape[0] and not any(p.transposed for p in view.pieces)
         return rows_of(view, start, stop) if fits else None
+
+    def _named(self, name: str, parameter: str) -> View | None:
+        """The parameter of a module, by any of the names that the configuration may mean."""
+        targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
+        found = (self.names.find(*_apart(target)) for target in targets)
+        return next((view for view in found if view is not None), None)
+
+    def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
+        """(rows, columns), each the largest of the weights whose formula wants to know."""
+        asking = [m for m in modules if any("widest" in ALGORITHMS[a].settings for a in m.complete())]
+        sizes = [flat(view.shape) for m in asking if (view := self._find(m)) is not None]
+        return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
@@ -220,26 +152,55 @@ class Matcher:
         return View((Piece(key, 0, rows, 1),), (rows,))
 
     def _replace(self, info: TensorInfo) -> None:
-        """A tensor without a known suffix: under PEFT's rules a whole parameter, else nothing we know."""
-        name, _, parameter = info.name.rpartition(".")
+        """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
+        meant = self.patcher.rules.of(info.name).plain(info.name)
+        name, parameter = _apart(meant.target if meant else info.name)
         view = self.names.find(name, parameter) if name else None
-        if view is None:
+        if meant is not None and meant.kind != "value":
+            self._leave(info, meant, view)
+        elif view is None:
             self.result.unmatched[info.name] = "unknown tensor"
-            return
+        elif meant is not None and meant.rows is not None:
+            self._replace_rows(info, view, meant.rows)
+        elif view.pieces not in self.set:  # PEFT writes some parameters twice
+            self.set.add(view.pieces)
+            self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), view)
+
+    def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]
         strength = self.ref.factor(piece.key, self.names.component(piece.key))
-        self.result.modules += 1
-        if strength == 0:
-            return
-        whole = len(view.pieces) == 1 and not piece.transposed
-        if whole and strength == 1 and (piece.stop - piece.start) * piece.cols == prod(self.base[piece.key].shape):
+        whole = len(view.pieces) == 1 and (piece.stop - piece.start) * piece.cols == prod(self.base[piece.key].shape)
+        if whole and strength == 1 and not piece.transposed:
+            self.result.modules += 1
             self.result.replaced[piece.key] = info
-        else:
-            module = Module(name, parameter, {"diff": info}, {}, ("set",))
-            patch = self._patch(module, view)
-            if patch is not None:
-                self.result.modules -= 1
-                self._add(patch)
+        elif (patch := self._patch(module, view)) is not None:
+            self._add(patch)
+
+    def _replace_rows(self, info: TensorInfo, view: View, rows: Sequence[int]) -> None:
+        """Rows of an embedding, one piece each."""
+        module = Module(*_apart(info.name), {"diff": info}, {}, ("set",))
+        whole = view.pieces[0]
+        if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or whole.transposed:
+            self.failures.append(ShapeMismatch(
+                "the adapter trains tokens that the base does not have",
+                f"{self.adapter.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
+                "resize the base's embeddings to the vocabulary of the training first",
+            ))  # fmt: skip
+            return
+        pieces = tuple(Piece(whole.key, whole.start + r, whole.start + r + 1, whole.cols) for r in rows)
+        patch = self._patch(module, View(pieces, (len(rows), whole.cols)))
+        if patch is not None:
+            self._add(patch)
+
+    def _leave(self, info: TensorInfo, meant: Plain, view: View | None) -> None:
+        """A tensor that a merge does not need; a copy of the base must have the base's shape."""
+        if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
+            self.failures.append(ShapeMismatch(
+                "the base was resized before training",
+                f"{self.adapter.path}: {info.name} is {list(info.shape)}, the base has {list(view.shape)}",
+                "resize the base's embeddings to the vocabulary of the training first",
+            ))  # fmt: skip
+        self.result.notes.append(f"{info.name}: {meant.why}")
 
     def _raise(self, unmatched: Unmatched) -> None:
         path, result = self.adapter.path, self.result
@@ -280,28 +241,18 @@ def _with_view(patch: Patch, view: View) -> Patch:
     return Patch(patch.adapter, patch.module, patch.algorithm, shapes, patch.numbers, patch.settings, view)
 
 
+def _apart(name: str) -> tuple[str, str]:
+    """("unet.q", "weight") for "unet.q.weight"."""
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
+
+
 def _height(module: Module) -> int:
     """Rows that a part of a module writes, from its own tensors."""
     shapes = module.shapes
     if "up" in shapes:
         return shapes["up"][0]
     return prod(shapes["blocks"][:2]) if "blocks" in shapes else 0
-
-
-def _incomplete(module: Module) -> str:
-    """Which partner is missing for the closest row of the table."""
-    known = [ALGORITHMS[a] for a in module.algorithms if a in ALGORITHMS]
-    gaps = sorted(
-        ([s for s, required in row.slots.items() if required and s not in module.slots] for row in known), key=len
-    )
-    have = ", ".join(sorted(module.slots)) or "alpha"
-    if not gaps or not gaps[0]:
-        return f"{module.where} mixes tensors of different algorithms ({have})"
-    return f"{module.where} has {have} but no {', '.join(gaps[0])}"
-
-
-def _shapes(module: Module) -> str:
-    return ", ".join(f"{slot} {list(shape)}" for slot, shape in module.shapes.items())
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,8 +20,9 @@ from .folding import Folder, Item, check_range
 from .header import TensorInfo
 from .job import COMPUTE_DTYPES, Adapter, expand, make_job
 from .kernels import change
-from .matching import Patcher, Use
+from .matching import Use
 from .names import names
+from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, stage
 from .planning import Target, match, outputs
@@ -136,7 +137,7 @@ class LoadedAdapter:
     def __init__(self, path: str | Path) -> None:
         self.path = expand(path)
         self.file: AdapterFile = group(open_checkpoint(self.path))
-        self._rules = rules(self.file.index.config, str(self.path))
+        self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -147,7 +148,7 @@ class LoadedAdapter:
         """The row of ALGORITHMS that a module's tensors are."""
         module = self._module(name)
         complete = module.complete()
-        chosen = self._rules.algorithm(name, complete) or next(iter(complete), None)
+        chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
         if chosen is None:
             raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")
         return chosen

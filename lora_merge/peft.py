@@ -126,7 +126,7 @@ class Rules:
 
     def algorithm(self, module: str, candidates: Sequence[str]) -> str | None:
         """The row for a module; None leaves it to the table. InputError if it is none of ours."""
-        if not self.kind:
+        if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save
             return None
         rows = [name for name in candidates if name in KINDS[self.kind]]
         if candidates and not rows:
@@ -160,6 +160,10 @@ class Rules:
         """Settings of the row; `widest` is not among them."""
         make = SETTINGS.get(algorithm) if self.kind else None
         return {} if make is None else make(self.fields, module)
+
+    def is_shared(self, module: str) -> bool:
+        """Whether this is no module, but where the file keeps the tensors that all modules share."""
+        return f"{module}." == SHARED_PREFIX and any(name in SHARED for name in KINDS.get(self.kind, ()))
 
     def shared(self, algorithm: str) -> Mapping[str, str]:
         """Slot → key of the file, for tensors that all modules share."""

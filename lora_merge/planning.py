@@ -20,8 +20,9 @@ from .errors import InputError, ShapeMismatch
 from .formats import check_output, layout
 from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job
-from .matching import Matched, Matcher, Patcher, Use, check_replacements
+from .matching import Matched, Matcher, Use, check_replacements
 from .names import Names, names
+from .patching import Patcher
 from .peft import rules
 from .sidefiles import index_files, output_name, side_files, stored_name
 
@@ -125,7 +126,7 @@ def match(
     """Every adapter of the job placed on the base."""
     matched = []
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
-        patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path)), values)
+        patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
     check_replacements(job.adapters, matched)
     return tuple(matched)

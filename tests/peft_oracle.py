@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+import lora_merge
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.algorithms.dora import rescale
 from lora_merge.conventions import split
@@ -215,3 +216,10 @@ def assert_close(got: Tensor, wanted: Tensor, what: str, bound: float = 1e-5) ->
     """Equal to within what float32 leaves, relative to the largest number."""
     worst = (got.double() - wanted.double()).abs().max().item() / max(wanted.abs().max().item(), 1e-9)
     assert worst < bound, f"{what}: off by {worst:.1e} of the largest"
+
+
+def assert_tool_agrees(base: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """The tool itself, given PEFT's folder, writes the same."""
+    done = lora_merge.merge_state_dict(base.state_dict(), folder, compute_dtype="fp64")
+    for name, value in state.items():
+        assert_close(done[name], value, f"{name}: tool", bound=1e-6)

@@ -11,7 +11,16 @@ import peft
 import pytest
 import torch
 
-from tests.peft_oracle import assert_close, assert_same_function, assert_same_merge, inputs, merged, save, train
+from tests.peft_oracle import (
+    assert_close,
+    assert_same_function,
+    assert_same_merge,
+    assert_tool_agrees,
+    inputs,
+    merged,
+    save,
+    train,
+)
 
 LINEAR = ["wide", "tall", "square"]
 GPT = ["gpt", "gpt_square"]
@@ -112,6 +121,7 @@ def test_merged_file_is_the_function_that_peft_computes(name: str, tmp_path: Pat
     state = merged(base, *save(tuned, tmp_path))
     assert_same_function(base, tuned, state, layers)
     assert_same_merge(tuned, state)
+    assert_tool_agrees(base, tmp_path, state)
 
 
 def test_pruned_adalora_is_scaled_by_its_first_rank(tmp_path: Path) -> None:
@@ -178,6 +188,7 @@ def test_experts_that_were_trained_by_parameter_name(names: list[str], is_transp
     base, tuned = train(config, model=Mixture(is_transposed=is_transposed))
     x = torch.randn(3, 5, 12)
     state = merged(base, *save(tuned, tmp_path))
+    assert_tool_agrees(base, tmp_path, state)
     wanted = tuned(x)
     plain = copy.deepcopy(base)
     plain.load_state_dict(state)
@@ -191,6 +202,7 @@ def test_attention_with_fused_projections_gets_its_output_delta_twice(tmp_path: 
     base = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(24, 4, batch_first=True)})
     base, tuned = train(peft.LoraConfig(target_modules=["attn"], r=4, lora_alpha=6), model=base)
     state = merged(base, *save(tuned, tmp_path))
+    assert_tool_agrees(base, tmp_path, state)
     x = torch.randn(2, 5, 24)
     wanted = tuned.base_model.model["attn"](x, x, x)[0]
     plain = copy.deepcopy(base)
@@ -208,6 +220,7 @@ def test_attention_with_fused_projections_gets_its_output_delta_twice(tmp_path: 
 def test_whole_parameters_and_rows_take_the_place_of_the_bases(config: Any, tmp_path: Path) -> None:
     base, tuned = train(config)
     state = merged(base, *save(tuned, tmp_path))
+    assert_tool_agrees(base, tmp_path, state)
     named = {"norm", "square"} if getattr(config, "modules_to_save", None) else {"table"}
     assert_same_function(base, tuned, state, sorted(named & {n for n, _ in base.named_children()}))
     assert_same_merge(tuned, state)

@@ -1,0 +1,144 @@
+"""Turns modules of an adapter into patches: which formula, in which shapes, with which numbers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from .adapter import AdapterFile, Module, Numbers
+from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
+from .errors import InputError, ShapeMismatch
+from .peft import Rules
+from .views import View, transposed
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One formula with its tensors, and the weight it was trained on as pieces of the base."""
+
+    adapter: int
+    module: Module
+    algorithm: str
+    shapes: Mapping[str, Shape]  # per slot, as the formula wants it
+    numbers: Mapping[str, float]
+    settings: tuple[tuple[str, Any], ...]
+    view: View
+    magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether rows of ΔW can be computed from the same rows of the base alone."""
+        axis = self.magnitude[0] if self.magnitude else "out"
+        return ALGORITHMS[self.algorithm].sliced is not None and axis == "out"
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether ΔW depends on the base's values."""
+        return self.magnitude is not None or ALGORITHMS[self.algorithm].reads_base
+
+
+class Patcher:
+    """Turns modules of one adapter into patches: picks the formula, its shapes and its numbers."""
+
+    def __init__(self, number: int, adapter: AdapterFile, rules: Rules, numbers: Numbers) -> None:
+        self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
+        self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
+
+    def patch(self, module: Module, view: View) -> Patch:
+        """The patch for a module on the weight it was trained on.
+
+        InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
+        """
+        complete, told = module.complete(), self.rules.of(module.name)
+        chosen = told.algorithm(module.name, complete)
+        candidates = complete if chosen is None else [chosen]
+        if not candidates:
+            raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
+                             "export or download it again")  # fmt: skip
+        reasons = []
+        for name, seen in product(candidates, _ways(view, in_out=told.fan_in_fan_out)):
+            full = self._with_shared(module, told.shared(name))
+            settings = self._settings(name, told.settings(name, module.name))
+            try:
+                shapes = ALGORITHMS[name].fit(full.shapes, seen.shape)
+                magnitude = self._magnitude(module, name, seen.shape)
+                self._check(name, settings)
+            except DoesNotFit as e:
+                reasons.append(str(e))
+                continue
+            numbers = self._numbers(module, name, shapes, seen.shape)
+            return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
+        raise ShapeMismatch("adapter tensors do not fit the base",
+                            f"{self.adapter.path}: {module.where} {_shapes(module)}: {reasons[0]}",
+                            "merge into the checkpoint that the adapter was trained on")  # fmt: skip
+
+    def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
+        row = ALGORITHMS[name]
+        found = dict(row.numbers(self._number(module, "alpha"), shapes, shape))
+        found |= self.rules.of(module.name).numbers(name, module.name, shapes)
+        override = self._number(module, "scale_override")
+        if override is not None and "scale" in row.scalars:
+            found["scale"] = override
+        return found
+
+    def _number(self, module: Module, slot: str) -> float | None:
+        info = module.shared.get(slot)
+        if info is None:
+            return None
+        if prod(info.shape) != 1:
+            raise InputError(
+                f"{slot} is not one number", f"{info.file}: {info.name} {list(info.shape)}", "export it again"
+            )
+        return self.read(info)[0]
+
+    def _with_shared(self, module: Module, keys: Mapping[str, str]) -> Module:
+        """The module with the tensors that the file has once for all modules."""
+        tensors = self.adapter.index.tensors
+        found = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
+        return replace(module, slots={**found, **module.slots}) if found else module
+
+    def _settings(self, name: str, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration's settings, and the largest weight that the adapter changes with this formula."""
+        return {**told, **({"widest": self.widest} if "widest" in ALGORITHMS[name].settings else {})}
+
+    def _check(self, name: str, settings: Mapping[str, Any]) -> None:
+        missing = ALGORITHMS[name].missing_settings(settings)
+        if missing:
+            raise DoesNotFit(f"no configuration says {', '.join(missing)}")
+        check = ALGORITHMS[name].check_settings
+        if check is not None:
+            check(settings)
+
+    def _magnitude(self, module: Module, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:
+        info = module.shared.get("magnitude")
+        if info is None:
+            return None
+        if name == "lora_embedding":  # PEFT takes the norm over the vocabulary
+            return dora.fit((1, prod(info.shape)), shape, ".dora_scale")
+        return dora.fit(info.shape, shape, ".dora_scale" if info.name.endswith(".dora_scale") else "")
+
+
+def _ways(view: View, *, in_out: bool) -> Iterator[View]:
+    """The weight as it is; before that the other way round, if the configuration says that weights are [in, out]."""
+    if in_out and len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed:
+        yield transposed(view)
+    yield view
+
+
+def _incomplete(module: Module) -> str:
+    """Which partner is missing for the closest row of the table."""
+    known = [ALGORITHMS[a] for a in module.algorithms if a in ALGORITHMS]
+    gaps = sorted(
+        ([s for s, required in row.slots.items() if required and s not in module.slots] for row in known), key=len
+    )
+    have = ", ".join(sorted(module.slots)) or "alpha"
+    if not gaps or not gaps[0]:
+        return f"{module.where} mixes tensors of different algorithms ({have})"
+    return f"{module.where} has {have} but no {', '.join(gaps[0])}"
+
+
+def _shapes(module: Module) -> str:
+    return ", ".join(f"{slot} {list(shape)}" for slot, shape in module.shapes.items())
