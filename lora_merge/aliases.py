@@ -77,7 +77,8 @@ class Component:
 
 
 def _put(names: dict[str, View | None], name: str, view: View | None) -> None:
-    if names.setdefault(name, view) != view:
+    there = names.setdefault(name, view)
+    if there is not view and there != view:
         names[name] = None
 
 
@@ -194,6 +195,8 @@ def _spelled(canonical: Mapping[str, View | None], tables: Iterable[Table]) -> I
                 if view is None:
                     continue
                 bound, row = hit.bound, hit.row
+                if row.name == row.parts[0].path:
+                    continue  # stored transposed under its own name
                 nth = int(bound.get(row.stack, "0")) if row.stack else 0
                 found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
     for (row, path), parts in found.items():

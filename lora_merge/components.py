@@ -56,6 +56,9 @@ ENCODER_IDS: Final = {
     "mt5xl": "t5",
 }
 
+UNSURE: Final = ("clip", "unknown")
+"""Kinds of encoders that nothing but their place in the checkpoint tells apart."""
+
 
 def components(shapes: Mapping[str, Shape], config: Mapping[str, Any], extra: Architecture | None) -> list[Component]:
     """All networks of a base, the denoiser (or only network) first; name tables not built yet."""

@@ -9,6 +9,7 @@ once. A name that fits two places is refused. Nothing here reads weights or impo
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,8 +18,10 @@ from .algorithms import Shape
 from .aliases import Component
 from .architectures import load
 from .checkpoint import Index
-from .components import components
+from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
+from .explain import absence, likely_reason
+from .guess import architectures, described, seen
 from .views import View
 
 PREFIXES: Final = (
@@ -56,6 +59,8 @@ PREFIXES: Final = (
 )  # fmt: skip
 """Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
 
+_ALL_PREFIXES: Final = tuple(prefix for prefix, _ in PREFIXES)
+
 ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 """ComfyUI's container of a text encoder, by the encoder's own name."""
 
@@ -76,15 +81,20 @@ REWRITES: Final = (
 )
 """Slips and old habits: wrappers left in, attention processors, four letters cut off. Tried if nothing fits."""
 
-ENCODER_HINTS: Final = {"te1": ("clip_l", "clip_h"), "te2": ("clip_g", "t5"), "te3": ("t5",)}
-"""What kind of encoder a name means where no denoiser says it."""
+NOT_MEANT: Final = {
+    "te1": ("clip_g",),
+    "te2": ("clip_l", "clip_h"),
+    "te3": ("clip_l", "clip_h", "clip_g"),
+}
+"""What kind of encoder a name cannot mean, where no denoiser says what it means."""
 
 
 class Names:
     """The names of one base; built once, then asked for every module."""
 
-    def __init__(self, parts: Sequence[Component]) -> None:
+    def __init__(self, parts: Sequence[Component], shapes: Mapping[str, Shape]) -> None:
         self._parts = parts
+        self._shapes = shapes
         self._keys = {key: part for part in parts for key in part.keys.values()}
         main = parts[0] if parts else None
         known = main.architecture if main else None
@@ -120,27 +130,40 @@ class Names:
         return main
 
     def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
-        """The likely reason why names found no place, in one sentence."""
-        return "merge into the checkpoint that the adapter was trained on"
+        """The likely reason why names found no place, in one sentence that names both sides.
+
+        `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them.
+        """
+        wanted = Counter(self.wanted(m) for m in unmatched)
+        labels = {part.label for part in self._parts}
+        if absent := sorted(set(wanted) - labels):
+            return absence(absent, sorted(labels))
+        main = {m: () for m in unmatched} | dict(shapes)
+        known = self._parts[0].architecture if self._parts else None
+        return likely_reason(unmatched, _denoiser(main), known, self._weights())
+
+    def describe(self) -> str:
+        """Architecture and variant, such as "Wan 14B"."""
+        known = self._parts[0].architecture if self._parts else None
+        return described([known], seen(self._weights())) if known else "unknown"
+
+    def _weights(self) -> dict[str, Shape]:
+        """Module → shape of the weight, of the main network."""
+        keys = self._parts[0].keys if self._parts else {}
+        return {
+            body.removesuffix(".weight"): self._shapes[key]
+            for body, key in keys.items()
+            if len(self._shapes[key]) > 1
+        }
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
         """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
-        pending, seen = [("any", name)], set()
-        while pending:
-            hint, body = pending.pop(0)
-            if (hint, body) in seen:
-                continue
-            seen.add((hint, body))
+        for hint, body in _prefixed(name):
             yield hint, body
-            pending += [
-                (h if h != "any" else hint, body[len(p) :])
-                for p, h in PREFIXES
-                if body.startswith(p)
-            ]
-            if m := ENCODER.match(body):
-                pending.append((f"={m[1]}", body[m.end() :]))
-            pending += [(f"@{p.prefix}", body[len(p.prefix) :]) for p in self._parts
-                        if p.prefix and body.startswith(p.prefix)]  # fmt: skip
+            for part in self._parts:
+                for prefix in {part.prefix, part.prefix.replace(".", "_")} - {""}:
+                    if body.startswith(prefix):
+                        yield f"@{part.prefix}", body[len(prefix) :]
 
     def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
         """All places of the components a hint allows; without a hint the denoiser's come first."""
@@ -174,20 +197,13 @@ class Names:
         encoders = [p for p in self._parts if p.kind]
         main = self._parts[0].architecture if self._parts else None
         if hint[0] == "=":
-            kinds: tuple[str, ...] = (_kind(hint[1:]),)
-        elif main and hint in main.text_encoders:
-            kinds = (main.text_encoders[hint],)
-        elif main and main.text_encoders:
-            return []
-        else:
-            kinds = ENCODER_HINTS.get(hint, ())
-        found = [p for p in encoders if p.kind in kinds]
-        if found:
-            return found
-        unsure = [p for p in encoders if p.kind in ("clip", "unknown") or hint == "te"]
-        return [p for p in unsure if p.label in (hint, "te")] or (
-            unsure if len(encoders) == 1 else []
-        )
+            return [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
+        if main and main.text_encoders:
+            kind = main.text_encoders.get(hint)
+            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label == hint)]
+        if len(encoders) == 1:
+            return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
+        return [p for p in encoders if p.label == hint]
 
     def _ambiguous(
         self, module: str, parameter: str, views: Sequence[View | None]
@@ -201,18 +217,42 @@ def names(index: Index, extra: Path | None = None) -> Names:
     """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
     shapes = {name: info.shape for name, info in index.tensors.items()}
     parts = components(shapes, index.config, load(extra) if extra else None)
-    return Names([part.build(shapes) for part in parts])
+    return Names([part.build(shapes) for part in parts], shapes)
 
 
 def guess(modules: Mapping[str, Shape]) -> str:
-    """The architecture that an adapter was made for, from its module names and shapes alone."""
-    return "unknown"
+    """What an adapter was made for, from its modules' names and the shapes of the weights they change.
+
+    "unknown" if nothing tells, "A or B" if too little does.
+    """
+    found = seen(_denoiser(modules))
+    return described(architectures(found), found)
 
 
-def _kind(encoder: str) -> str:
-    from .components import ENCODER_IDS
+def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The modules that do not speak of an encoder, without their prefixes."""
+    readings = {m: list(_prefixed(m)) for m in modules}
+    return {
+        r[-1][1]: modules[m]
+        for m, r in readings.items()
+        if r[-1][0][:2] not in ("te", "va") and r[-1][0][0] != "="
+    }
 
-    return ENCODER_IDS.get(encoder, encoder)
+
+def _prefixed(name: str) -> Iterator[tuple[str, str]]:
+    """(what it speaks of, the rest) for the name as it is and with known prefixes taken off."""
+    pending, done = [("any", name)], set()
+    while pending:
+        hint, body = pending.pop(0)
+        if (hint, body) in done:
+            continue
+        done.add((hint, body))
+        yield hint, body
+        if body.startswith(_ALL_PREFIXES):
+            rest = [(p, h if h != "any" else hint) for p, h in PREFIXES if body.startswith(p)]
+            pending += [(h, body[len(p) :]) for p, h in rest]
+        if m := ENCODER.match(body):
+            pending.append((f"={m[1]}", body[m.end() :]))
 
 
 def _written(module: str) -> Iterator[str]:

@@ -43,8 +43,8 @@ class Condition:
     def holds(self, shape_of: Callable[[str], Shape | None]) -> bool:
         """Whether the tensors satisfy it; `shape_of` gives a tensor's shape, None where there is none."""
         shape = shape_of(self.key)
-        fits = shape is not None and (self.shape is None or _fits(self.shape, shape))
-        return fits != self.absent
+        there = shape is not None and (self.shape is None or fits(self.shape, shape))
+        return there != self.absent
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _bad(file: Path, line: int, why: str) -> InputError:
                       "compare it with the files in lora_merge/architectures")  # fmt: skip
 
 
-def _fits(want: tuple[str, ...], shape: Shape) -> bool:
+def fits(want: tuple[str, ...], shape: Shape) -> bool:
     letters: dict[str, int] = {}
     return len(want) == len(shape) and all(
         _axis(w, n, letters) for w, n in zip(want, shape, strict=True)

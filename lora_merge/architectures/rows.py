@@ -199,7 +199,7 @@ class Table:
 
 def fill(path: Path, bound: Bound) -> Path:
     """The path with its numbers put in."""
-    return tuple(bound[s[1]] if s[0] == "{" else s for s in path)
+    return tuple([bound[s[1]] if s[0] == "{" else s for s in path])
 
 
 def _highest(names: Iterable[str]) -> dict[Path, int]:
@@ -223,15 +223,18 @@ def _at(row: Row, number: str) -> Row:
 
 
 def _blank(path: Path) -> Path:
-    return tuple("#" if s.isdigit() or s[0] == "{" else s for s in path)
+    return tuple(["#" if s.isdigit() or s[0] == "{" else s for s in path])
 
 
 def _lookup(table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> list[Hit]:
     blank = _blank(path)
     for n in range(len(path), 0, -1):
+        rows = table.get(blank[:n])
+        if rows is None:
+            continue
         hits = [
             Hit(row, bound, path[n:], part)
-            for template, row, part in table.get(blank[:n], ())
+            for template, row, part in rows
             if (bound := _bind(template, path)) is not None
         ]
         if hits:

@@ -1,0 +1,77 @@
+"""Why names found no place: one sentence that names both sides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .algorithms import Shape
+from .architectures import Architecture
+from .guess import architectures, described, seen, variants
+
+_BLOCK: Final = re.compile(r"(?:^|[._])(?:\w*?blocks|layers|h)[._](\d+)(?=[._])")
+
+PARTS: Final = {
+    "te": "the text encoder",
+    "te1": "the first text encoder",
+    "te2": "the second text encoder",
+    "te3": "the third text encoder",
+    "te4": "the fourth text encoder",
+    "vae": "the autoencoder",
+    "denoiser": "the denoiser",
+    "transformer_2": "the second transformer (low noise)",
+}
+
+
+def absence(absent: Sequence[str], held: Sequence[str]) -> str:
+    """Modules speak of networks that the base does not hold."""
+    missing, there = (" and ".join(PARTS.get(x, f"the {x}") for x in labels) for labels in (absent, held))
+    return f"some modules are for {missing}, the base holds only {there}"
+
+
+def likely_reason(
+    unmatched: Sequence[str],
+    modules: Mapping[str, Shape],
+    base: Architecture | None,
+    stored: Mapping[str, Shape],
+) -> str:
+    """The likely reason. `modules` are the adapter's, without prefixes; `stored` those of the base."""
+    return (
+        _other_model(modules, base, stored)
+        or _other_size(unmatched, stored)
+        or _tied(unmatched, stored)
+        or f"the base is {base.title if base else 'a model unknown to lora-merge'} and has no tensors of "
+        "these names; use the base the adapter was trained on"
+    )
+
+
+def _other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    theirs, ours = seen(modules), seen(stored)
+    found = architectures(theirs)
+    if base in found and base is not None:
+        found = [base] if variants(base, theirs) != variants(base, ours) else []
+    if not found:
+        return ""
+    is_a = described([base] if base else architectures(ours), ours)
+    return (
+        f"the adapter looks made for {described(found, theirs)}, the base is {is_a}; use the base it was "
+        "trained on"
+    )
+
+
+def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    theirs = max((int(n) for m in unmatched for n in _BLOCK.findall(m)), default=-1)
+    ours = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
+    if theirs <= ours or ours < 0:
+        return ""
+    return f"the adapter speaks of block {theirs}, the base ends with block {ours}: it is a smaller or pruned model"
+
+
+def _tied(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    if not all(m.endswith("lm_head") for m in unmatched) or not any("embed" in m or "wte" in m for m in stored):
+        return ""
+    return (
+        "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings); save the "
+        "base untied first"
+    )

@@ -1,0 +1,376 @@
+"""The tables against independent row maps, and the notation itself.
+
+Oracle: the checkpoint converters of diffusers. Every row of a native checkpoint carries its own number
+(key · 2²² + row), the converter moves the rows about, and where it puts them is compared with where the
+tables say they are, both ways. Shapes have their true rows; columns hold one number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_merge.algorithms import Shape
+from lora_merge.architectures import FOLDER, load, recognise, shipped
+from lora_merge.architectures.rows import BadRow, Table, parse
+from lora_merge.checkpoint import Index, TensorInfo
+from lora_merge.components import LOOSE
+from lora_merge.errors import InputError
+from lora_merge.names import Names, names
+from lora_merge.views import View
+
+HEADERS = Path(__file__).parent / "headers"
+ALL = sorted(f"{p.parent.name}/{p.name[: -len('.json.gz')]}" for p in HEADERS.glob("*/*.json.gz"))
+
+
+def header(name: str) -> dict[str, Shape]:
+    table = json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes()))
+    return {key: tuple(shape) for key, shape in table.items()}
+
+
+def index(shapes: Mapping[str, Shape]) -> Index:
+    infos = {k: TensorInfo(k, "BF16", s, Path("base.safetensors"), 0, 0) for k, s in shapes.items()}
+    return Index(Path("base.safetensors"), infos, {}, ())
+
+
+def parameter(found: Names, key: str) -> View | None:
+    module, _, leaf = key.rpartition(".")
+    return found.find(module, leaf) if module else found.find(key)
+
+
+# --- recognition ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if not n.startswith("single-file/")])
+def test_exactly_one_row_recognises_a_model(name: str) -> None:
+    shapes = header(name)
+    for prefix in LOOSE:
+        hits = recognise(lambda key, p=prefix: shapes.get(p + key), shipped())
+        if hits:
+            break
+    assert len(hits) == 1, [(a.title, layout) for a, layout in hits]
+    architecture, layout = hits[0]
+    folder = name.split("/")[0]
+    if (
+        architecture.tables.get("native")
+        and folder in ("native", "diffusers")
+        and name != "native/zimage-original"
+    ):
+        assert (layout == "diffusers") == (folder == "diffusers"), (architecture.title, layout)
+
+
+# --- rows against diffusers' converters ---------------------------------------------------------------
+
+UNET = {"layers_per_block": 2, "addition_embed_type": None}
+SDXL = {"layers_per_block": 2, "addition_embed_type": "text_time"}
+
+CONVERTERS = (
+    # native header             diffusers header         converter                        its arguments
+    ("native/sd15",             "diffusers/sd15",        "ldm_unet_checkpoint",           {"config": UNET}),
+    ("native/sd21",             "diffusers/sd21",        "ldm_unet_checkpoint",           {"config": UNET}),
+    ("native/sdxl",             "diffusers/sdxl",        "ldm_unet_checkpoint",           {"config": SDXL}),
+    ("native/sdxl-refiner",     "diffusers/sdxl-refiner", "ldm_unet_checkpoint",          {"config": SDXL}),
+    ("native/vae-sd",           "diffusers/vae-sd",      "ldm_vae_checkpoint",            {"config": {"down_block_types": "1234", "up_block_types": "1234"}}),
+    ("native/sd3",              "diffusers/sd3",         "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/sd35-medium",      "diffusers/sd35-medium", "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/sd35-large",       "diffusers/sd35-large",  "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/flux-dev",         "diffusers/flux-dev",    "flux_transformer_checkpoint_to_diffusers", {}),
+    ("native/flux2",            "diffusers/flux2",       "flux2_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/flux3",       "flux3_transformer_checkpoint_to_diffusers", {}),
+    ("native/chroma",           "diffusers/chroma",      "chroma_transformer_checkpoint_to_diffusers", {}),
+    ("native/auraflow",         "diffusers/aura-flow",   "auraflow_transformer_checkpoint_to_diffusers", {}),
+    ("native/lumina2",          "diffusers/lumina2",     "lumina2_to_diffusers",          {}),
+    ("native/zimage-fused",     "diffusers/zimage",      "z_image_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/sana",        "sana_transformer_to_diffusers", {}),
+    ("native/wan-t2v-1.3B",     "diffusers/wan-t2v-1.3B", "wan_transformer_to_diffusers", {}),
+    ("native/wan-i2v-14B",      "diffusers/wan-i2v-14B", "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
+    ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
+    ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/ltx2-video",  "ltx2_transformer_to_diffusers", {}),
+    ("native/mochi",            "diffusers/mochi",       "mochi_transformer_checkpoint_to_diffusers", {}),
+    ("native/cosmos2-2B",       "diffusers/cosmos2-2B",  "cosmos_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/krea2",       "krea2_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/mini-max-h3", "minimax_h3_transformer_checkpoint_to_diffusers", {"config": {}}),
+    ("",                        "diffusers/cascade-c",   "stable_cascade_unet_single_file_to_diffusers", {}),
+    ("native/openclip-bigg-text", "transformers/clip-bigg", "open_clip_checkpoint",       {}),
+)  # fmt: skip
+
+
+def native_of(diffusers: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The native header that our tables give for a diffusers one, where there is no independent one."""
+    from lora_merge.aliases import _spelled
+
+    found = names(index(diffusers))
+    part = found._parts[0]
+    assert part.architecture is not None
+    table = part.architecture.spellings["native"].settled(part.keys)
+    canonical = {key: part.dotted[key] for key in diffusers}
+    native = {key: view.shape for key, view in _spelled(canonical, [table])}
+    covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}
+    return native | {key: shape for key, shape in diffusers.items() if key not in covered}
+
+
+def tagged(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """A tensor per key: as many rows, one column, and in row r of key k the number k · 2²² + r."""
+    import torch
+
+    return {
+        key: (torch.arange(shape[0] if shape else 1) + (n << 22)).reshape(
+            -1, *[1] * (len(shape) - 1)
+        )
+        for n, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
+    from diffusers.loaders import single_file_utils
+
+    converter: Callable[..., dict[str, Any]] = getattr(single_file_utils, f"convert_{name}")
+    if name == "open_clip_checkpoint":
+        model = SimpleNamespace(config=SimpleNamespace(hidden_size=1280))
+        return converter(model, {f"x.{k}": v for k, v in tags.items()}, prefix="x.")
+    prefix = {
+        "ldm_unet_checkpoint": "model.diffusion_model.",
+        "ldm_vae_checkpoint": "first_stage_model.",
+    }.get(name, "")
+    return converter({prefix + k: v for k, v in tags.items()}, **arguments)
+
+
+def rows(view: View, tags: Mapping[str, Any]) -> Any:
+    import torch
+
+    return torch.cat([tags[p.key].flatten()[p.start : p.stop] for p in view.pieces])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("native", "diffusers", "converter", "arguments"),
+    CONVERTERS,
+    ids=[c[1].split("/")[1] for c in CONVERTERS],
+)
+def test_rows_are_where_diffusers_puts_them(
+    native: str, diffusers: str, converter: str, arguments: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    there = header(diffusers)
+    here = header(native) if native else native_of(there)
+    if (
+        converter == "sana_transformer_to_diffusers"
+    ):  # it insists on these two, which have no counterpart
+        here |= {"pos_embed": (1, 1024, 2240), "y_embedder.y_embedding": (300, 2304)}
+    tags = tagged(here)
+    moved = convert(converter, arguments, dict(tags))
+    on_native = names(index(here))
+    on_diffusers = names(
+        index(there | {k: (*v.shape[:1], *there[k][1:]) for k, v in moved.items() if k in there})
+    )
+    numbers = {key: n for n, key in enumerate(here)}
+    arrived = torch.cat([t.flatten() for t in moved.values()])
+    assert set(moved) <= set(there), sorted(set(moved) - set(there))[:5]
+    for key, rows_there in moved.items():
+        view = parameter(on_native, key)
+        assert view is not None, key
+        if not any(p.transposed for p in view.pieces) and rows_there.numel() == (
+            there[key][0] if there[key] else 1
+        ):
+            assert torch.equal(rows(view, tags), rows_there.flatten()), (key, view)
+    present = set((arrived >> 22).tolist())
+    for key in here:
+        if numbers[key] not in present or not here[key]:
+            continue  # not in the diffusers model: buffers, heads that are never run
+        view = parameter(on_diffusers, key)
+        assert view is not None, key
+        if not any(p.transposed for p in view.pieces):
+            assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
+
+
+# --- rows against transformers' conversion ------------------------------------------------------------
+
+
+def tiny(name: str) -> Any:
+    """A model of transformers whose in-memory names differ from those it stores."""
+    import transformers as t
+
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 32}  # fmt: skip
+    vit = {
+        k: small[k]
+        for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    }
+    moe = {"num_local_experts": 3, "num_experts_per_tok": 1}
+    made = {
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**small, **moe)),
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                **small, num_experts=3, moe_intermediate_size=8, head_dim=8, num_experts_per_tok=1
+            )
+        ),
+        "gpt_neox": lambda: t.GPTNeoXForCausalLM(
+            t.GPTNeoXConfig(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                vocab_size=32,
+            )
+        ),
+        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, image_size=8, patch_size=4)),
+        "clip": lambda: t.CLIPTextModel(
+            t.CLIPTextConfig(**vit, vocab_size=32, max_position_embeddings=8, projection_dim=16)
+        ),
+        "clip_projection": lambda: t.CLIPTextModelWithProjection(
+            t.CLIPTextConfig(**vit, vocab_size=32, max_position_embeddings=8, projection_dim=16)
+        ),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8)
+        ),
+        "phi3": lambda: t.Phi3ForCausalLM(t.Phi3Config(**small, pad_token_id=0)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small)),
+    }
+    return made[name]()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3_moe", "gpt_neox", "vit", "clip", "clip_projection", "gpt2", "phi3", "llama"],
+)
+def test_names_in_memory_are_where_transformers_stores_them(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    found = names(index({k: tuple(v.shape) for k, v in stored.items()}))
+    checked = 0
+    for key, value in model.named_parameters():
+        if key == "lm_head.weight" and name == "gpt2":
+            continue  # tied, not stored
+        view = parameter(found, f"base_model.model.{key}")
+        assert view is not None, key
+        parts = [stored[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.pieces]
+        there = torch.cat(
+            [part.T if p.transposed else part for part, p in zip(parts, view.pieces, strict=True)]
+        )
+        want = value.T if view.pieces[0].transposed else value
+        assert tuple(view.shape) == tuple(want.shape), key
+        assert torch.equal(there.reshape(want.shape), want), key
+        checked += view.pieces[0].transposed
+    assert bool(checked) == (name == "gpt2")
+
+
+# --- the notation -------------------------------------------------------------------------------------
+
+
+def expanded(name: str, canonical: str, **ranges: int) -> list[tuple[str, list[str]]]:
+    return [
+        (".".join(r.name), [".".join(p.path) for p in r.parts])
+        for r in parse(name, canonical, ranges)
+    ]
+
+
+def test_alternatives_and_arithmetic_are_worked_out() -> None:
+    assert expanded("a.(x|y).b", "c.(p.q|r)") == [("a.x.b", ["c.p.q"]), ("a.y.b", ["c.r"])]
+    assert expanded("in.{3*i+j+1}", "down.{i}.{j}", i=2, j=2) == [
+        ("in.1", ["down.0.0"]), ("in.2", ["down.0.1"]), ("in.4", ["down.1.0"]), ("in.5", ["down.1.1"]),
+    ]  # fmt: skip
+
+
+def test_parts_sizes_halves_and_signs() -> None:
+    (row,) = parse("a", "b.[q:H, k<, k>].w", {})
+    assert [(p.path, p.half, p.sized) for p in row.parts] == [
+        (("b", "q", "w"), None, True), (("b", "k", "w"), 0, False), (("b", "k", "w"), 1, False),
+    ]  # fmt: skip
+    (row,) = parse("a", "~b", {})
+    assert [p.half for p in row.parts] == [1, 0]
+    (row,) = parse("a", "^b", {})
+    assert row.parts[0].transposed
+    (row,) = parse("a.{i}", "b.{i}.{e}.c", {})
+    assert row.stack == "e"
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "why"),
+    [
+        ("a.(x|y)", "b.(x|y|z)", "differ in number"),
+        ("a.{i+1}", "b.{i}", "no range"),
+        ("a.{i/2}", "b.{i}", "arithmetic"),
+        ("a.{i}", "b", "braces differ"),
+        ("a.{i}", "b.{i}.{j}.{k}", "braces differ"),
+        ("a b", "c", "no path"),
+        ("a", "b.[x y]", "no path"),
+        ("a", "^b.[x, y]", "whole weight"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(name: str, canonical: str, why: str) -> None:
+    with pytest.raises(BadRow, match=why):
+        list(parse(name, canonical, {"i": 2} if "/" in name else {}))
+
+
+def test_the_longest_and_the_most_literal_row_wins() -> None:
+    rows = [
+        *parse("a.{i}", "x.{i}", {}),
+        *parse("a.{i}.q", "x.{i}.to_q", {}),
+        *parse("a.{last}.q", "x.{last}.last_q", {}),
+    ]
+    table = Table(rows).settled(["a.0.q.weight", "a.11.q.weight", "a.3.r.weight"])
+
+    def canonical(name: str) -> str:
+        hit = table.canonical(tuple(name.split(".")))
+        assert hit is not None
+        return ".".join((*hit.row.parts[0].path, *hit.tail))
+
+    assert canonical("a.2.r.weight") == "x.{i}.r.weight"
+    assert canonical("a.1.q.weight") == "x.{i}.to_q.weight"
+    assert canonical("a.11.q.weight") == "x.11.last_q.weight"
+    assert table.canonical(("b", "0")) is None
+
+
+@pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
+def test_shipped_files_are_sound(file: str) -> None:
+    from lora_merge.guess import parsed
+
+    architecture = load(FOLDER / f"{file}.yaml")
+    assert architecture.layouts
+    assert all(table.settled([]) for table in architecture.spellings.values())
+    assert set(architecture.layouts) <= {*architecture.tables, architecture.canonical}
+    for condition in (*architecture.adapter, *architecture.variants.values()):
+        parsed(condition)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("title: [", 2, "no YAML"),
+        ("layouts: {}", 1, "no title"),
+        ("title: A\nnative: {a: b}", 1, "neither a setting nor one of its layouts"),
+        ("title: A\nlayouts: {native: [a b c d]}", 2, "`no key`"),
+        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  a b: c", 5, "no path"),
+        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  x: z", 5, "twice"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {<<: nothing}", 3, "no architecture file"),
+        ("title: A\nranges: {i: many}", 2, "number"),
+        ("- title", 1, "mapping"),
+    ],
+)
+def test_a_bad_map_is_refused_with_its_line(text: str, line: int, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "map.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=why) as error:
+        load(file)
+    assert f"map.yaml, line {line}:" in error.value.where
+
+
+def test_a_missing_map_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        load(tmp_path / "nowhere.yaml")
