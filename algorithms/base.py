@@ -71,9 +71,9 @@ class Algorithm:
     check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
     """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where an
     index points outside or a stored flag contradicts the shapes, which `fit` cannot see."""
-    check_settings: Callable[[Mapping[str, Any]], None] | None = None
-    """(settings given by the adapter's configuration): raises DoesNotFit for those that cannot be
-    merged."""
+    check_settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
+    """(settings given by the adapter's configuration, fitted shapes, weight shape): raises
+    DoesNotFit for those that cannot be merged or do not belong to these shapes."""
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:

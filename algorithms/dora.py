@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["out", "in"]
 
-EPS: Final = (
-    2.0**-23
-)  # of float32; trainers add it to the norm, which matters for rows of zeros only
+EPS: Final = 2.0**-23  # of float32; trainers add it to the norm, which matters for rows of zeros only
 
 
 def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:

@@ -72,9 +72,7 @@ def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
     return {}
 
 
-FULL = Algorithm(
-    "full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate
-)
+FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate)
 SET = Algorithm("set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True)
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fit, full_rank_delta, "ai-toolkit",

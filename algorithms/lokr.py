@@ -43,9 +43,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     fitted, (l, m), _ = _factor("w1", shapes)  # noqa: E741
     second, (p, inner), kernel = _factor("w2", shapes)
     expect(
-        holds=len(target) > 1
-        and l * p == target[0]
-        and same_inputs((m * inner, *kernel), target[1:]),
+        holds=len(target) > 1 and l * p == target[0] and same_inputs((m * inner, *kernel), target[1:]),
         otherwise=f"w1 ⊗ w2 is {[l * p, m * inner, *kernel]}, the weight is {list(target)}",
     )
     return {**fitted, **second}
@@ -114,6 +112,4 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
     return (w1 * scale)[:, :, None, :, None], w2[:, None, :, None, :]
 
 
-LOKR = Algorithm(
-    "lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers, accumulate=accumulate
-)
+LOKR = Algorithm("lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers, accumulate=accumulate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,21 +35,21 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     out, cols = flat(target)
     (rows, rank), (stacked, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(
-        holds=rank > 0 and stacked % rank == 0 and stacked > rank and rows <= out and width == cols,
+        holds=0 < rank < stacked and stacked % rank == 0 and rows <= out and width == cols,
         otherwise=f"up {list(shapes['up'])}, down {list(shapes['down'])}, the weight {list(target)}",
     )
     return {"up": (rows, rank), "down": (stacked, cols)}
 
 
-def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
-    """α / r, with the r of one part."""
-    return {"scale": alpha / shapes["up"][1] if alpha else 1.0}
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """The parts are ranges of rows, in order."""
-    ends = [row for part in settings.get("parts", ()) for row in part]
-    expect(holds=ends == sorted(ends), otherwise=f"parts {settings.get('parts')} are not in order")
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
+    """The parts are ranges of rows, in order, and all that was trained."""
+    ends = [row for part in settings["parts"] for row in part]
+    trained, rank = sum(ends[1::2]) - sum(ends[::2]), shapes["up"][1]
+    expect(
+        holds=ends == sorted(ends) and (trained, len(ends) // 2 * rank) == (shapes["up"][0], shapes["down"][0])
+        and min(ends) >= 0 and ends[-1] <= target[0],
+        otherwise=f"parts {settings['parts']} for {dict(shapes)}, the weight is {list(target)}",
+    )  # fmt: skip
 
 
 def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
@@ -64,5 +64,5 @@ def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
 
 LORA_FUSED = Algorithm(
     "lora_fused", LoraFusedTensors, fit, delta, "litgpt",
-    numbers=numbers, check_settings=check_settings,
+    numbers=alpha_over("up", 1), check_settings=check_settings,
 )  # fmt: skip

@@ -119,6 +119,4 @@ DIAG_OFT = Algorithm(
     "diag_oft", OftTensors, fit, delta, "arXiv:2306.07280",
     numbers=limit, reads_base=True, decomposes=True,
 )  # fmt: skip
-OFT_DIAG = Algorithm(
-    "oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280", reads_base=True
-)
+OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280", reads_base=True)

@@ -48,9 +48,7 @@ def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
     """The remainder has the size of the weight and no index points beyond it."""
     out, cols = flat(target)
     size = [int(s) for s in _unwrapped(integers["size"])]
-    expect(
-        holds=size == [out, cols], otherwise=f"bias_size {size}, the weight {list(target)}"
-    )
+    expect(holds=size == [out, cols], otherwise=f"bias_size {size}, the weight {list(target)}")
     rows, columns = _unwrapped(integers["indices"])
     expect(
         holds=not rows.numel() or bool((rows < out).all() and (columns < cols).all()),

@@ -53,7 +53,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"p": (out, rank), "q": (rank, cols), "lambdas": (1, rank)}
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
     """Refuses a start that cannot be rebuilt."""
     expect(
         holds=bool(settings.get("use_data_init", True)),

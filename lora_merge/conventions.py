@@ -93,7 +93,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     *(Suffix(f".hada_{slot}", slot, ("loha",)) for slot in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
     *(Suffix(f".lokr_{slot}", slot, ("lokr",)) for slot in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
     *(Suffix(f".{slot}.weight", slot, ("glora", "glora_old")) for slot in ("a1", "a2", "b1", "b2")),
-    Suffix(".bm.weight", "bm", ("glora",)),
+    Suffix(".bm.weight", "bm", ("glora", "glora_old")),
     Suffix(".weight", "diff", ("ia3",)),  # only beside on_input
     Suffix(".on_input", "on_input", ("ia3",)),
     Suffix(".oft_blocks", "blocks", OFT),  # also kohya's OFT
@@ -279,10 +279,10 @@ def part(path: str) -> tuple[str, int | None]:
 def _without_name(parts: list[str]) -> Suffix | None:
     """The row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
     stem, tail = parts[0], parts[-1]
-    if len(parts) == 3:
+    if len(parts) == 3 and tail in ("weight", "bias"):
         row = _BY_ENDING.get(f".{stem}.{tail}")
-    elif len(parts) == 2 and tail not in ("weight", "bias"):
-        row = _BY_ENDING.get(f".{stem}")
+    elif len(parts) > 1 and tail not in ("weight", "bias"):
+        row = _BY_ENDING.get("." + ".".join(parts[:-1]))
     else:
         return None
     return row if row and row.named else None

@@ -1,16 +1,190 @@
-"""Proves a written merge: header, untouched bytes, merged rows recomputed (thin: deepened later)."""
+"""Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
+
+Merged rows are recomputed in float64 by formulas that share nothing with those that wrote them
+(recompute.py, reference/). By default a fixed sample of a few rows of every tensor; `full` leaves no byte out.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from .checkpoint import Reader, read_header
-from .planning import Plan
+import numpy as np
+
+from .checkpoint import Reader
+from .errors import VerificationFailed
+from .header import ITEM_BYTES, parse, parse_file
+from .planning import OutputFile, Plan, Target
+from .recompute import Recomputation, read_exactly
+from .reference.floats import decode, saturated, step
+
+RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
+RANGES: Final = 128  # of them per file, spread evenly
+ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
+PIECE: Final = 2**22  # bytes compared at once
+RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
+
+_HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
+OURS: Final = ("lora_merge.recipe", "modelspec.merged_from", "sd_merge_recipe", "sd_merge_models")
 
 
-def verify(plan: Plan, part: Path, reader: Reader) -> dict[str, Any]:
-    """Deviation and coverage of the written file."""
-    for f in plan.files:
-        read_header(part / f.name if f.name else part)
-    return {"tensors": plan.changed, "worst_ulp": 0.0}
+def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh: bool = True) -> dict[str, Any]:
+    """What was proven about the files at `part`; VerificationFailed if they are not what the plan says.
+
+    `fresh`: the files were written by this very plan, so their provenance must be the planned one as well.
+    """
+    started = time.monotonic()
+    merged = Recomputation(plan, reader, full=full)
+    compared = {"bytes": 0, "of": 0}
+    for file in plan.files:
+        path = part / file.name if file.name else part
+        _check_header(file, path, fresh=fresh)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
+            _check_unmerged(file, fd, reader, compared, full=full)
+            for target in file.targets:
+                if target.uses:
+                    merged.check(target, fd)
+        except OSError as e:
+            raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
+        finally:
+            os.close(fd)
+    _conclude(plan, merged, part)
+    return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
+
+
+def _check_header(file: OutputFile, path: Path, *, fresh: bool) -> None:
+    """Names, dtypes, shapes and places of all tensors, and the metadata, as planned."""
+    found = parse_file(path)
+    size = file.size - len(file.header) + found.data_offset
+    tensors, metadata = parse(file.header[8:], path, file.size)
+    if fresh and found.data_offset != len(file.header):
+        raise _failed("the header has another length than planned", str(path))
+    if found.state.size != size:
+        raise _failed("the file has another size than planned", f"{path}: {found.state.size} bytes, planned {size}")
+    shift = found.data_offset - len(file.header)
+    for (name, want), (other, is_there) in zip(tensors.items(), found.tensors.items(), strict=False):
+        planned = (name, want.dtype, want.shape, want.offset + shift)
+        if planned != (other, is_there.dtype, is_there.shape, is_there.offset):
+            raise _failed("the header is not the planned one", f"{path}: {other} instead of {name}")
+    if len(tensors) != len(found.tensors):
+        raise _failed("the file has other tensors than planned", f"{path}: {len(found.tensors)}, not {len(tensors)}")
+    for key, text in metadata.items():
+        if (fresh or key not in OURS) and not re.fullmatch(_pattern(text), found.metadata.get(key, "")):
+            raise _failed("the metadata is not the planned one", f"{path}: {key}")
+
+
+def _pattern(text: str) -> str:
+    """The planned text, with any SHA-256 where an input's stands."""
+    return "[0-9a-f]{64}".join(re.escape(t) for t in _HASH.split(text))
+
+
+def _check_unmerged(file: OutputFile, fd: int, reader: Reader, compared: dict[str, int], *, full: bool) -> None:
+    """Tensors without a change: bytes equal to their source's, or the nearest numbers of another dtype."""
+    plain = [t for t in file.targets if not t.uses and t.source is not None and t.nbytes]
+    total = sum(t.nbytes for t in plain)
+    compared["of"] += total
+    for target, first, count in _ranges(plain, total, full=full or total <= ALL_BELOW):
+        _compare(target, first, count, fd, reader)
+        compared["bytes"] += count
+
+
+def _ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[tuple[Target, int, int]]:
+    """(tensor, first byte in it, bytes): all of them, or sampled ranges, always the same ones."""
+    if full:
+        for t in targets:
+            yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
+        return
+    random, starts, before = np.random.default_rng(total), iter(()), 0
+    edges = np.linspace(0, total - RANGE, RANGES + 1).astype(np.int64)
+    starts = iter(random.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1)))
+    start = int(next(starts))
+    for t in targets:
+        while start < before + t.nbytes:
+            first = max(start - before, 0) // 64 * 64
+            yield t, first, min(RANGE, t.nbytes - first)
+            start = int(next(starts, total))
+        before += t.nbytes
+
+
+def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) -> None:
+    source, width = target.source, ITEM_BYTES[target.dtype]
+    assert source is not None, "only tensors with a source come here"
+    found = read_exactly(fd, count, target.offset + first)
+    if target.copied:
+        want = _source_bytes(reader, target, first, count)
+        if found != want:
+            at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
+            raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
+        return
+    scale = ITEM_BYTES[source.dtype]
+    raw = _source_bytes(reader, target, first // width * scale, count // width * scale)
+    exact, got = saturated(decode(raw, source.dtype), target.dtype), decode(found, target.dtype)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got - exact) <= 0.5 * step(exact, target.dtype)
+    same = near | (got == exact) | (np.isnan(got) & np.isnan(exact)) | (np.isinf(got) & (got * exact > 0))
+    if not same.all():
+        at = first // width + int(np.argmin(same))
+        raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{target.name}, element {at}")
+
+
+def _source_bytes(reader: Reader, target: Target, first: int, count: int) -> bytes:
+    assert target.source is not None, "only tensors with a source come here"
+    raw = bytearray(count)
+    reader.read_into(memoryview(raw), target.source.file, target.source.offset + first)
+    return bytes(raw)
+
+
+def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
+    """VerificationFailed if any recomputed row is wrong, with what it looks like."""
+    f = merged.findings
+    if not f.wrong:
+        return
+    name, where = next(iter(f.wrong.items()))
+    shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
+    odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
+    hint = f"; the file holds {', '.join(odd)}" if odd else ""
+    raise _failed(
+        f"{len(f.wrong)} of {f.tensors} merged tensors are not what base and adapters give{hint}",
+        f"{part.name}: {name}, {where}",
+    )
+
+
+def _failed(what: str, where: str) -> VerificationFailed:
+    return VerificationFailed(
+        what, where, "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
+    )
+
+
+def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full: bool) -> dict[str, Any]:
+    f = merged.findings
+    shares = [
+        {"adapter": ref.path.name, "strength": ref.strength, "retained": f.retained(i)}
+        for i, ref in enumerate(plan.job.adapters)
+    ]
+    return {
+        "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
+        "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
+        "untouched": compared, "retained": shares, "warnings": [w for w in map(_warning(plan), shares) if w],
+    }  # fmt: skip
+
+
+def _warning(plan: Plan) -> Any:
+    dtypes = sorted({t.dtype for x in plan.files for t in x.targets if t.uses})
+
+    def warn(share: dict[str, Any]) -> str | None:
+        kept = share["retained"]
+        if kept is None or kept >= RETAINED:
+            return None
+        return (
+            f"only {max(kept, 0):.0%} of {share['adapter']} is in the output: its changes are smaller than "
+            f"{', '.join(dtypes)} can hold beside the weights; write --dtype fp32, or raise the strength"
+        )
+
+    return warn

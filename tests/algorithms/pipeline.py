@@ -45,7 +45,7 @@ def stack(
     if missing:
         raise DoesNotFit(f"settings {missing} are missing")
     if row.check_settings:
-        row.check_settings(given)
+        row.check_settings(given, shapes, target)
     for _, stored in layers:
         if row.check:
             row.check({s: stored[s].long() for s in row.integer_slots & stored.keys()}, shapes, target)
@@ -72,9 +72,7 @@ def candidates(slots: Mapping[str, Any], algorithms: Sequence[str]) -> list[str]
     ]
 
 
-def merge_module(
-    adapter: Mapping[str, Tensor], target: Tensor, parameter: str = "weight", **settings: Any
-) -> Tensor:
+def merge_module(adapter: Mapping[str, Tensor], target: Tensor, parameter: str = "weight", **settings: Any) -> Tensor:
     """W' of one parameter in its own dtype, from the adapter's keys of one module, as saved."""
     slots: dict[str, Tensor] = {}
     shared: dict[str, tuple[str, Tensor]] = {}

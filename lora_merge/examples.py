@@ -1,0 +1,136 @@
+"""One small module for every row of ALGORITHMS: what `doctor` computes on each device, and tests everywhere."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from .algorithms import ALGORITHMS, Shape
+from .reference import Given
+from .reference.floats import Array
+
+OUT, IN, RANK = 12, 16, 2
+LINEAR: Final = (OUT, IN)
+CONV: Final = (OUT, 4, 3, 3)
+EXPERTS: Final = (3, 8, 6)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Fitted shapes of the slots (numbers where they are indices), and a weight they fit."""
+
+    slots: Mapping[str, Any]  # slot → shape, or a list of integers
+    shape: Shape = LINEAR
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PAIR: Final = {"up": (OUT, RANK), "down": (RANK, IN)}
+_SCALE: Final = {"scale": 0.75}
+_LIMIT: Final = {"limit": 0.5}
+
+EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
+    "lora": Example({"up": (OUT, RANK), "down": (RANK, 4), "mid": (RANK, RANK, 9)}, CONV, _SCALE),
+    "lora_sparse": Example({**_PAIR, "indices": [[1, 0, 11], [3, 15, 2]], "values": (3,), "size": [OUT, IN]},
+                           numbers=_SCALE),
+    "lora_fused": Example({"up": (8, RANK), "down": (2 * RANK, IN)}, numbers=_SCALE,
+                          settings={"parts": ((0, 3), (7, 12))}),
+    "lora_transposed": Example({"up": (RANK, OUT), "down": (IN, RANK)}, settings={"lora_alpha": 3.0}),
+    "lora_bias": Example({"diff": (OUT, 1)}, (OUT,), _SCALE),
+    "lora_embedding": Example({"up": (IN, RANK), "down": (RANK, OUT)}, numbers=_SCALE),
+    "lora_experts": Example({"up": (8, RANK, 3), "down": (3, RANK, 6)}, EXPERTS, _SCALE),
+    "lora_experts_transposed": Example({"up": (1, 6, RANK, 3), "down": (3, RANK, 8)}, EXPERTS, _SCALE),
+    "bdlora": Example({"up": (OUT, 2, 2), "down": (2, 2, 8)}, numbers=_SCALE),
+    "pissa": Example(_PAIR, numbers=_SCALE),
+    "olora": Example(_PAIR, numbers=_SCALE),
+    "kasa": Example({**_PAIR, "values": (RANK, 1)}, numbers=_SCALE),
+    "loha": Example({"w1_a": (RANK, OUT), "w1_b": (RANK, 4), "w2_a": (RANK, OUT), "w2_b": (RANK, 4),
+                     "t1": (RANK, RANK, 9), "t2": (RANK, RANK, 9)}, CONV, _SCALE),
+    "lokr": Example({"w1": (3, 2), "w2_a": (RANK, 4), "w2_b": (RANK, 2), "t2": (RANK, RANK, 9)}, CONV,
+                    {"scale": 0.75, "rs_scale": 1.5}),
+    "glora": Example({"a1": (4, RANK), "a2": (RANK, 4), "b1": (OUT, RANK), "b2": (RANK, 36)}, CONV, _SCALE),
+    "glora_old": Example({"a1": (RANK, IN), "a2": (IN, RANK), "b1": (RANK, IN), "b2": (OUT, RANK)}, numbers=_SCALE),
+    "tlora": Example({"p": (OUT, RANK), "q": (RANK, IN), "lambdas": (1, RANK)}, numbers=_SCALE,
+                     settings={"algo": "tlora"}),
+    "full": Example({"diff": LINEAR}),
+    "full_rank": Example({"down": LINEAR}),
+    "set": Example({"diff": LINEAR}),
+    "ia3": Example({"diff": (4,), "on_input": [[1]]}, CONV),
+    "diag_oft": Example({"blocks": (3, 4, 4), "rescale": (OUT, 1)}, numbers=_LIMIT),
+    "oft_diag": Example({"blocks": (3, 4, 4)}),
+    "boft": Example({"blocks": (2, 6, 2, 2), "rescale": (OUT, 1)}, numbers=_LIMIT),
+    "onetrainer_oft": Example({"skew": (4, 6), "scaled": (1,)}),
+    "onetrainer_oft_conv": Example({"skew": (9, 6)}, CONV),
+    "adalora": Example({**_PAIR, "values": (RANK, 1)}, numbers=_SCALE),
+    "peft_ia3_out": Example({"factor": (OUT, 1)}),
+    "peft_ia3_in": Example({"factor": (2, 4)}, CONV),
+    "peft_oft": Example({"skew": (4, 6)}, settings={"limit": 0.5}),
+    "peft_oft_embedding": Example({"skew": (1, 6)}, settings={"terms": 0}),
+    "peft_oft2": Example({"blocks": (4, 4, 4), "rows": (OUT, 1)}),
+    "peft_oft1": Example({"blocks": (3, 5, 5)}),
+    "peft_boft": Example({"blocks": (2, 4, 4, 4), "rows": (OUT, 1)}),
+    "vera": Example({"out_scale": (OUT, 1), "rank_scale": (RANK, 1)},
+                    settings={"rank": RANK, "widest": (20, 24), "seed": 7}),
+    "pvera": Example({"out_scale": (OUT, 1), "rank_scale": (2 * RANK, 1)},
+                     settings={"rank": RANK, "widest": (20, 24), "seed": 7}),
+    "randlora": Example({"rank_scale": (4, 3), "side_scale": (3, OUT), "down": (4, 1, OUT), "up": (20, 4, 4)},
+                        numbers=_SCALE),
+    "fourierft": Example({"spectrum": (9,)}, numbers={"scale": 150.0}, settings={"count": 9, "seed": 777}),
+    "hra": Example({"vectors": (IN, RANK)}),
+    "miss": Example({"block": (5, OUT)}),
+    "miss_mini": Example({"block": (4, 3)}),
+    "miss_bat": Example({"block": (3, 4, 4)}),
+    "shira": Example({"values": (3,), "places": [[1, 11, 1], [0, 15, 0]]}),
+    "c3a": Example({"kernel": (3, 4, 4)}),
+    "road": Example({"theta": (OUT * 2,), "stretch": (OUT * 2,)}, settings={"group": 4}),
+    "delora": Example({**_PAIR, "length": (1, 1), "norms": (1, IN)}),
+    "gralora": Example({"inputs": (2, 8, 2, 1), "outputs": (2, 2, 1, 6), **_PAIR}, numbers=_SCALE),
+    "hira": Example(_PAIR),
+    "hira_embedding": Example({"up": (IN, RANK), "down": (RANK, OUT)}),
+    "vblora": Example({"down": (RANK, 4, 6), "up": (3, RANK, 6), "bank": (6, 4)}),
+    "vblora_top": Example({"down_choice": np.arange(16).reshape(RANK, 4, 2) % 6, "down_weight": (RANK, 4, 1),
+                           "up_choice": np.arange(12).reshape(3, RANK, 2) % 5, "up_weight": (3, RANK, 1),
+                           "bank": (6, 4)}),
+    "deft": Example({"subspace": (OUT, RANK), "content": (RANK, IN)}, numbers=_SCALE),
+    "supertuning": Example({"values": (3,), "places": [0, 17, 191], **_PAIR}, numbers=_SCALE),
+    "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
+})  # fmt: skip
+
+
+def tensors(name: str, example: Example) -> dict[str, Array]:
+    """Random numbers (always the same) in the shapes of the slots; indices as they are."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    found: dict[str, Array] = {}
+    for slot, what in example.slots.items():
+        found[slot] = random.standard_normal(what) * 0.3 if isinstance(what, tuple) else np.asarray(what, np.int64)
+    return found
+
+
+def weight(example: Example) -> Array:
+    """A weight of the example's shape, flattened: [out, cols]."""
+    return np.random.default_rng(5).standard_normal((example.shape[0], int(np.prod(example.shape[1:]))))
+
+
+def given(name: str, example: Example, base: Array, rows: Array | None = None) -> Given:
+    """The example as the reference formulas take it, for some rows of ΔW or all."""
+    row, stored = ALGORITHMS[name], tensors(name, example)
+    if row.derive is not None:
+        stored |= {slot: np.asarray(value) for slot, value in row.derive(example.shape, example.settings).items()}
+
+    def read(slot: str, entries: Array | None) -> Array:
+        value = stored[slot]
+        value = value if slot in row.integer_slots else value.astype(np.float64)
+        return value if entries is None else value[entries]
+
+    settings = {**row.settings, **example.settings}
+    chosen = np.arange(len(base)) if rows is None else rows
+
+    def weights(entries: Array | None) -> Array:
+        return base if entries is None else base[entries]
+
+    return Given(read, weights, frozenset(stored), example.numbers, settings, example.shape, chosen)

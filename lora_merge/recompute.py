@@ -1,0 +1,286 @@
+"""Merged rows of a finished file against the reference formulas, in float64: nothing of the production kernels."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from .algorithms import ALGORITHMS, Shape
+from .checkpoint import Reader
+from .header import ITEM_BYTES, TensorInfo
+from .matching import Patch, Use
+from .planning import Plan, Target, rows_of
+from .reference import REFERENCE, Given
+from .reference.floats import PRECISION, Array, decode, saturated, step
+
+ROWS: Final = 2  # sampled per tensor, more where rows are short
+ELEMENTS: Final = 256  # sampled per tensor at least
+EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
+CHUNK: Final = 2**21  # elements recomputed at once where all rows are
+DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
+
+ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
+"""How far a sum in the compute dtype may be from the exact one, as a share of its largest term."""
+
+
+@dataclass
+class Findings:
+    """What the recomputation of some rows showed."""
+
+    tensors: int = 0
+    rows: int = 0
+    elements: int = 0
+    worst: float = 0.0  # units in the last place of the output dtype
+    worst_tensor: str = ""
+    wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
+    applied: dict[int, float] = field(default_factory=dict)  # adapter → Σ ⟨applied, intended⟩
+    intended: dict[int, float] = field(default_factory=dict)  # adapter → Σ ‖intended‖²
+
+    def retained(self, adapter: int) -> float | None:
+        """The share of an adapter's change that is in the file; None where nothing of it was looked at."""
+        return self.applied[adapter] / self.intended[adapter] if self.intended.get(adapter) else None
+
+
+@dataclass
+class Exact:
+    """Rows as they must be, in float64."""
+
+    value: Array
+    terms: Array  # |W| and every |s ΔW|, whichever is largest
+    loss: float = 1.0  # Reference.loss of the worst formula
+    changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
+
+    @property
+    def largest(self) -> Array:
+        """Per row, the largest finite term: [rows, 1]."""
+        finite = np.where(np.isfinite(self.terms), self.terms, 0.0)
+        return np.max(finite, axis=1, initial=0.0, keepdims=True)
+
+
+class Stored:
+    """Entries of stored tensors in float64, from the inputs."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __call__(self, info: TensorInfo, shape: Shape, entries: Array | None = None) -> Array:
+        """The tensor seen in `shape`, or these entries of its first axis."""
+        if entries is None:
+            return decode(self._bytes(info, 0, info.nbytes), info.dtype).reshape(shape)
+        width = info.nbytes // max(shape[0], 1)
+        raw = b"".join(self._bytes(info, first * width, count * width) for first, count in runs(entries))
+        return decode(raw, info.dtype).reshape(len(entries), *shape[1:])
+
+    def _bytes(self, info: TensorInfo, start: int, count: int) -> bytearray:
+        raw = bytearray(count)
+        if count:
+            self._reader.read_into(memoryview(raw), info.file, info.offset + start)
+        return raw
+
+
+def runs(entries: Array) -> Iterator[tuple[int, int]]:
+    """(first, count) of consecutive entries, in order."""
+    cuts = np.flatnonzero(np.diff(entries) != 1) + 1
+    for part in np.split(entries, cuts):
+        if len(part):
+            yield int(part[0]), len(part)
+
+
+class Recomputation:
+    """All that is recomputed for one output."""
+
+    def __init__(self, plan: Plan, reader: Reader, *, full: bool) -> None:
+        self.plan, self.full = plan, full
+        self.stored = Stored(reader)
+        self.rounding = ROUNDING[plan.job.compute_dtype]
+        self.findings = Findings()
+        targets = [t for f in plan.files for t in f.targets]
+        costly = sorted((t.name for t in targets if self._costly(t)), key=_shuffled)
+        self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
+        self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
+
+    def _costly(self, target: Target) -> bool:
+        return any(_whole(u) for u in target.uses)
+
+    def check(self, target: Target, fd: int) -> None:
+        """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
+        if target.name in self.left_out:
+            return
+        rows, cols = rows_of(target)
+        chosen = np.arange(rows) if self.full else sample(target, rows, cols)
+        size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
+        self.findings.tensors += 1
+        for first in range(0, len(chosen), size):
+            part = chosen[first : first + size]
+            found, exact = self._output(target, fd, part, cols), self._exact(target, part, cols)
+            self._judge(target, part, found, exact)
+            self._retention(found, exact, rows / len(chosen))
+
+    def _exact(self, target: Target, rows: Array, cols: int) -> Exact:
+        """What these rows must be before they are rounded."""
+        base = self._base(target, rows, cols)
+        exact = Exact(base.copy(), np.abs(base))
+        for use in target.uses:
+            inside = (rows >= use.piece.start) & (rows < use.piece.stop)
+            if not inside.any():
+                continue
+            change = np.zeros_like(base)
+            change[inside] = use.strength * self._change(use, rows[inside])
+            number = use.patch.adapter
+            exact.value += change
+            exact.terms = np.maximum(exact.terms, np.abs(change))
+            exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
+            exact.loss = max(exact.loss, REFERENCE[use.patch.algorithm].loss)
+        return exact
+
+    def _judge(self, target: Target, rows: Array, found: Array, exact: Exact) -> None:
+        """Count what is further from the exact value than rounding explains.
+
+        Units are those of the value itself where the output is coarser than the sum, as 16 bits are behind
+        fp32; else those of the largest term of its row, which is what the sum's own rounding depends on.
+        """
+        value, largest = saturated(exact.value, target.dtype), exact.largest
+        units = step(value, target.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.abs(found - value)
+        error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
+        bad = ~(error <= 0.5000001 * units + exact.loss * self.rounding * largest)
+        coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
+        worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
+        f = self.findings
+        f.rows, f.elements = f.rows + len(rows), f.elements + found.size
+        if not worst <= f.worst:
+            f.worst, f.worst_tensor = worst, target.name
+        if bad.any():
+            row, col = np.argwhere(bad)[0]
+            f.wrong.setdefault(
+                target.name,
+                f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
+                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away",
+            )
+
+    def _retention(self, found: Array, exact: Exact, weight: float) -> None:
+        """Add to each adapter's ⟨applied, intended⟩ and ‖intended‖², the other adapters' changes taken as they are."""
+        f, rest = self.findings, found - exact.value
+        rest[~np.isfinite(rest)] = 0.0
+        for number, change in exact.changes.items():
+            f.applied[number] = f.applied.get(number, 0.0) + weight * float(np.sum((rest + change) * change))
+            f.intended[number] = f.intended.get(number, 0.0) + weight * float(np.sum(change * change))
+
+    def _output(self, target: Target, fd: int, rows: Array, cols: int) -> Array:
+        """Rows of the written tensor."""
+        width = cols * ITEM_BYTES[target.dtype]
+        raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
+        return decode(raw, target.dtype).reshape(len(rows), cols)
+
+    def _base(self, target: Target, rows: Array, cols: int) -> Array:
+        """Rows of the base tensor; zeros around it where the output is larger, or where there is none."""
+        source = target.source
+        if source is None:
+            return np.zeros((len(rows), cols))
+        if source.shape == target.shape:
+            return self.stored(source, (source.nbytes // max(1, cols * ITEM_BYTES[source.dtype]), cols), rows)
+        padded = np.zeros(target.shape)
+        padded[tuple(slice(0, d) for d in source.shape)] = self.stored(source, source.shape)
+        return padded.reshape(-1, cols)[rows]
+
+    def _change(self, use: Use, rows: Array) -> Array:
+        """ΔW at strength 1 for rows of the stored tensor, in its own orientation."""
+        if use.piece.transposed:
+            seen = np.arange(use.start, use.start + use.piece.rows)
+            return self._delta(use.patch, seen).T[rows - use.piece.start]
+        return self._delta(use.patch, rows - use.piece.start + use.start)
+
+    def _delta(self, patch: Patch, rows: Array) -> Array:
+        """ΔW for rows of the weight as the adapter saw it."""
+        if patch.magnitude is None:
+            return REFERENCE[patch.algorithm].formula(self._given(patch, rows))
+        axis, shape = patch.magnitude
+        magnitude = self.stored(patch.module.shared["magnitude"], shape)
+        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])))
+        v = g.w + REFERENCE[patch.algorithm].formula(g)
+        if axis == "out":
+            norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
+            return np.asarray(v * (magnitude[rows] / np.maximum(norm, DORA_FLOOR)) - g.w)
+        blocks = v.reshape(len(v), shape[1], -1)
+        norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
+        turned = blocks * (magnitude.reshape(norm.shape) / np.maximum(norm, DORA_FLOOR))
+        return np.asarray((turned.reshape(v.shape) - g.w)[rows])
+
+    def _given(self, patch: Patch, rows: Array) -> Given:
+        row = ALGORITHMS[patch.algorithm]
+        settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
+        derived = row.derive(patch.view.shape, dict(patch.settings)) if row.derive else {}
+
+        def read(slot: str, entries: Array | None) -> Array:
+            if slot in derived:
+                whole = np.asarray(derived[slot])
+                whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
+                return whole if entries is None else whole[entries]
+            return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
+
+        slots = frozenset(patch.module.slots) | frozenset(derived)
+        base = partial(self._view, patch)
+        return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows)
+
+    def _view(self, patch: Patch, rows: Array | None) -> Array:
+        """Rows of the weight as the adapter saw it, gathered from its pieces."""
+        parts, at = [], 0
+        for piece in patch.view.pieces:
+            inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
+            at += piece.rows
+            if not len(inside):
+                continue
+            info, width = self.plan.base.tensors.get(piece.key), piece.cols
+            if info is None:
+                parts.append(np.zeros((len(inside), width)))
+                continue
+            shape = (prod(info.shape) // max(width, 1), width)
+            if piece.transposed:
+                parts.append(self.stored(info, shape, np.arange(piece.start, piece.stop)).T[inside])
+            else:
+                parts.append(self.stored(info, shape, piece.start + inside))
+        found = np.concatenate(parts)
+        if rows is not None and np.any(np.diff(rows) < 0):
+            found = found[np.argsort(np.argsort(rows))]
+        return found
+
+
+def _whole(use: Use) -> bool:
+    """Whether one row of the formula costs as much as all of them."""
+    magnitude = use.patch.magnitude
+    row = REFERENCE.get(use.patch.algorithm)
+    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
+
+
+def _shuffled(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def sample(target: Target, rows: int, cols: int) -> Array:
+    """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
+    random = np.random.default_rng(_shuffled(target.name))
+    count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
+    edges = np.linspace(0, rows, count + 1).astype(np.int64)
+    chosen = random.integers(edges[:-1], edges[1:])
+    parts = [random.integers(u.piece.start, u.piece.stop) for u in target.uses if u.piece.stop > u.piece.start]
+    return np.unique(np.concatenate([chosen, np.array(parts, dtype=np.int64)]))
+
+
+def read_exactly(fd: int, count: int, offset: int) -> bytes:
+    """Bytes of an open file; fewer only at its end."""
+    parts = []
+    while count:
+        part = os.pread(fd, min(count, 1 << 26), offset)
+        if not part:
+            break
+        parts.append(part)
+        offset, count = offset + len(part), count - len(part)
+    return b"".join(parts)

@@ -1,0 +1,66 @@
+"""What a reference formula may look at: one module's tensors, its numbers, and the weight it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """One module on one weight. Everything is float64 (indices int64), read when it is asked for."""
+
+    read: Callable[[str, Array | None], Array]  # (slot, entries of axis 0 or all) → the stored tensor
+    base: Callable[[Array | None], Array]  # rows of the weight, or all: [rows, cols]
+    slots: frozenset[str]
+    numbers: Mapping[str, float]  # scale, limit …, as the plan resolved them
+    settings: Mapping[str, Any]
+    shape: tuple[int, ...]  # of the weight
+    rows: Array  # of ΔW that are asked for
+
+    def __getitem__(self, slot: str) -> Array:
+        """A whole stored tensor."""
+        return self.read(slot, None)
+
+    def some(self, slot: str) -> Array:
+        """The asked-for rows of a stored tensor that has one entry per row of the weight."""
+        return self.read(slot, self.rows)
+
+    @property
+    def w(self) -> Array:
+        """The asked-for rows of the weight, [rows, cols]."""
+        return self.base(self.rows)
+
+    @property
+    def all_w(self) -> Array:
+        """The whole weight, [out, cols]."""
+        return self.base(None)
+
+    @property
+    def out(self) -> int:
+        """Rows of the weight."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def cols(self) -> int:
+        """Columns of the flattened weight."""
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+Formula: TypeAlias = Callable[[Given], Array]
+"""ΔW at strength 1 for the rows that are asked for, [rows, cols]."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A formula and what it costs."""
+
+    formula: Formula
+    whole: bool = False  # whether a row costs as much as the whole tensor
+    loss: float = 1.0  # how many times more rounding the production formula may show (factorisations)

@@ -1,0 +1,217 @@
+"""Reference formulas of the kohya, LyCORIS and OneTrainer families, one row of ΔW at a time where that is possible.
+
+Slow, plain and in float64; the papers are named in `algorithms/`, whose code is not used here.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from .given import Array, Given, Reference
+
+
+def _mixed(g: Given, core: str, inner: str) -> Array:
+    """The inner factor behind a Tucker core: Σ_j core[i, j, k] inner[j, c] as [i, c·k]; without a core as it is."""
+    if core not in g.slots:
+        return g[inner]
+    joined = np.einsum("ijk,jc->ick", g[core], g[inner])
+    return joined.reshape(joined.shape[0], -1)
+
+
+def lora(g: Given) -> Array:
+    """α / r · up · down."""
+    return g.numbers["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
+
+
+def lora_sparse(g: Given) -> Array:
+    """The same plus a sparse matrix; coordinates beyond int16 have wrapped."""
+    where = g["indices"].reshape(2, -1)
+    where = np.where(where < 0, where + 2**16, where)
+    dense = np.zeros((g.out, g.cols))
+    np.add.at(dense, (where[0], where[1]), g["values"].reshape(-1))
+    return lora(g) + g.numbers["scale"] * dense[g.rows]
+
+
+def lora_fused(g: Given) -> Array:
+    """One small LoRA per part of the rows."""
+    up, down = g["up"], g["down"]
+    rank, result, done = up.shape[1], np.zeros((g.out, g.cols)), 0
+    for i, (first, end) in enumerate(g.settings["parts"]):
+        height = end - first
+        result[first:end] = up[done : done + height] @ down[i * rank :][:rank]
+        done += height
+    return g.numbers["scale"] * result[g.rows]
+
+
+def lora_transposed(g: Given) -> Array:
+    """(A B)ᵀ with A (in, r) and B (r, out)."""
+    a, b = g["down"], g["up"]
+    scale = g.settings["lora_alpha"] / (a.shape[1] if g.settings.get("over_rank", True) else 1)
+    return scale * (a @ b[:, g.rows]).T
+
+
+def loha(g: Given) -> Array:
+    """Two low-rank matrices multiplied element by element."""
+    halves = []
+    for i in "12":
+        outer = g[f"w{i}_a"][:, g.rows].T if f"t{i}" in g.slots else g.some(f"w{i}_a")
+        halves.append(outer @ _mixed(g, f"t{i}", f"w{i}_b"))
+    return g.numbers["scale"] * halves[0] * halves[1]
+
+
+def lokr(g: Given) -> Array:
+    """Row i of w1 ⊗ w2 is row i div p of w1 times row i mod p of w2, p being the height of w2."""
+    w1 = g["w1"] if "w1" in g.slots else g["w1_a"] @ g["w1_b"]
+    outer = "w2" if "w2" in g.slots else "w2_a"
+    w2 = g[outer].T if "t2" in g.slots else g[outer]
+    w2 = w2 if "w2" in g.slots else w2 @ _mixed(g, "t2", "w2_b")
+    scale = g.numbers["rs_scale" if g.settings.get("rs_lora") else "scale"]
+    upper, lower = np.divmod(g.rows, len(w2))
+    return scale * (w1[upper][:, :, None] * w2[lower][:, None, :]).reshape(len(g.rows), g.cols)
+
+
+def _glora(g: Given, a_first: Array, a_second: Array, added: Array) -> Array:
+    """c · (W A A' + B B'), W contracted on its input axis."""
+    rank = a_first.shape[1]
+    scale = g.numbers["scale"] * (np.sqrt(rank) if g.settings.get("rs_lora") else 1.0)
+    w = g.w.reshape(len(g.rows), a_first.shape[0], -1)
+    through = np.einsum("oik,ir,rj->ojk", w, a_first, a_second, optimize=True)
+    return scale * (through.reshape(len(g.rows), -1) + added)
+
+
+def glora(g: Given) -> Array:
+    """The present layout."""
+    return _glora(g, g["a1"], g["a2"], g.some("b1") @ _mixed(g, "bm", "b2"))
+
+
+def glora_old(g: Given) -> Array:
+    """The layout of early LyCORIS: 1 and 2 change places."""
+    return _glora(g, g["a2"], g["a1"], g.some("b2") @ g["b1"])
+
+
+def tlora(g: Given) -> Array:
+    """P λ Q less its start, r singular triples of the weight."""
+    w, rank = g.all_w, g["q"].shape[0]
+    u, s, v = np.linalg.svd(w, full_matrices=False)
+    kind = g.settings.get("sig_type", "principal")
+    first = 0 if kind == "principal" else len(s) - rank if kind == "last" else (len(s) - rank) // 2
+    part = slice(first, first + rank)
+    start = u[g.rows, part] @ np.diag(s[part]) @ v[part]
+    return g.numbers["scale"] * (g.some("p") @ np.diag(g["lambdas"].reshape(-1)) @ g["q"] - start)
+
+
+def full(g: Given) -> Array:
+    """The stored difference."""
+    return g.some("diff")
+
+
+def replace(g: Given) -> Array:
+    """The stored value less the weight."""
+    return g.some("diff") - g.w
+
+
+def full_rank(g: Given) -> Array:
+    """The stored difference under the name of a factor."""
+    return g.some("down")
+
+
+def ia3(g: Given) -> Array:
+    """Rows, or input channels with their kernels, times w."""
+    w, factor = g.w, g["diff"].reshape(-1)
+    if int(g["on_input"].reshape(-1)[0]):
+        return w * np.repeat(factor, g.cols // len(factor))
+    return w * factor[g.rows, None]
+
+
+def _rotations(blocks: Array, limit: float) -> Array:
+    """Cayley: R = (I + Q)(I − Q)⁻¹ for Q = X − Xᵀ, whose norm over all blocks is held below the limit."""
+    q = blocks - np.swapaxes(blocks, -1, -2)
+    norm = float(np.sqrt(np.sum(q * q)))
+    if norm > limit:
+        q = q * (limit / norm)
+    eye = np.eye(q.shape[-1])
+    return (eye + q) @ np.linalg.inv(eye - q)
+
+
+def _turned_rows(g: Given, rotations: Array) -> Array:
+    """Asked-for rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
+    b = rotations.shape[-1]
+    blocks, inside = np.divmod(g.rows, b)
+    found = np.empty((len(g.rows), g.cols))
+    for block in np.unique(blocks):
+        rotation = rotations[block if len(rotations) > 1 else 0]
+        rows = blocks == block
+        found[rows] = rotation.T[inside[rows]] @ g.base(np.arange(block * b, (block + 1) * b))
+    return found
+
+
+def _stretch(g: Given, turned: Array) -> Array:
+    """The difference to the weight, after the stored factors of the rows where there are some."""
+    factors = g.some("rescale").reshape(-1, 1) if "rescale" in g.slots else 1.0
+    return factors * turned - g.w
+
+
+def diag_oft(g: Given) -> Array:
+    """Blocks of rows rotated."""
+    return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.numbers["limit"])))
+
+
+def oft_diag(g: Given) -> Array:
+    """The same with R itself stored."""
+    return _turned_rows(g, g["blocks"]) - g.w
+
+
+def boft(g: Given) -> Array:
+    """Stages of rotations of pairs of half blocks, the pairs at growing distance."""
+    x, rotations = g.all_w, _rotations(g["blocks"], g.numbers["limit"])
+    half = rotations.shape[-1] // 2
+    for stage, stack in enumerate(rotations):
+        reach = half * 2**stage
+        index = np.arange(g.out).reshape(-1, 2, reach).transpose(0, 2, 1).reshape(len(stack), -1)
+        turned = np.empty_like(x)
+        for rotation, rows in zip(stack, index, strict=True):
+            turned[rows] = rotation @ x[rows]
+        x = turned
+    return _stretch(g, x[g.rows])
+
+
+def _neumann(g: Given) -> Array:
+    """OneTrainer's series for R, [k, b, b], from the upper triangles of S."""
+    stored = g["skew"]
+    b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
+    s = np.zeros((len(stored), b, b))
+    upper = np.triu_indices(b, 1)
+    s[:, upper[0], upper[1]] = stored / (2 * np.sqrt(b - 1)) if "scaled" in g.slots and b > 1 else stored
+    s = s - np.swapaxes(s, 1, 2)
+    return np.eye(b) + 2 * s + 2 * s @ s + 2 * s @ s @ s + s @ s @ s @ s
+
+
+def _columns_turned(g: Given, right: Array) -> Array:
+    """W bd(right) − W."""
+    w, b = g.w, right.shape[-1]
+    parts = [w[:, j * b :][:, :b] @ right[j if len(right) > 1 else 0] for j in range(g.cols // b)]
+    return np.hstack(parts) - w
+
+
+def onetrainer_oft(g: Given) -> Array:
+    """Linear layers: W bd(R)ᵀ."""
+    return _columns_turned(g, np.swapaxes(_neumann(g), 1, 2))
+
+
+def onetrainer_oft_conv(g: Given) -> Array:
+    """Convolutions: W bd(R)."""
+    return _columns_turned(g, _neumann(g))
+
+
+LYCORIS: Final = MappingProxyType({
+    "lora": Reference(lora), "lora_sparse": Reference(lora_sparse), "lora_fused": Reference(lora_fused),
+    "lora_transposed": Reference(lora_transposed), "loha": Reference(loha), "lokr": Reference(lokr),
+    "glora": Reference(glora), "glora_old": Reference(glora_old), "tlora": Reference(tlora, whole=True, loss=64),
+    "full": Reference(full), "full_rank": Reference(full_rank), "set": Reference(replace), "ia3": Reference(ia3),
+    "diag_oft": Reference(diag_oft, loss=8), "oft_diag": Reference(oft_diag),
+    "boft": Reference(boft, whole=True, loss=8),
+    "onetrainer_oft": Reference(onetrainer_oft), "onetrainer_oft_conv": Reference(onetrainer_oft_conv),
+})  # fmt: skip

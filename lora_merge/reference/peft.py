@@ -1,0 +1,283 @@
+"""Reference formulas of PEFT's low-rank, sparse and scaling tuners. Plain float64; papers stand in `algorithms/`."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from .given import Array, Given, Reference
+from .lycoris import lora
+
+
+def adalora(g: Given) -> Array:
+    """B diag(E) A."""
+    return g.numbers["scale"] * (g.some("up") @ np.diag(g["values"].reshape(-1)) @ g["down"])
+
+
+def lora_bias(g: Given) -> Array:
+    """A scaled vector."""
+    return g.numbers["scale"] * g.some("diff")
+
+
+def embedding(g: Given) -> Array:
+    """(B A)ᵀ."""
+    return g.numbers["scale"] * (g["up"] @ g["down"][:, g.rows]).T
+
+
+def experts(g: Given) -> Array:
+    """Expert e has rows e·r … of A and every E-th column of B; rows of the stack are those of [E, out, in]."""
+    up, down = g["up"], g["down"]
+    turned, up = up.ndim == 4, up.reshape(up.shape[-3:])
+    blocks = [up[:, :, e] @ down[e] for e in range(len(down))]
+    stack = np.stack([b.T for b in blocks] if turned else blocks)
+    return g.numbers["scale"] * stack.reshape(g.out, g.cols)[g.rows]
+
+
+def bdlora(g: Given) -> Array:
+    """One factor block-diagonal: its block j meets every rank's j-th share of the other."""
+    up, down = g["up"], g["down"]
+    k, rank, width = down.shape
+    if up.shape == (k, g.out // k, rank) and width == g.cols:  # the blocks of B
+        result = np.concatenate([up[j] @ down[j] for j in range(k)])
+    else:
+        result = np.concatenate([up[:, j] @ down[j] for j in range(k)], axis=1)
+    return g.numbers["scale"] * result[g.rows]
+
+
+def c3a(g: Given) -> Array:
+    """Circulant blocks."""
+    kernel = g["kernel"]
+    b = kernel.shape[2]
+    block, p = np.divmod(g.rows, b)
+    shifted = (np.arange(b)[None, :] - p[:, None]) % b  # [rows, q]
+    picked = np.take_along_axis(kernel[block], shifted[:, None, :], axis=2)
+    return picked.reshape(len(g.rows), -1) / g.cols
+
+
+def deft(g: Given) -> Array:
+    """Q (c R − Pᵀ W)."""
+    p = g["subspace"]
+    q = np.linalg.qr(p)[0] if g.settings.get("method") == "qr" else p
+    inner = -(q if g.settings.get("method") == "qr" else np.maximum(p, 0)).T @ g.all_w
+    return (q @ (inner + (g.numbers["scale"] * g["content"] if "content" in g.slots else 0)))[g.rows]
+
+
+def delora(g: Given) -> Array:
+    """Unit vectors of both factors, lengthened by λ / r, columns by w."""
+    b, a = g["up"], g["down"]
+    result = np.zeros((len(g.rows), g.cols))
+    for i in range(len(a)):
+        size = max(float(np.sqrt(b[:, i] @ b[:, i])), 1e-4) * max(float(np.sqrt(a[i] @ a[i])), 1e-4)
+        result += np.outer(b[g.rows, i], a[i]) / size
+    return result * g["length"].reshape(-1)[0] / max(len(a), 1) * g["norms"].reshape(-1)
+
+
+def fourierft(g: Given) -> Array:
+    """The real part of an inverse transform of few entries, entry by entry."""
+    u, v = np.divmod(g["places"].reshape(-1), g.cols)
+    value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
+    by_row = np.exp(2j * np.pi * np.outer(g.rows, u) / g.out) * value
+    columns = np.zeros((len(g.rows), g.cols), dtype=complex)
+    np.add.at(columns.T, v, by_row.T)
+    return (np.fft.ifft(columns, axis=1) * g.cols).real
+
+
+def gralora(g: Given) -> Array:
+    """Block (j, m) from block m of the inputs' factors and block j of the outputs'; perhaps a plain pair."""
+    inputs, outputs = g["inputs"], g["outputs"]
+    blocks = [[(inputs[m][:, j] @ outputs[j][m]).T for m in range(len(inputs))] for j in range(len(outputs))]
+    result = np.block(blocks)[g.rows]
+    if "up" in g.slots:
+        result = result + g.some("up") @ g["down"]
+    return g.numbers["scale"] * result
+
+
+def hira(g: Given) -> Array:
+    """W times a low-rank matrix, element by element."""
+    return g.w * (g.some("up") @ g["down"])
+
+
+def hira_embedding(g: Given) -> Array:
+    """The same for an embedding."""
+    return g.w * (g["up"] @ g["down"][:, g.rows]).T
+
+
+def hra(g: Given) -> Array:
+    """One reflection after the other."""
+    w, u = g.w.copy(), g["vectors"]
+    before = w.copy()
+    basis = np.linalg.qr(u)[0] if g.settings.get("orthogonal") else u / np.sqrt(np.sum(u * u, axis=0))
+    for i in range(basis.shape[1]):
+        w -= 2 * np.outer(w @ basis[:, i], basis[:, i])
+    return w - before
+
+
+def miss(g: Given) -> Array:
+    """ΔW[o, i] = D[i mod r, o mod width]."""
+    block = g["block"]
+    return block[np.arange(g.cols)[None, :] % len(block), g.rows[:, None] % block.shape[1]]
+
+
+def miss_bat(g: Given) -> Array:
+    """(W + I) D in square blocks."""
+    block, w = g["block"], g.w
+    rank = block.shape[1]
+    result = np.empty_like(w)
+    for n, (a, p) in enumerate(zip(*np.divmod(g.rows, rank), strict=True)):
+        pieces = w[n].reshape(-1, rank)
+        result[n] = (pieces @ block[a] + block[a][p]).reshape(-1)
+    return result
+
+
+def osf(g: Given) -> Array:
+    """Trained triples in place of the smallest ones."""
+    m = g["values"].size
+    return g.some("left") @ np.diag(g["values"].reshape(-1)) @ g["right"] - _triples(g, -m)
+
+
+def _triples(g: Given, count: int) -> Array:
+    """Rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
+    if not count:
+        return np.zeros((len(g.rows), g.cols))
+    u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
+    part = slice(0, count) if count > 0 else slice(len(s) + count, None)
+    return u[g.rows, part] @ np.diag(s[part]) @ v[part]
+
+
+def pissa(g: Given) -> Array:
+    """A pair less the best approximation of its rank."""
+    return lora(g) - _triples(g, len(g["down"]))
+
+
+def olora(g: Given) -> Array:
+    """A pair less the first columns and rows of QR."""
+    q, r = np.linalg.qr(g.all_w)
+    rank = len(g["down"])
+    return lora(g) - g.numbers["scale"] * (q[g.rows, :rank] @ r[:rank])
+
+
+def kasa(g: Given) -> Array:
+    """A pair with a diagonal, less the smallest triples."""
+    return adalora(g) - _triples(g, -len(g["down"]))
+
+
+def ia3_out(g: Given) -> Array:
+    """Rows times their factor."""
+    return (g.some("factor").reshape(-1, 1) - 1) * g.w
+
+
+def ia3_in(g: Given) -> Array:
+    """Inputs times their factor, groups of rows having their own."""
+    factor = g["factor"]
+    group = g.rows * len(factor) // g.out
+    return g.w * (np.repeat(factor[group], g.cols // factor.shape[1], axis=1) - 1)
+
+
+def randlora(g: Given) -> Array:
+    """Σ over pairs (k, i), counted k first in the one factor and i first in the other."""
+    lam, gamma, a, b = g["rank_scale"], g["side_scale"], g["down"], g["up"]
+    (rank, count), small, large = lam.shape, gamma.shape[1], max(g.out, g.cols)
+    rows = np.array([lam[k, i] * a[k, 0, :small] * gamma[i] for k in range(rank) for i in range(count)])
+    columns = np.array([b[:large, i, k] for i in range(count) for k in range(rank)]).T
+    if small == g.cols:
+        return g.numbers["scale"] * (columns[g.rows] @ rows)
+    return g.numbers["scale"] * (columns @ rows[:, g.rows]).T
+
+
+def road(g: Given) -> Array:
+    """Pairs of rows, half a group apart, turned and stretched."""
+    theta, alpha, size = g["theta"].reshape(-1), g["stretch"].reshape(-1), int(g.settings["group"])
+    group, inside = np.divmod(g.rows, size)
+    half, kinds = size // 2, len(theta) * 2 // g.out
+    if kinds == 1:
+        keep_at = turn_at = group * half + inside % half
+    elif kinds == 2:
+        keep_at = turn_at = g.rows
+    else:
+        keep_at = group * 2 * size + inside
+        turn_at = keep_at + size
+    keep, turn = alpha[keep_at] * np.cos(theta[keep_at]), alpha[turn_at] * np.sin(theta[turn_at])
+    upper = inside < half
+    partner = np.where(upper, g.rows + half, g.rows - half)
+    order = np.argsort(partner)
+    other = np.empty((len(g.rows), g.cols))
+    other[order] = g.base(partner[order])
+    sign = np.where(upper, -1.0, 1.0)
+    return (keep[:, None] - 1) * g.w + (turn * sign)[:, None] * other
+
+
+def shira(g: Given) -> Array:
+    """Values at rows and columns."""
+    rows, cols = g["places"].reshape(2, -1)
+    return _scattered(g, rows, cols, g["values"].reshape(-1))
+
+
+def supertuning(g: Given) -> Array:
+    """Values at row-major positions, perhaps with a pair."""
+    rows, cols = np.divmod(g["places"].reshape(-1), g.cols)
+    change = _scattered(g, rows, cols, g["values"].reshape(-1))
+    return change + (lora(g) if "up" in g.slots else 0.0)
+
+
+def _scattered(g: Given, rows: Array, cols: Array, values: Array) -> Array:
+    place = np.full(g.out, -1)
+    place[g.rows] = np.arange(len(g.rows))
+    change, mine = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
+    np.add.at(change, (place[rows[mine]], cols[mine]), values[mine])
+    return change
+
+
+def vblora(g: Given) -> Array:
+    """Softmax over the largest logits."""
+    bank, top = g["bank"], g.settings.get("top", 2)
+
+    def mixed(logits: Array) -> Array:
+        chosen = np.argsort(-logits, axis=-1, kind="stable")[..., :top]
+        kept = np.take_along_axis(logits, chosen, axis=-1)
+        weight = np.exp(kept - kept.max(axis=-1, keepdims=True))
+        return np.einsum("...k,...kl->...l", weight / weight.sum(axis=-1, keepdims=True), bank[chosen])
+
+    return _from_pieces(g, mixed(g["down"]), mixed(g["up"]))
+
+
+def vblora_top(g: Given) -> Array:
+    """The chosen vectors with their weights, the last of which makes the sum 1."""
+    bank = g["bank"]
+
+    def mixed(chosen: Array, weight: Array) -> Array:
+        weight = np.concatenate([weight, 1 - weight.sum(axis=-1, keepdims=True)], axis=-1)
+        return np.einsum("...k,...kl->...l", weight, bank[chosen])
+
+    return _from_pieces(g, mixed(g["down_choice"], g["down_weight"]), mixed(g["up_choice"], g["up_weight"]))
+
+
+def _from_pieces(g: Given, down: Array, up: Array) -> Array:
+    """B A, from rows of A in pieces [r, in/L, L] and columns of B in pieces [out/L, r, L]."""
+    piece, inside = np.divmod(g.rows, up.shape[2])
+    return up[piece, :, inside] @ down.reshape(len(down), -1)
+
+
+def vera(g: Given) -> Array:
+    """diag(b) B diag(d) A, cut to size; of a doubled rank only the first half is the mean."""
+    up = g["up"]
+    rank = up.shape[1]
+    inner = g["rank_scale"].reshape(-1)[:rank, None] * g["down"][:rank, : g.cols]
+    return g.some("out_scale").reshape(-1, 1) * (up[g.rows] @ inner)
+
+
+PEFT: Final = MappingProxyType({
+    "adalora": Reference(adalora), "lora_bias": Reference(lora_bias), "lora_embedding": Reference(embedding),
+    "lora_experts": Reference(experts, whole=True), "lora_experts_transposed": Reference(experts, whole=True),
+    "bdlora": Reference(bdlora), "c3a": Reference(c3a), "deft": Reference(deft, whole=True, loss=8),
+    "delora": Reference(delora), "fourierft": Reference(fourierft, loss=8), "gralora": Reference(gralora),
+    "hira": Reference(hira), "hira_embedding": Reference(hira_embedding), "hra": Reference(hra, loss=8),
+    "miss": Reference(miss), "miss_mini": Reference(miss), "miss_bat": Reference(miss_bat),
+    "osf": Reference(osf, whole=True, loss=64), "pissa": Reference(pissa, whole=True, loss=64),
+    "olora": Reference(olora, whole=True, loss=64), "kasa": Reference(kasa, whole=True, loss=64),
+    "peft_ia3_out": Reference(ia3_out), "peft_ia3_in": Reference(ia3_in), "randlora": Reference(randlora),
+    "road": Reference(road), "shira": Reference(shira), "supertuning": Reference(supertuning),
+    "vblora": Reference(vblora), "vblora_top": Reference(vblora_top), "vera": Reference(vera),
+    "pvera": Reference(vera),
+})  # fmt: skip

@@ -1,0 +1,120 @@
+"""Reference formulas of PEFT's orthogonal tuners, which turn inputs or outputs block by block."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from .given import Array, Given, Reference
+
+
+def _cayley(s: Array) -> Array:
+    """(I − S)(I + S)⁻¹ per block."""
+    eye = np.eye(s.shape[-1])
+    return (eye - s) @ np.linalg.inv(eye + s)
+
+
+def _bounded(x: Array, limit: float) -> Array:
+    """Each block with a Frobenius norm of at most `limit`, where there is a limit."""
+    if not limit:
+        return x
+    norm = np.sqrt(np.sum(x * x, axis=(-2, -1), keepdims=True))
+    return np.where(norm > limit, x * (limit / np.maximum(norm, np.finfo(float).tiny)), x)
+
+
+def _triangles(stored: Array) -> Array:
+    """Skew-symmetric blocks from their upper triangles."""
+    b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
+    s, upper = np.zeros((len(stored), b, b)), np.triu_indices(b, 1)
+    s[:, upper[0], upper[1]] = stored
+    return s - np.swapaxes(s, 1, 2)
+
+
+def _series(s: Array, terms: int, *, doubled_last: bool) -> Array:
+    """The Neumann series as the version that trained it cut it."""
+    if terms == 1:
+        factors = [1.0]
+    elif terms == 2:
+        factors = [1.0, 2.0]
+    elif doubled_last:
+        factors = [1.0] + [2.0] * (terms - 1)
+    else:
+        factors = [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
+    power, total = np.broadcast_to(np.eye(s.shape[-1]), s.shape), np.zeros_like(s)
+    for factor in factors:
+        total = total + factor * power
+        power = power @ s
+    return total
+
+
+def _inputs_turned(w: Array, right: Array) -> Array:
+    """W bd(right); one block may stand for all."""
+    b = right.shape[-1]
+    return np.hstack([w[:, j * b :][:, :b] @ right[j % len(right)] for j in range(w.shape[1] // b)])
+
+
+def _rotation(g: Given) -> Array:
+    s = _triangles(g["skew"])
+    s = _bounded(s, g.settings.get("limit", 0.0) / np.sqrt(len(s)))
+    terms = g.settings.get("terms", 5)
+    return _series(s, terms, doubled_last=g.settings.get("doubled_last", False)) if terms else _cayley(s)
+
+
+def third(g: Given) -> Array:
+    """W bd(R)ᵀ − W."""
+    return _inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
+
+
+def embedding(g: Given) -> Array:
+    """W bd(R) − W."""
+    return _inputs_turned(g.w, _rotation(g)) - g.w
+
+
+def _old(g: Given, side: int) -> Array:
+    x = g["blocks"]
+    x = _bounded(x, g.settings.get("limit", 0.0) * side**2 / np.sqrt(len(x)))
+    return _cayley((x - np.swapaxes(x, 1, 2)) / 2)
+
+
+def second(g: Given) -> Array:
+    """s ⊙ W bd(R)ᵀ − W."""
+    side = -(-g.out // (g.cols // g["blocks"].shape[1]))
+    turned = _inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
+    return g.some("rows").reshape(-1, 1) * turned - g.w
+
+
+def first(g: Given) -> Array:
+    """bd(R)ᵀ W − W, the blocks cut to the weight's height."""
+    b = g["blocks"].shape[1]
+    rotation = _old(g, b)
+    found = np.empty((len(g.rows), g.cols))
+    for block in np.unique(g.rows // b):
+        mine = g.rows // b == block
+        height = min(b, g.out - block * b)
+        turn = rotation[block % len(rotation)].T[g.rows[mine] % b, :height]
+        found[mine] = turn @ g.base(np.arange(block * b, block * b + height))
+    return found - g.w
+
+
+def boft(g: Given) -> Array:
+    """s ⊙ W Mᵀ − W, stage by stage on pairs of half blocks of columns."""
+    blocks, x = g["blocks"], g.w
+    half = blocks.shape[-1] // 2
+    rotations = _cayley((blocks - np.swapaxes(blocks, -1, -2)) / 2)
+    for stage, stack in enumerate(rotations):
+        index = np.arange(g.cols)
+        if stage:  # even half blocks of every run first, then the odd ones
+            runs = index.reshape(-1, 2**stage * 2, half)
+            index = np.concatenate([runs[:, 0::2], runs[:, 1::2]], axis=1).reshape(-1)
+        turned = np.empty_like(x)
+        turned[:, index] = _inputs_turned(x[:, index], np.swapaxes(stack, 1, 2))
+        x = turned
+    return g.some("rows").reshape(-1, 1) * x - g.w
+
+
+ROTATIONS: Final = MappingProxyType({
+    "peft_oft": Reference(third, loss=8), "peft_oft_embedding": Reference(embedding, loss=8),
+    "peft_oft2": Reference(second, loss=8), "peft_oft1": Reference(first, loss=8), "peft_boft": Reference(boft, loss=8),
+})  # fmt: skip

@@ -1,0 +1,179 @@
+"""What every row of ALGORITHMS must obey, whatever it computes. New rows are tested by being in the table."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from adapter_examples import EXAMPLES, Example, stacked
+from pipeline import Stacked, stack
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lora_merge.algorithms import ALGORITHMS
+
+AWAY = "cuda:0" if torch.cuda.is_available() else "meta"
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, example, id=f"{name}: {example.label}")
+        for name in ALGORITHMS
+        for example in EXAMPLES.get(name, [])
+    ]
+
+
+every = pytest.mark.parametrize(("name", "example"), cases())
+
+
+def tensors_of(s: Stacked) -> dict[str, Tensor]:
+    """All tensors that the formula is given."""
+    held = {f.name: getattr(s.tensors, f.name) for f in fields(s.tensors)}
+    return {"base": s.base, **{k: v for k, v in held.items() if isinstance(v, Tensor)}}
+
+
+def with_tensors(s: Stacked, changed: dict[str, Tensor]) -> Stacked:
+    base = changed.pop("base", s.base)
+    return replace(s, base=base, tensors=replace(s.tensors, **changed))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_row_has_an_example(name: str) -> None:
+    assert EXAMPLES.get(name), f"add an example for {name} to adapter_examples.py"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_use_every_slot_and_every_optional_absence(name: str) -> None:
+    row, examples = ALGORITHMS[name], EXAMPLES[name]
+    for slot, required in row.slots.items():
+        if row.derive is None and not (name == "glora_old" and slot == "bm"):
+            assert any(slot in e.slots for e in examples), slot
+        assert required == all(slot in e.slots for e in examples) or row.derive, slot
+
+
+@every
+def test_the_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
+    g = torch.Generator().manual_seed(1)
+    weight, stored = example.layer(g, torch.float64)
+    if example.neutral is not None:
+        neutral = example.neutral(weight, stored)
+    else:
+        neutral = {s: torch.zeros_like(t) for s, t in stored.items() if s not in example.values}
+    layer = weight, {**stored, **neutral}
+    s = stack(ALGORITHMS[name], [layer], example.alpha, example.settings)
+    torch.testing.assert_close(s.delta(), torch.zeros_like(s.base), rtol=0, atol=1e-12)
+
+
+@every
+def test_the_adapter_changes_something(name: str, example: Example) -> None:
+    assert stacked(name, example).delta().abs().max() > 1e-3
+
+
+@every
+def test_a_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
+    s = stacked(name, example, n=3)
+    one_by_one = [with_tensors(s, {k: v[i : i + 1] for k, v in tensors_of(s).items()}).delta() for i in range(3)]
+    torch.testing.assert_close(s.delta(), torch.cat(one_by_one), **CLOSE)
+
+
+@every
+def test_inputs_are_untouched(name: str, example: Example) -> None:
+    s = stacked(name, example)
+    before = {k: v.clone() for k, v in tensors_of(s).items()}
+    change = s.delta()
+    change.mul_(2)  # nor does the result share memory with them
+    if s.row.accumulate:
+        s.row.accumulate(s.base.clone(), s.tensors, torch.full((2, 1, 1), 0.5, dtype=torch.float64))
+    for key, value in tensors_of(s).items():
+        assert torch.equal(value, before[key]), key
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_and_shape_come_back(name: str, example: Example, dtype: torch.dtype) -> None:
+    s = stacked(name, example, dtype=torch.float32)
+    if dtype.itemsize < 4 and s.row.decomposes:
+        pytest.skip("never handed less than float32")
+    cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors_of(s).items()}
+    change = with_tensors(s, cast).delta()
+    assert (change.dtype, change.shape) == (dtype, s.base.shape)
+    assert change.isfinite().all()
+
+
+@every
+def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Example) -> None:
+    """Run without values on a device that is not the default: any tensor made elsewhere is an error."""
+    s = stacked(name, example, dtype=torch.float32)
+    with FakeTensorMode():
+        away = {k: torch.empty(v.shape, dtype=v.dtype, device=AWAY) for k, v in tensors_of(s).items()}
+        moved = with_tensors(s, away)
+        change = moved.delta()
+        assert (change.device.type, change.dtype) == (torch.device(AWAY).type, torch.float32)
+        if s.row.accumulate:
+            strength = torch.empty(2, 1, 1, device=AWAY)
+            s.row.accumulate(torch.empty_like(moved.base), moved.tensors, strength)
+
+
+@every
+def test_a_view_that_is_not_contiguous_will_do(name: str, example: Example) -> None:
+    s = stacked(name, example)
+    turned = s.base.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(replace(s, base=turned).delta(), s.delta(), **CLOSE)
+    if s.row.accumulate:
+        acc, strength = turned.clone(), torch.full((2, 1, 1), 0.5, dtype=torch.float64)
+        acc = acc.transpose(1, 2).contiguous().transpose(1, 2)
+        s.row.accumulate(acc, s.tensors, strength)
+        torch.testing.assert_close(acc, s.base + 0.5 * s.delta(), **CLOSE)
+
+
+@every
+def test_accumulate_is_delta(name: str, example: Example) -> None:
+    s = stacked(name, example)
+    if s.row.accumulate is None:
+        pytest.skip("no accumulate")
+    strength = torch.tensor([0.3, -1.7], dtype=torch.float64).view(2, 1, 1)
+    acc = torch.randn_like(s.base)
+    want = acc + strength * s.delta()
+    s.row.accumulate(acc, s.tensors, strength)
+    torch.testing.assert_close(acc, want, **CLOSE)
+
+
+@every
+def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Example) -> None:
+    s = stacked(name, example)
+    if s.row.sliced is None:
+        pytest.skip("whole only")
+    rows = slice(3, 8)
+    cut = {"base": s.base[:, rows]}
+    for slot, axis in s.row.sliced.items():
+        value = getattr(s.tensors, slot)
+        if value is not None:
+            cut[slot] = value.narrow(axis + 1, 3, 5)
+    torch.testing.assert_close(with_tensors(s, cut).delta(), s.delta()[:, rows], **CLOSE)
+
+
+@every
+def test_the_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Example) -> None:
+    s = stacked(name, example)
+    other = replace(s, base=torch.randn_like(s.base))
+    assert torch.equal(s.delta(), other.delta()) != s.row.reads_base
+
+
+@every
+def test_fit_only_reshapes(name: str, example: Example) -> None:
+    stored = {slot: tuple(shape) for slot, shape in example.slots.items()}
+    fitted = ALGORITHMS[name].fit(stored, example.target)
+    assert fitted.keys() == stored.keys()
+    for slot, shape in fitted.items():
+        assert torch.empty(stored[slot]).numel() == torch.empty(shape).numel(), slot
+
+
+@every
+def test_numbers_fill_every_scalar(name: str, example: Example) -> None:
+    row = ALGORITHMS[name]
+    fitted = row.fit(example.slots, example.target)
+    for alpha in (None, 0.0, 1.0, 8.0) if name != "full_rank" else (None, 0.0):
+        assert row.numbers(alpha, fitted, example.target).keys() == row.scalars

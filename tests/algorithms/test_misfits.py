@@ -1,0 +1,269 @@
+"""Shapes that are wrong are refused, by every row: never a broadcast that happens to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from adapter_examples import EXAMPLES, Example
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline import candidates, stack
+
+from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
+from lora_merge.conventions import SUFFIXES
+
+MISSING_IS_FINE = {
+    ("lora", "tucker", "mid"): False,
+    ("diag_oft", "conv, rescaled", "rescale"): True,
+    ("boft", "linear", "rescale"): True,
+    ("onetrainer_oft", "scaled", "scaled"): True,
+    ("onetrainer_oft_conv", "scaled", "scaled"): True,
+}
+"""Slots whose absence no reader could notice."""
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, example, id=f"{name}: {example.label}")
+        for name in ALGORITHMS
+        for example in EXAMPLES.get(name, [])
+    ]
+
+
+def _kept(slot: str, example: Example, slots: Mapping[str, Shape]) -> bool:
+    return slot in slots and slots[slot] == example.slots[slot]
+
+
+every = pytest.mark.parametrize(("name", "example"), cases())
+
+
+STAGES = ("boft", "blocks", 0)
+"""Any number of butterfly stages makes sense."""
+
+
+def refused(name: str, example: Example, slots: Mapping[str, Shape], target: Shape) -> bool:
+    """Whether the plan would refuse: by shapes, by stored integers or by settings."""
+    g = torch.Generator().manual_seed(0)
+    made = {s: example.values[s](g).reshape(slots[s]) for s in example.values if _kept(s, example, slots)}
+    stored = {s: made.get(s, torch.zeros(shape)) for s, shape in slots.items()}
+    try:
+        stack(ALGORITHMS[name], [(torch.zeros(target), stored)], None, example.settings)
+    except DoesNotFit as e:
+        assert str(e)
+        return True
+    return False
+
+
+@every
+@pytest.mark.parametrize("step", [-1, 1])
+def test_each_dimension_wrong_by_one(name: str, example: Example, step: int) -> None:
+    for slot, shape in example.slots.items():
+        for axis, size in enumerate(shape):
+            if (name, slot, axis) == STAGES:
+                continue
+            wrong = (*shape[:axis], size + step, *shape[axis + 1 :])
+            assert refused(name, example, {**example.slots, slot: wrong}, example.target), (slot, wrong)
+
+
+@every
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_weight_that_is_wrong_by_one(name: str, example: Example, step: int) -> None:
+    for axis, size in enumerate(example.target):
+        if axis in example.blind:
+            continue
+        target = (*example.target[:axis], size + step, *example.target[axis + 1 :])
+        assert refused(name, example, example.slots, target), target
+
+
+@every
+def test_each_tensor_missing_in_turn(name: str, example: Example) -> None:
+    """What is left either fits no row of the table, by slots or shapes, or the slot was optional."""
+    spelled = {r.slot: set(r.algorithms) for r in SUFFIXES if name in r.algorithms}
+    for slot in example.slots:
+        left = {s: shape for s, shape in example.slots.items() if s != slot}
+        allowed = set(ALGORITHMS)
+        for s in left:
+            allowed &= spelled.get(s, set())
+        takers = [n for n in candidates(left, sorted(allowed)) if left]
+        fits = [n for n in takers if not refused(n, example, left, example.target)]
+        if MISSING_IS_FINE.get((name, example.label, slot)):
+            assert name in fits
+        else:
+            assert not fits, slot
+
+
+@every
+def test_a_tensor_the_other_way_round(name: str, example: Example) -> None:
+    for slot, shape in example.slots.items():
+        turned = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
+        if turned != shape and prod(shape) != max(shape):  # a row vector may stand upright
+            assert refused(name, example, {**example.slots, slot: turned}, example.target), slot
+
+
+@every
+def test_a_kernel_the_other_way_round(name: str, example: Example) -> None:
+    """3×2 is not 2×3, though both flatten to six."""
+    if len(example.target) < 4 or example.target[2] == example.target[3]:
+        pytest.skip("no such kernel")
+    for slot, shape in example.slots.items():
+        if shape[-2:] == example.target[2:]:
+            turned = (*shape[:-2], shape[-1], shape[-2])
+            assert refused(name, example, {**example.slots, slot: turned}, example.target), slot
+
+
+@every
+def test_an_empty_tensor(name: str, example: Example) -> None:
+    for slot, shape in example.slots.items():
+        assert refused(name, example, {**example.slots, slot: (0, *shape[1:])}, example.target) or not shape
+
+
+@every
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(data=st.data())
+def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.DataObject) -> None:
+    """fit never fails in another way, and what it lets through the formula can compute."""
+    sizes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 6, 10, 12]), max_size=4).map(tuple)
+    slots = {s: data.draw(sizes) if data.draw(st.booleans()) else v for s, v in example.slots.items()}
+    target = data.draw(st.one_of(st.just(example.target), sizes.filter(all).filter(len)))
+    if refused(name, example, slots, target):
+        return
+    stored = {s: torch.zeros(v) for s, v in slots.items()}
+    try:
+        s = stack(ALGORITHMS[name], [(torch.zeros(target), stored)], None, example.settings)
+    except DoesNotFit:
+        return  # the values made the difference
+    assert s.delta().shape == s.base.shape
+
+
+RANKED = {
+    "lora": ({"up": (12, 0), "down": (0, 10)}, {}),
+    "loha": ({"w1_a": (12, 0), "w1_b": (0, 10), "w2_a": (12, 0), "w2_b": (0, 10)}, {}),
+    "lokr": ({"w1": (4, 5), "w2_a": (3, 0), "w2_b": (0, 2)}, {}),
+    "glora": ({"a1": (10, 0), "a2": (0, 10), "b1": (12, 0), "b2": (0, 10)}, {}),
+    "tlora": ({"p": (12, 0), "q": (0, 10), "lambdas": (1, 0)}, {"algo": "tlora"}),
+    "lora_transposed": ({"up": (0, 12), "down": (10, 0)}, {"lora_alpha": 4.0}),
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_rank_zero_changes_nothing(name: str) -> None:
+    """AdaLoRA prunes whole modules to rank 0; that is no error."""
+    slots, given_settings = RANKED[name]
+    stored = {slot: torch.empty(shape) for slot, shape in slots.items()}
+    s = stack(ALGORITHMS[name], [(torch.randn(12, 10), stored)], 4.0, given_settings)
+    assert torch.equal(s.delta(), torch.zeros_like(s.base))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
+def test_an_alpha_that_is_no_number(name: str, alpha: float) -> None:
+    row, example = ALGORITHMS[name], EXAMPLES[name][0]
+    fitted = row.fit(example.slots, example.target)
+    if name == "lokr" or not row.scalars:  # both factors whole: alpha means nothing
+        return
+    if name in ("diag_oft", "boft") and alpha == float("inf"):
+        assert row.numbers(alpha, fitted, example.target) == {"limit": alpha}
+        return
+    with pytest.raises(DoesNotFit, match="alpha"):
+        row.numbers(alpha, fitted, example.target)
+
+
+def test_indices_that_point_beyond_the_weight() -> None:
+    weight = torch.zeros(12, 10)
+    base = {"up": torch.zeros(12, 2), "down": torch.zeros(2, 10), "values": torch.ones(1)}
+
+    def fits(row: int, column: int, size: tuple[int, int] = (12, 10)) -> bool:
+        where = {"indices": torch.tensor([[row], [column]]), "size": torch.tensor(size)}
+        try:
+            stack(ALGORITHMS["lora_sparse"], [(weight, {**base, **where})])
+        except DoesNotFit:
+            return False
+        return True
+
+    assert fits(11, 9)
+    assert not fits(12, 0)
+    assert not fits(0, 10)
+    assert not fits(-1, 0)
+    assert not fits(0, 0, size=(10, 12))
+
+
+def test_int16_indices_wrap() -> None:
+    """LyCORIS stores row 40000 as −25536."""
+    weight = torch.zeros(40001, 2)
+    stored = {
+        "up": torch.zeros(40001, 1), "down": torch.zeros(1, 2), "values": torch.tensor([5.0]),
+        "indices": torch.tensor([[40000], [1]]).to(torch.int16),
+        "size": torch.tensor([40001, 2]).to(torch.int16),
+    }  # fmt: skip
+    change = stack(ALGORITHMS["lora_sparse"], [(weight, stored)]).delta()
+    assert change[0, 40000].tolist() == [0.0, 5.0]
+    assert change.count_nonzero() == 1
+
+
+@pytest.mark.parametrize(
+    "given_settings",
+    [{}, {"algo": "tlora", "use_data_init": False}, {"algo": "tlora", "sig_type": "random"}],
+)
+def test_tlora_is_refused_where_its_start_is_unknown(given_settings: dict[str, Any]) -> None:
+    example = EXAMPLES["tlora"][0]
+    layer = example.layer(torch.Generator().manual_seed(0), torch.float32)
+    with pytest.raises(DoesNotFit, match=r"algo|random"):
+        stack(ALGORITHMS["tlora"], [layer], 4.0, given_settings)
+
+
+def test_full_rank_with_an_alpha_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="unknown rank"):
+        ALGORITHMS["full_rank"].numbers(16.0, {"down": (12, 10)}, (12, 10))
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "target", "ending", "expected"),
+    [
+        ((12, 1), (12, 10), ".dora_scale", ("out", (12, 1))),
+        ((1, 10), (12, 10), ".dora_scale", ("in", (1, 10))),
+        ((12, 1), (12, 12), ".dora_scale", ("out", (12, 1))),
+        ((1, 12), (12, 12), ".dora_scale", ("in", (1, 12))),
+        ((12,), (12, 12), ".dora_scale", ("out", (12, 1))),
+        ((1, 5, 1, 1), (12, 5, 3, 3), ".dora_scale", ("in", (1, 5))),
+        ((12, 1, 1, 1), (12, 5, 3, 3), ".dora_scale", ("out", (12, 1))),
+        ((1, 12, 1, 1), (12, 12, 3, 3), ".lora_magnitude_vector", ("out", (12, 1))),
+        ((1, 12, 1, 1), (12, 12, 3, 3), ".dora_scale", ("in", (1, 12))),
+        ((12,), (12, 10), ".magnitude", ("out", (12, 1))),
+        ((10,), (12, 10), ".magnitude", None),
+        ((1, 10), (12, 10), ".lora_magnitude_vector", None),
+        ((11, 1), (12, 10), ".dora_scale", None),
+        ((1, 9), (12, 10), ".dora_scale", None),
+        ((12, 10), (12, 10), ".dora_scale", None),
+        ((), (12, 10), ".dora_scale", None),
+        ((12,), (12,), ".dora_scale", None),
+    ],
+)
+def test_which_axis_a_magnitude_belongs_to(
+    magnitude: Shape, target: Shape, ending: str, expected: tuple[str, Shape] | None
+) -> None:
+    if expected is not None:
+        assert dora.fit(magnitude, target, ending) == expected
+        return
+    with pytest.raises(DoesNotFit):
+        dora.fit(magnitude, target, ending)
+
+
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_dora_of_an_untouched_magnitude_is_the_change_itself(axis: dora.Axis) -> None:
+    g = torch.Generator().manual_seed(0)
+    base = torch.randn(2, 6, 20, generator=g, dtype=torch.float64)
+    change = torch.randn(2, 6, 20, generator=g, dtype=torch.float64)
+    v = base + change
+    channels = v.view(2, 6, 5, 4).norm(dim=(1, 3)).view(2, 1, 5)
+    norm = v.norm(dim=2, keepdim=True) if axis == "out" else channels
+    torch.testing.assert_close(dora.rescale(base, change, norm, axis), change)
+    torch.testing.assert_close(dora.rescale(base, change, norm * 2, axis), change + v)
+
+
+def test_dora_of_a_row_of_zeros_is_finite() -> None:
+    zero = torch.zeros(1, 2, 3)
+    assert torch.equal(dora.rescale(zero, zero, torch.ones(1, 2, 1), "out"), zero)

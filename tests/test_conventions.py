@@ -1,0 +1,149 @@
+"""Laws of the tables of spellings: every row leads to a slot that exists, every spelling comes back."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.conventions import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
+
+EVERY = settings(deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
+def test_every_row_names_slots_that_exist(row: Suffix) -> None:
+    if row.algorithms == ANY:
+        assert row.slot in SHARED
+        return
+    assert row.algorithms
+    for name in row.algorithms:
+        assert row.slot in ALGORITHMS[name].slots, name
+
+
+def test_endings_do_not_repeat_and_begin_with_a_dot() -> None:
+    endings = [row.ending for row in SUFFIXES]
+    assert len(set(endings)) == len(endings)
+    assert all(ending.startswith(".") and ending.count(".") <= 3 for ending in endings)
+
+
+def test_every_slot_that_a_file_can_hold_has_a_spelling() -> None:
+    spelled = {(name, row.slot) for row in SUFFIXES for name in row.algorithms}
+    for name, row in ALGORITHMS.items():
+        if row.derive is None and name not in FROM_A_CONFIGURATION:
+            assert {slot for slot in row.slots if (name, slot) not in spelled} == set(), name
+
+
+@pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
+@pytest.mark.parametrize("path", ["lora_unet_mid_block_0", "transformer.blocks.10.attn.to_q"])
+def test_every_ending_comes_back(row: Suffix, path: str) -> None:
+    found = split(path + row.ending)
+    if row.ending.startswith(".lora.") and len(row.ending) == len(".lora.A"):
+        path += ".linear"  # LLMs-from-scratch
+    assert found == (path, row)
+
+
+@pytest.mark.parametrize("row", [r for r in SUFFIXES if r.named], ids=lambda row: row.ending)
+@pytest.mark.parametrize("name", ["default", "my-style_2"])
+def test_an_adapter_name_may_stand_inside(row: Suffix, name: str) -> None:
+    stem, _, tail = row.ending.rpartition(".")
+    key = f"{stem}.{name}.{tail}" if tail in ("weight", "bias") else f"{row.ending}.{name}"
+    assert split(f"model.layers.0.q_proj{key}") == ("model.layers.0.q_proj", row)
+
+
+FROM_A_CONFIGURATION = ("lora_experts_transposed", "bdlora", "pissa", "olora")
+"""Rows that are chosen over another with the same slots by what adapter_config.json says."""
+
+SPELLED = {
+    # diffusers' attention processors
+    "unet.mid.attn1.processor.to_q_lora.down.weight": ("unet.mid.attn1.to_q", "down"),
+    "unet.mid.attn1.processor.to_out_lora.up.weight": ("unet.mid.attn1.to_out.0", "up"),
+    "unet.mid.attn2.processor.add_k_proj_lora.up.weight": ("unet.mid.attn2.add_k_proj", "up"),
+    "unet.mid.attn1.to_k_lora.up.weight": ("unet.mid.attn1.to_k", "up"),
+    "te.layers.3.self_attn.to_q_lora.up.weight": ("te.layers.3.self_attn.q_proj", "up"),
+    "te.layers.3.self_attn.to_out_lora.down.weight": ("te.layers.3.self_attn.out_proj", "down"),
+    "te.layers.3.mlp.fc1.lora_linear_layer.up.weight": ("te.layers.3.mlp.fc1", "up"),
+    # XLabs
+    "double_blocks.7.processor.qkv_lora1.down.weight": ("double_blocks.7.img_attn.qkv", "down"),
+    "double_blocks.7.processor.proj_lora2.up.weight": ("double_blocks.7.txt_attn.proj", "up"),
+    "single_blocks.7.processor.qkv_lora.up.weight": ("single_blocks.7.linear1/0", "up"),
+    "single_blocks.7.processor.proj_lora.up.weight": ("single_blocks.7.linear2", "up"),
+    # modules in parts
+    "lora_unet_blocks_0_qkv.lora_down.2.weight": ("lora_unet_blocks_0_qkv/2", "down"),
+    "lora_unet_blocks_0_qkv.alpha": ("lora_unet_blocks_0_qkv", "alpha"),
+    "oft_unet_double_blocks_0_img_attn_qkv.oft_blocks.1": (
+        "oft_unet_double_blocks_0_img_attn_qkv/1", "blocks"),
+    # other trainers
+    "trf_blocks.0.att.W_query.lora.A": ("trf_blocks.0.att.W_query.linear", "down"),
+    "layers.0.attn.q_proj.lora_a.weight": ("layers.0.attn.q_proj", "down"),
+    "layers.0.attn.q_proj.magnitude": ("layers.0.attn.q_proj", "magnitude"),
+    "transformer.h.0.attn.attn.lora_A": ("transformer.h.0.attn.attn", "down"),
+    "single_blocks.0.norm.key_norm.scale": ("single_blocks.0.norm.key_norm.scale", "diff"),
+    "img_in.lora_B.bias": ("img_in", "diff"),
+    "lora_unet_in.0.scale": ("lora_unet_in.0", "scale_override"),
+    "blocks.0.attn.q.lora_alpha": ("blocks.0.attn.q", "alpha"),
+    "lycoris_blocks_0.bias_indices": ("lycoris_blocks_0", "indices"),
+    "q.lora_magnitude_vector.default.weight": ("q", "magnitude"),
+    "q.lora_magnitude_vector": ("q", "magnitude"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SPELLED)
+def test_known_spellings(key: str) -> None:
+    found = split(key)
+    assert found is not None
+    assert (found[0], found[1].slot) == SPELLED[key]
+
+
+def test_what_is_no_adapter_tensor_is_not_taken_for_one() -> None:
+    for key in ("model.embed_tokens.position_ids", "x.lora_A.bias", "x.lora_B.y.z.weight2", "alpha",
+                "weight", "", ".", ".weight", "a.b.running_mean", "q.lora_Aweight"):  # fmt: skip
+        assert split(key) is None, key
+
+
+def test_an_adapter_called_like_a_part_is_not_confused_with_one() -> None:
+    path, row = split("q.lora_A.0.weight") or ("", None)
+    assert (path, row and row.ending) == ("q", ".lora_A.weight")
+    assert (split("q.lora_down.0.weight") or ("",))[0] == "q/0"
+
+
+@pytest.mark.parametrize(("contains", "pattern", "template"), REWRITES, ids=lambda v: str(v)[:40])
+def test_every_rewrite_can_be_reached(contains: str, pattern: re.Pattern[str], template: str) -> None:
+    hits = [key for key in SPELLED if contains in key and pattern.fullmatch(key)]
+    assert hits or contains == "_alpha"
+    assert all(split(key) is not None for key in hits)
+
+
+@EVERY
+@given(st.text(max_size=60))
+def test_any_text_is_split_or_refused(key: str) -> None:
+    found = split(key)
+    assert found is None or found[0]
+
+
+@EVERY
+@given(
+    st.from_regex(r"[a-z_0-9]+(\.[a-z_0-9]+){0,4}", fullmatch=True),
+    st.sampled_from([r for r in SUFFIXES if not r.ending.startswith(".lora.")]),
+)
+def test_paths_survive_whatever_they_are(path: str, row: Suffix) -> None:
+    found = split(path + row.ending)
+    assert found is not None
+    if not any(c in path + row.ending for c in ("_lora", "_norm", "_alpha")):
+        assert found == (path, row)
+
+
+def test_parts() -> None:
+    assert part("a.b/12") == ("a.b", 12)
+    assert part("a.b") == ("a.b", None)
+    assert part("a/b") == ("a/b", None)
+
+
+def test_importing_the_tables_does_not_import_torch() -> None:
+    code = "import sys, lora_merge.conventions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
