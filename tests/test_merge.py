@@ -1,0 +1,181 @@
+"""The main job on files: right numbers, untouched bytes, one rounding. Run: pytest tests/test_merge.py"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lora_merge
+from lora_merge.errors import MergeError
+
+from .support import UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
+
+DTYPES = {"keep": torch.float16, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    base = sd1()
+    return save(base, tmp_path / "base.safetensors"), save(kohya(base), tmp_path / "style.safetensors")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tensor_is_the_rounded_fp64_result(files: tuple[Path, Path], tmp_path: Path, dtype: str) -> None:
+    base, adapter = files
+    report = lora_merge.merge(base, [(adapter, 0.7)], tmp_path / "out.safetensors", dtype=dtype)
+    got, exact = load(tmp_path / "out.safetensors"), expected(load(base), [(load(adapter), 0.7)])
+    assert list(got) == list(exact)
+    for key, value in got.items():
+        assert value.dtype == (DTYPES[dtype] if value.is_floating_point() else torch.int64)
+        assert_rounded(value, exact[key])
+    assert report.coverage["style.safetensors"]["matched"] == len(kohya_names(load(base)))
+
+
+def test_untouched_tensors_keep_their_bytes_and_their_order(tmp_path: Path) -> None:
+    base = sd1() | {"odd.nan": torch.tensor([float("nan"), -0.0, float("inf")]), "empty": torch.zeros(0, 4)}
+    adapter = {k: v for k, v in kohya(base).items() if "attn1_to_q" in k}
+    path = save(base, tmp_path / "base.safetensors", {"format": "pt", "note": "kept", "sshs_model_hash": "stale"})
+    lora_merge.merge(path, save(adapter, tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
+    got = load(tmp_path / "out.safetensors")
+    before = load(path)
+    assert list(got) == list(before)
+    changed = {k for k in got if not _same_bytes(got[k], before[k])}
+    assert changed == {k for k in base if "attn1.to_q" in k}
+    kept = metadata(tmp_path / "out.safetensors")
+    assert kept["note"] == "kept"
+    assert "sshs_model_hash" not in kept
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+
+
+def test_data_keeps_the_alignment_of_the_base(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(base, adapter, out)
+    starts = [int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in (base, out)]
+    assert starts[0] % 4096 == starts[1] % 4096
+
+
+def test_adapters_commute_and_are_rounded_once(tmp_path: Path) -> None:
+    base = sd1(torch.bfloat16)
+    paths = [save(kohya(base, seed=s), tmp_path / f"{s}.safetensors") for s in (1, 2, 3)]
+    model = save(base, tmp_path / "base.safetensors")
+    outputs = []
+    for n, order in enumerate(([0, 1, 2], [2, 0, 1])):
+        out = tmp_path / f"out{n}.safetensors"
+        lora_merge.merge(model, [(paths[i], 0.3 + i / 10) for i in order], out)
+        outputs.append(load(out))
+    exact = expected(base, [(load(p), 0.3 + i / 10) for i, p in enumerate(paths)])
+    for key in exact:
+        assert_rounded(outputs[0][key], exact[key])
+        assert_rounded(outputs[1][key], exact[key])
+
+
+def test_strength_zero_is_the_base_bit_for_bit(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    lora_merge.merge(base, [(adapter, 0.0)], tmp_path / "out.safetensors")
+    got, before = load(tmp_path / "out.safetensors"), load(base)
+    assert all(_same_bytes(got[k], before[k]) for k in before)
+
+
+def test_strength_by_part_of_the_model(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(base, adapter, out, strength_for=[("te", 0.0), ("re:attn2", 0.5), ("unet", 2.0)], dtype="fp32")
+    got, before, names = load(out), load(base), kohya_names(load(base))
+    full = expected(before, [(load(adapter), 1.0)])
+    for key in names.values():
+        factor = 0.0 if not key.startswith(UNET) else 1.0 if "attn2" in key else 2.0
+        assert_rounded(got[key], before[key].double() + factor * (full[key] - before[key].double()))
+
+
+def test_the_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    lora_merge.merge(base, [(adapter, 0.25)], tmp_path / "out.safetensors", dtype="bf16")
+    kept = metadata(tmp_path / "out.safetensors")
+    recipe = json.loads(kept["lora_merge.recipe"])
+    hashes = {hashlib.sha256(p.read_bytes()).hexdigest() for p in (base, adapter)}
+    assert hashes == {f["sha256"] for part in (recipe["base"], *recipe["adapters"]) for f in part["files"]}
+    assert recipe["adapters"][0]["strength"] == 0.25
+    assert "style.safetensors" in kept["modelspec.merged_from"]
+
+
+def test_linear_factors_fit_convolutions_and_the_reverse(tmp_path: Path) -> None:
+    base = {"a.weight": rand(8, 6, 1, 1), "b.weight": rand(8, 6), "c.weight": rand(8, 6, 3, 3)}
+    adapter = {
+        "a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 6),
+        "b.lora_up.weight": rand(8, 2, 1, 1), "b.lora_down.weight": rand(2, 6, 1, 1),
+        "c.lora_up.weight": rand(8, 2), "c.lora_down.weight": rand(2, 54),
+    }  # fmt: skip
+    merged = lora_merge.merge_state_dict(base, adapter)
+    for name in "abc":
+        delta = adapter[f"{name}.lora_up.weight"].flatten(1) @ adapter[f"{name}.lora_down.weight"].flatten(1)
+        torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + delta.reshape(base[f"{name}.weight"].shape))
+
+
+def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
+    base = {"m.a.weight": rand(8, 6), "m.z.weight": rand(2, 2)}
+    adapter = {"m.a.diff": rand(8, 6), "m.a.diff_b": rand(8)}
+    save(base, tmp_path / "b.safetensors")
+    lora_merge.merge(tmp_path / "b.safetensors", [(save(adapter, tmp_path / "a.safetensors"), 0.5)], tmp_path / "o.safetensors")
+    got = load(tmp_path / "o.safetensors")
+    torch.testing.assert_close(got["m.a.bias"], 0.5 * adapter["m.a.diff_b"])
+    torch.testing.assert_close(got["m.a.weight"], base["m.a.weight"] + 0.5 * adapter["m.a.diff"])
+
+
+@given(limit=st.sampled_from(["8MiB", "16MiB", "1GiB"]), dtype=st.sampled_from(["keep", "fp32", "bf16"]))
+@settings(deadline=None, derandomize=True, max_examples=6)
+def test_the_bytes_do_not_depend_on_the_memory_bound(tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str) -> None:
+    folder = tmp_path_factory.mktemp("bound")
+    base = {f"layer.{n}.weight": rand(700 + n, 900, seed=n).half() for n in range(12)} | {"rest": rand(3_000_001).half()}
+    adapter = {}
+    for n in range(0, 12, 2):
+        adapter |= {f"layer.{n}.lora_up.weight": rand(700 + n, 8), f"layer.{n}.lora_down.weight": rand(8, 900)}
+    files = save(base, folder / "b.safetensors"), save(adapter, folder / "a.safetensors")
+    outputs = [folder / "tight.safetensors", folder / "wide.safetensors"]
+    for out, bound in zip(outputs, (limit, "2GiB"), strict=True):
+        lora_merge.merge(files[0], files[1], out, max_memory=bound, dtype=dtype)
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+def test_planning_reads_headers_only_and_raises_what_merging_would(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    plan = lora_merge.plan(base, adapter, tmp_path / "out.safetensors", dtype="bf16")
+    assert plan.changed == len(kohya_names(load(base)))
+    assert not (tmp_path / "out.safetensors").exists()
+    lora_merge.merge(base, adapter, tmp_path / "out.safetensors")
+    with pytest.raises(MergeError) as e:
+        lora_merge.plan(base, adapter, tmp_path / "out.safetensors")
+    assert e.value.exit_code == 2
+
+
+def test_a_loaded_adapter_shows_its_modules_and_deltas(files: tuple[Path, Path]) -> None:
+    base, path = files
+    adapter = lora_merge.load_adapter(path)
+    names, tensors = kohya_names(load(base)), load(path)
+    assert set(adapter.modules) == set(names)
+    for name, key in names.items():
+        assert adapter.algorithm(name) == "lora"
+        weight = load(base)[key]
+        torch.testing.assert_close(
+            adapter.delta(name, weight).double(),
+            expected(load(base), [(tensors, 1.0)])[key] - weight.double(), atol=1e-6, rtol=1e-4,
+        )  # fmt: skip
+
+
+def test_merging_in_memory_equals_merging_files(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = files
+    state, kept = load(base), {k: t.clone() for k, t in load(base).items()}
+    merged = lora_merge.merge_state_dict(state, [(adapter, 0.6)], dtype="bf16")
+    lora_merge.merge(base, [(adapter, 0.6)], tmp_path / "out.safetensors", dtype="bf16")
+    for key, value in load(tmp_path / "out.safetensors").items():
+        assert torch.equal(merged[key], value)
+    assert all(torch.equal(state[k], kept[k]) for k in kept)
