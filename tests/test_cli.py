@@ -1,0 +1,295 @@
+"""The command line: first impression, options, and one clear error for everything that can be wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_merge import cli as program
+
+from .support import Tensors, cli, kohya, load, rand, save, sd1
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(sd1(), tmp_path / "base.safetensors")
+
+
+@pytest.fixture
+def style(tmp_path: Path) -> Path:
+    return save(kohya(sd1()), tmp_path / "style.safetensors")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """The program in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
+        try:
+            program.main()
+            code: object = 0
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        return int(str(code)), out, err
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = "import sys, lora_merge.cli as c\nsys.argv = ['lora-merge', '--help']\ntry:\n    c.main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    best = float("inf")
+    for _ in range(3):
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        best = min(best, time.monotonic() - started)
+    assert best < 2.0  # 0.3 s on a quiet machine; torch alone costs more than a second
+
+
+def test_two_paths_and_a_dtype_are_enough(tmp_path: Path, model: Path, style: Path) -> None:
+    done = cli(model, style, "--dtype", "bf16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "base+style.safetensors"
+    assert {t.dtype for t in load(out).values() if t.is_floating_point()} == {torch.bfloat16}
+    for word in ("Stable Diffusion 1", "32 of 32 modules matched", "wrote", "verified"):
+        assert word in done.stdout
+    assert done.stderr == ""  # no progress bar without a terminal
+
+
+def test_options_may_stand_before_the_paths(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    assert run("--dtype", "fp32", "-o", tmp_path / "a.safetensors", model, f"{style}:0.5")[0] == 0
+    assert run("merge", model, style, "-s", "0.5", "-o", tmp_path / "b.safetensors", "--dtype", "fp32")[0] == 0
+    assert run(model, f"{style}:-0.5", "-o", tmp_path / "c.safetensors", "--dtype", "fp32", "-q")[1] == ""
+    a, b = load(tmp_path / "a.safetensors"), load(tmp_path / "b.safetensors")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    code, out, _ = run(model, style, "--json", "-o", tmp_path / "o.safetensors", "--report", tmp_path / "r.json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["written"] == (tmp_path / "o.safetensors").stat().st_size
+    assert report["coverage"]["style.safetensors"]["total"] == 32
+    assert json.loads((tmp_path / "r.json").read_text()) == report
+
+
+def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    code, out, _ = run(model, style, "--dry-run", "--json", "-o", tmp_path / "new" / "o.safetensors")
+    assert code == 0
+    assert json.loads(out)["changed"] == 32
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcødé 画", "a:b", "odd:1.5x", "C:x"])
+def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    base = save(sd1(), folder / f"{name}.safetensors")
+    adapter = save(kohya(sd1()), folder / f"{name}-lora.safetensors")
+    out = folder / "made on the way" / "o.safetensors"
+    code, _, err = run(base, f"{adapter}:0.5", "-o", out)
+    assert code == 0, err
+    assert out.exists()
+
+
+def test_home_and_relative_paths(tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = cli("~/base.safetensors", "./style.safetensors", "-o", "sub/o.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sub" / "o.safetensors").exists()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def _f32(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+class _Code:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch /tmp/lora-merge-was-here",)
+
+
+BAD_BASES: dict[str, bytes | None] = {
+    "missing": None,
+    "empty": b"",
+    "truncated length": b"\x10\0\0",
+    "header longer than the file": _raw({}, length=1 << 40),
+    "not json": _raw(b"{nonsense"),
+    "a list": _raw([1, 2]),
+    "deep": _raw(b'{"a":' * 50_000),
+    "overlap": _raw({"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, b"\0" * 12),
+    "gap": _raw({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"\0" * 12),
+    "out of range": _raw({"a": _f32([4], 0, 16)}, b"\0" * 8),
+    "trailing bytes": _raw({"a": _f32([1], 0, 4)}, b"\0" * 8),
+    "duplicate keys": _raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+    "unknown dtype": _raw({"a": _f32([1], 0, 4, "F31")}, b"\0" * 4),
+    "wrong size": _raw({"a": _f32([3], 0, 4)}, b"\0" * 4),
+    "negative offset": _raw({"a": _f32([1], -4, 0)}, b"\0" * 4),
+    "huge shape": _raw({"a": _f32([1 << 62, 1 << 62], 0, 4)}, b"\0" * 4),
+    "pickle with code": pickle.dumps(_Code()),
+    "gguf": b"GGUF" + b"\0" * 64,
+    "web page": b"<!DOCTYPE html><html>" + b" " * 99,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BASES)
+def test_damaged_files(run: Run, tmp_path: Path, style: Path, model: Path, kind: str) -> None:
+    bad = tmp_path / "bad.safetensors"
+    if BAD_BASES[kind] is not None:
+        bad.write_bytes(BAD_BASES[kind] or b"")
+    for arguments in ((bad, style), (model, bad)):
+        _refused(run(*arguments, "-o", tmp_path / "o.safetensors"), 3, tmp_path, "bad.safetensors")
+    assert not Path("/tmp/lora-merge-was-here").exists()
+
+
+def _without(tensors: Tensors, ending: str) -> Tensors:
+    first = next(k for k in tensors if k.endswith(ending))
+    return {k: v for k, v in tensors.items() if k != first}
+
+
+def _with(tensors: Tensors, ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    first = next(k for k in tensors if k.endswith(ending))
+    return tensors | {first: change(tensors[first])}
+
+
+BAD_ADAPTERS: dict[str, tuple[int, Callable[[Tensors], Tensors]]] = {
+    "no partner: up": (3, lambda t: _without(t, ".lora_up.weight")),
+    "no partner: down": (3, lambda t: _without(t, ".lora_down.weight")),
+    "ranks differ": (4, lambda t: _with(t, ".lora_up.weight", lambda v: v[:, :-1])),
+    "too few rows": (4, lambda t: _with(t, ".lora_up.weight", lambda v: v[:-1])),
+    "too few columns": (4, lambda t: _with(t, ".lora_down.weight", lambda v: v[:, :-1])),
+    "NaN": (3, lambda t: _with(t, ".lora_up.weight", lambda v: v * float("nan"))),
+    "infinite": (3, lambda t: _with(t, ".lora_down.weight", lambda v: v / 0)),
+    "NaN alpha": (3, lambda t: _with(t, ".alpha", lambda v: v * float("nan"))),
+    "alpha of two numbers": (3, lambda t: _with(t, ".alpha", lambda v: torch.ones(2))),
+    "unknown suffix": (4, lambda t: t | {"lora_unet_down_blocks_0_attentions_0_proj_in.lora_sideways": rand(2)}),
+    "one module elsewhere": (4, lambda t: t | {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)}),
+    "no match at all": (4, lambda _: {"lora_unet_x.lora_up.weight": rand(4, 2), "lora_unet_x.lora_down.weight": rand(2, 4)}),
+    "no adapter": (3, lambda _: sd1()),
+    "two algorithms on one module": (3, lambda t: t | {next(iter(t)).split(".")[0] + ".hada_w1_a": rand(4, 4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_ADAPTERS)
+def test_adapters_that_cannot_be_merged(run: Run, tmp_path: Path, model: Path, kind: str) -> None:
+    code, make = BAD_ADAPTERS[kind]
+    adapter = save(make({k: v.contiguous() for k, v in kohya(sd1()).items()}), tmp_path / "bad.safetensors")
+    _refused(run(model, adapter, "-o", tmp_path / "o.safetensors"), code, tmp_path, "bad.safetensors")
+
+
+def test_swapped_arguments(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    _refused(run(style, model, "-o", tmp_path / "o.safetensors"), 3, tmp_path, "style.safetensors")
+
+
+def test_unmatched_modules_are_counted_and_can_be_skipped(run: Run, tmp_path: Path, style: Path) -> None:
+    unet = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
+    code, _, err = run(unet, style, "-o", tmp_path / "o.safetensors")
+    assert code == 4
+    assert "8 of 32" in err and "lora_te_text_model_encoder_layers_0" in err and "--unmatched skip" in err
+    code, out, err = run(unet, style, "-o", tmp_path / "o.safetensors", "--unmatched", "skip")
+    assert code == 0, err
+    assert "24 of 32" in out and out.count("left out") >= 1
+
+
+def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    link, hard = tmp_path / "link.safetensors", tmp_path / "hard.safetensors"
+    link.symlink_to(model)
+    hard.hardlink_to(style)
+    for target in (model, style, link, hard, tmp_path / "." / "base.safetensors"):
+        before = target.read_bytes()
+        code, _, err = run(model, style, "-o", target)
+        assert code == 2 and "--overwrite" in err
+        assert target.read_bytes() == before
+
+
+def test_overwriting_an_input_is_atomic_and_right(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    assert run(model, style, "-o", tmp_path / "apart.safetensors")[0] == 0
+    assert run(model, style, "-o", model, "--overwrite")[0] == 0
+    a, b = load(model), load(tmp_path / "apart.safetensors")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+USAGE: dict[str, tuple[int, list[str]]] = {
+    "unknown device": (5, ["--device", "cuda:7"]),
+    "no device at all": (5, ["--device", "toaster"]),
+    "unknown dtype": (2, ["--dtype", "fp17"]),
+    "unknown compute dtype": (2, ["--compute-dtype", "int8"]),
+    "strengths twice": (2, ["-s", "0.5", "-s", "0.5"]),
+    "bad part": (2, ["--strength-for", "nose=1"]),
+    "bad part number": (2, ["--strength-for", "te=much"]),
+    "bad expression": (2, ["--strength-for", "re:(=1"]),
+    "infinite strength": (2, ["-s", "inf"]),
+    "bad memory": (2, ["--max-memory", "lots"]),
+    "too little memory": (5, ["--max-memory", "1KiB"]),
+    "bad unmatched": (2, ["--unmatched", "maybe"]),
+    "unknown option": (2, ["--fast"]),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
+    code, arguments = USAGE[kind]
+    got, _, err = run(model, style, "-o", tmp_path / "o.safetensors", *arguments)
+    assert got == code, err
+    assert "Traceback" not in err and err.strip()
+    assert not list(tmp_path.glob("*o.safetensors*"))
+
+
+def test_no_space_is_noticed_before_the_first_byte(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lora_merge.disk
+
+    monkeypatch.setattr(lora_merge.disk, "free_bytes", lambda _: 1000)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
+
+
+def test_no_space_in_the_middle(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
+
+
+def test_no_permission(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by the system when the output is created; root may write anywhere, so the refusal is played."""
+    really = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_CREAT and ".part" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "o.safetensors")
+
+
+def _refused(result: tuple[int, str, str], code: int, folder: Path, named: str) -> None:
+    got, _, err = result
+    assert got == code, err
+    assert err.startswith("error: ") and "\n  where: " in err and "\n  fix:   " in err
+    assert err.count("error: ") == 1 and "Traceback" not in err
+    assert named in err
+    assert not list(folder.glob("*o.safetensors*")) and not list(folder.glob(".*.part"))
