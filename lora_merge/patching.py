@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 from .adapter import AdapterFile, Module, Numbers
@@ -55,9 +55,6 @@ class Patcher:
         complete, told = module.complete(), self.rules.of(module.name)
         chosen = told.algorithm(module.name, complete)
         candidates = complete if chosen is None else [chosen]
-        if not candidates:
-            raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
-                             "export or download it again")  # fmt: skip
         reasons = []
         for name, seen in product(candidates, _ways(view, in_out=told.fan_in_fan_out)):
             full = self._with_shared(module, told.shared(name))
@@ -66,11 +63,14 @@ class Patcher:
                 shapes = ALGORITHMS[name].fit(full.shapes, seen.shape)
                 magnitude = self._magnitude(module, name, seen.shape)
                 self._check(name, settings)
+                numbers = self._numbers(module, name, shapes, seen.shape)
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
-            numbers = self._numbers(module, name, shapes, seen.shape)
             return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
+        if not candidates or (chosen is None and module.algorithms[0] not in candidates):
+            raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
+                             "export or download it again")  # fmt: skip
         raise ShapeMismatch("adapter tensors do not fit the base",
                             f"{self.adapter.path}: {module.where} {_shapes(module)}: {reasons[0]}",
                             "merge into the checkpoint that the adapter was trained on")  # fmt: skip
@@ -92,7 +92,10 @@ class Patcher:
             raise InputError(
                 f"{slot} is not one number", f"{info.file}: {info.name} {list(info.shape)}", "export it again"
             )
-        return self.read(info)[0]
+        value = self.read(info)[0]
+        if isnan(value):
+            raise InputError(f"{slot} is NaN", f"{info.file}: {info.name}", "use an earlier save of the adapter")
+        return value
 
     def _with_shared(self, module: Module, keys: Mapping[str, str]) -> Module:
         """The module with the tensors that the file has once for all modules."""
@@ -135,9 +138,10 @@ def _incomplete(module: Module) -> str:
         ([s for s, required in row.slots.items() if required and s not in module.slots] for row in known), key=len
     )
     have = ", ".join(sorted(module.slots)) or "alpha"
-    if not gaps or not gaps[0]:
+    first = next((g for g in gaps if g), None)
+    if first is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    return f"{module.where} has {have} but no {', '.join(gaps[0])}"
+    return f"{module.where} has {have} but no {', '.join(first)}"
 
 
 def _shapes(module: Module) -> str:

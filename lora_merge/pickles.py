@@ -8,12 +8,14 @@ an offset behind `MEMORY`; all of it together is never more than the file's size
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import struct
-import warnings
+import threading
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,7 +44,8 @@ WRAPPERS: Final = (
 
 FAILURES: Final = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, ValueError,
-    AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError, OSError,
+    AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError,
+    OSError, NotImplementedError, BufferError, Warning,
 )  # fmt: skip
 """What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
 
@@ -61,12 +64,19 @@ class _Loading:
 
     path: Path
     size: int
-    records: Mapping[int, int] | None  # start of a record → its bytes; None: not an archive, or not usable as one
+    records: Mapping[int, int] | None  # start of a record → its bytes; None: no archive
     memory: int = 0  # bytes of tensors made so far
 
 
 def read_pickled(path: Path) -> Header:
     """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
+    try:
+        return _read(path)
+    except FAILURES as e:  # the objects it made are odd enough to break what looks at them
+        raise _damaged(path, _reason(e)) from e
+
+
+def _read(path: Path) -> Header:
     with open_regular(path) as f:
         state = FileState.of(f.fileno())
         zipped = f.read(2) == b"PK"
@@ -74,26 +84,28 @@ def read_pickled(path: Path) -> Header:
     table, notes = _state_dict(_load(path, fake=True), path)
     values = dict(_tensors(table, path))
     if loading.records is None:
-        if sum({id(v.untyped_storage()): v.untyped_storage().nbytes() for v in values.values()}.values()) > state.size:
+        storages = {id(s): s.nbytes() for s in (v.untyped_storage() for v in values.values())}
+        if sum(storages.values()) > state.size:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
     infos = sorted((_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes))
-    left = [f"{n} ({type(v).__name__})" for n, v in table.items() if n not in values]
+    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in values]
     if left:
         notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
     return Header({t.name: t for t in infos}, {}, 0, state, notes)
 
 
-def _load(path: Path, *, fake: bool) -> Any:
-    from contextlib import nullcontext
+def _reason(e: BaseException) -> str:
+    return next(iter(str(e).strip().splitlines()), type(e).__name__)
 
+
+def _load(path: Path, *, fake: bool) -> Any:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        # The open file, not its name: torch hands names in .safetensors to another library.
-        with path.open("rb") as f, warnings.catch_warnings(), FakeTensorMode() if fake else nullcontext():
-            warnings.simplefilter("ignore")  # about the pickle's version, of no use to whoever gave the file
+        # An open file, for torch chooses another loader by the name.
+        with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
             return torch.load(f, map_location="cpu", weights_only=True)
     except FAILURES as e:
         found = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
@@ -103,25 +115,42 @@ def _load(path: Path, *, fake: bool) -> Any:
                 f"{path}: it names {found[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
-        raise _damaged(path, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
+        raise _damaged(path, _reason(e)) from e
 
 
-def _records(path: Path) -> Mapping[int, int] | None:
-    """Start of the data → its bytes, for every record of the archive that is stored as it is."""
+@contextmanager
+def _silent() -> Iterator[None]:
+    """FakeTensorMode logs what it raises, with a traceback; this thread's records are dropped."""
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(keep)
     try:
-        with zipfile.ZipFile(path) as z, open_regular(path) as f:
-            _refuse_other_archives(path, z)
-            order = next((z.read(n) for n in z.namelist() if n.endswith("/byteorder")), b"little")
-            records = {}
-            for entry in z.infolist():
-                f.seek(entry.header_offset + 26)  # of the local header: the lengths of name and extra field
-                name, extra = struct.unpack("<HH", f.read(4))
-                start = entry.header_offset + 30 + name + extra
-                if entry.compress_type == zipfile.ZIP_STORED:
-                    records[start] = entry.file_size
-    except (*FAILURES, NotImplementedError) as e:
-        raise _damaged(path, str(e)) from e
-    return records if order == b"little" else None
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _records(path: Path) -> Mapping[int, int]:
+    """Start of the data → its bytes, for every record of the archive."""
+    records = {}
+    with zipfile.ZipFile(path) as z, open_regular(path) as f:
+        _refuse_other_archives(path, z)
+        for entry in z.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise InputError(  # torch.save never compresses; a small record could unpack to any size
+                    "a torch file whose records are compressed", str(path), "save it again with torch.save"
+                )
+            f.seek(entry.header_offset + 26)  # of the local header: the lengths of name and extra field
+            name, extra = struct.unpack("<HH", f.read(4))
+            records[entry.header_offset + 30 + name + extra] = entry.file_size
+            if entry.filename.endswith("byteorder") and (entry.file_size > 16 or z.read(entry) != b"little"):
+                raise InputError(  # torch 2.13 crashes on these when it loads no values
+                    "a torch file from a big-endian machine", str(path), "save it again on a usual machine"
+                )
+    return records
 
 
 def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
@@ -137,10 +166,10 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
     """The dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
     unwrapped: list[str] = []
     while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
-        inner = next((w for w in WRAPPERS if isinstance(loaded.get(w), dict) and loaded[w]), None)
+        inner = next((w for w in WRAPPERS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None)
         if inner is None:
             break
-        loaded = loaded[inner]
+        loaded = dict.get(loaded, inner)
         unwrapped.append(inner)
     if not isinstance(loaded, dict):
         raise InputError(
@@ -151,11 +180,11 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
     return loaded, ((f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ())
 
 
-def _tensors(table: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
     """Named tensors; InputError for those that a .safetensors file cannot hold."""
     import torch
 
-    for name, value in table.items():
+    for name, value in dict.items(table):  # not table.items: a file can give its dicts attributes
         if not isinstance(value, torch.Tensor) or not isinstance(name, str):
             continue
         dtype = str(value.dtype).removeprefix("torch.")
@@ -179,10 +208,11 @@ def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
     storage = value.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", None)
     if loading.records is not None and nbytes:
+        backwards = value.storage_offset() < 0 or min(value.stride(), default=0) < 0
         span = item * (
             value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
         )
-        if start is None or storage.nbytes() > loading.records.get(start, -1) or span > storage.nbytes():
+        if start is None or storage.nbytes() > loading.records.get(start, -1) or span > storage.nbytes() or backwards:
             raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             offset = start + item * value.storage_offset()
