@@ -1,0 +1,237 @@
+"""A jobs file as a list of jobs: read, checked, every matrix multiplied out. All mistakes are reported at once.
+
+No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from .errors import InputError, MergeError, UsageError
+from .header import open_regular
+from .job import Adapter, Job, make_job, split_strength
+from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
+from .templates import NoSuchName, render, render_output
+from .yaml_lines import Document, Place, parse
+
+FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
+JOB_LIMIT: Final = 100_000  # jobs; more is a slip in a matrix
+MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
+SHOWN: Final = 50  # mistakes that are listed one by one
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One job and where it was asked for."""
+
+    number: int  # from 1, in the order of the file
+    job: Job
+    where: str  # "jobs.yaml:12 (jobs[3])"
+
+
+def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[Entry, ...]:
+    """The jobs of a file, of its content as plain data, or of a list of Job objects or of its `jobs`.
+
+    UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
+    `overwrite` holds for all jobs.
+    """
+    if isinstance(source, Path):
+        return _Loader(parse(_text(source), source.name), source.name, source.absolute().parent, overwrite).entries()
+    if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
+        jobs = [replace(j, overwrite=j.overwrite or overwrite) for j in source]
+        return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
+    data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
+    return _Loader(dict(data), "jobs", Path.cwd(), overwrite).entries()
+
+
+def _text(path: Path) -> str:
+    with open_regular(path) as f:
+        raw = f.read(FILE_LIMIT + 1) or b""
+    if len(raw) > FILE_LIMIT:
+        raise InputError("a jobs file of absurd length", str(path), "use a matrix, or several files")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise InputError(f"the jobs file is no text in UTF-8: {e.reason} at byte {e.start}", str(path),
+                         "give the YAML file first") from e  # fmt: skip
+
+
+class _Loader:
+    """One source on its way to entries; gathers mistakes."""
+
+    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, overwrite: bool) -> None:  # noqa: FBT001
+        self.document = source if isinstance(source, Document) else None
+        self.value = source.value if isinstance(source, Document) else source
+        self.name, self.folder, self.overwrite = name, folder, overwrite
+        self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every job, or one error with every mistake."""
+        found: list[Entry] = []
+        defaults, jobs = self._validated()
+        for n, entry in jobs:
+            place: Place = ("jobs", n)
+            for values in self._combinations(place, entry):
+                before = len(self.mistakes)
+                job = self._job(place, entry, defaults, values)
+                if job is not None and len(self.mistakes) == before:
+                    found.append(Entry(len(found) + 1, job, self._where(place)))
+                if len(self.mistakes) > MANY:
+                    break
+        if self.mistakes:
+            raise self._failure()
+        return tuple(found)
+
+    def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
+        """What is right of the file, by the number of each job; the rest is noted."""
+        try:
+            file = JobsFile.model_validate(self.value)
+        except ValidationError as e:
+            self.mistakes.update(dict.fromkeys(problems(e)))
+        else:
+            return file.defaults, list(enumerate(file.jobs))
+        top = self.value if isinstance(self.value, dict) else {}
+        wrong = {place[1] for place, _ in self.mistakes if len(place) > 1 and place[0] == "jobs"}
+        jobs = top.get("jobs") if isinstance(top.get("jobs"), list) else []
+        good = [(n, JobEntry.model_validate(j)) for n, j in enumerate(jobs or []) if n not in wrong]
+        sound = not any(place[:1] == ("defaults",) for place, _ in self.mistakes)
+        return (Defaults.model_validate(top.get("defaults", {})), good) if sound else (Defaults(), [])
+
+    def _note(self, place: Place, what: str) -> None:
+        self.mistakes[place, what] = None
+
+    @contextmanager
+    def _noting(self, place: Place) -> Iterator[None]:
+        """What is wrong inside becomes a mistake at `place`; the job goes on, for its other mistakes."""
+        try:
+            yield
+        except NoSuchName as e:
+            self._note(place, str(e))
+        except MergeError as e:
+            self._note(place, f"{e.what} ({e.where}); {e.fix}")
+
+    def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
+        """Every name of the matrix with its values, as they are written in the file."""
+        if entry.matrix is None:
+            return {}
+        axes: dict[str, Axis] = entry.matrix.__pydantic_extra__ or {}
+        return {name: self._values((*place, "matrix", name), axis) for name, axis in axes.items()}
+
+    def _values(self, place: Place, axis: Axis) -> list[str]:
+        if isinstance(axis, Glob):
+            return sorted(glob.glob(axis.glob, root_dir=self.folder, recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+        return [self._as_written((*place, n), value) for n, value in enumerate(axis)]
+
+    def _as_written(self, place: Place, value: Any) -> str:
+        text = None if self.document is None else self.document.text(place)
+        return str(value) if text is None else text
+
+    def _combinations(self, place: Place, entry: JobEntry) -> Iterator[dict[str, str]]:
+        axes = self._axes(place, entry)
+        for name, values in axes.items():
+            if not values:
+                self._note((*place, "matrix", name, "glob"), f"nothing in {self.folder} matches the pattern")
+        if (count := prod(len(values) for values in axes.values())) > JOB_LIMIT:
+            self._note((*place, "matrix"), f"{count} combinations; at most {JOB_LIMIT} jobs a matrix")
+            return
+        excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
+        for combination in itertools.product(*axes.values()):
+            named = dict(zip(axes, combination, strict=True))
+            if not any(row.items() <= named.items() for row in excluded):
+                yield named
+
+    def _excluded(self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]) -> list[dict[str, str]]:
+        rows = []
+        for n, row in enumerate(entry.matrix.exclude if entry.matrix is not None else ()):
+            written = {name: self._as_written((*place, n, name), value) for name, value in row.items()}
+            for name, value in written.items():
+                if value not in axes.get(name, ()):
+                    why = f"{value} is no value of {name}" if name in axes else f"the matrix has no {name}"
+                    self._note((*place, n, name), why)
+            if row:
+                rows.append(written)
+            else:
+                self._note((*place, n), "an empty row would exclude every job")
+        return rows
+
+    def _job(self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]) -> Job | None:
+        """One combination as a job; None, or something of no use, where a mistake was noted."""
+        base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
+        if base is None or adapters is None:
+            self._note((*place, "base" if base is None else "adapters"), "required, here or under defaults")
+            return None
+        options = _given(defaults) | _given(entry)
+        parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
+        if "map" in options:
+            options["map"] = self._path(options["map"])
+        options["overwrite"] = options.get("overwrite", False) or self.overwrite
+        refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
+        path = output = self.folder
+        with self._noting((*place, "base")):
+            path = self._path(render(base, values))
+        with self._noting((*place, "output")):
+            output = self._path(render_output(entry.output, values))
+        with self._noting(place):
+            return make_job(path, refs, output, strength_for=parts, **options)
+        return None
+
+    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
+        """Path, strength and parts; `path:0.8` as on the command line."""
+        path, tail = self.folder, None
+        with self._noting((*place, "path")):
+            written = render(entry.path, values)
+            path = self._path(written)
+            text, tail = split_strength(written) if ":" in written and not path.exists() else (written, None)
+            if tail is not None:
+                path = self._path(text)
+                if entry.strength is not None:
+                    raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
+        given = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
+        return Adapter(
+            path, self._number((*place, "strength"), given, values),
+            self._parts((*place, "strength_for"), entry.strength_for, values),
+        )  # fmt: skip
+
+    def _parts(
+        self, place: Place, given: Mapping[str, float | str], values: Mapping[str, str]
+    ) -> tuple[tuple[str, float], ...]:
+        return tuple((part, self._number((*place, part), factor, values)) for part, factor in given.items())
+
+    def _number(self, place: Place, given: float | str, values: Mapping[str, str]) -> float:
+        with self._noting(place):
+            text = render(given, values) if isinstance(given, str) else given
+            try:
+                return float(text)
+            except ValueError:
+                raise NoSuchName(f"{given!r} becomes {text!r}, which is no number") from None
+        return 1.0
+
+    def _path(self, text: str) -> Path:
+        return self.folder / Path(text).expanduser()
+
+    def _where(self, place: Place) -> str:
+        """ "jobs.yaml:12 (jobs[3].output)"."""
+        line = f":{self.document.line(place)}" if self.document is not None else ""
+        field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+        return f"{self.name}{line}" + (f" ({field})" if field else "")
+
+    def _failure(self) -> UsageError:
+        lines = [f"{self._where(place)}: {what}" for place, what in self.mistakes]
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        many = f"{len(lines)} mistakes" if len(lines) > 1 else "a mistake"
+        return UsageError(f"{many} in the jobs file", "\n         ".join(lines[:SHOWN] + more),
+                          "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
+
+
+def _given(options: Options) -> dict[str, Any]:
+    """The options of a job or of the defaults that were given."""
+    return {name: value for name in Options.model_fields if (value := getattr(options, name)) is not None}
