@@ -70,7 +70,18 @@ class FileState:
     @staticmethod
     def of(fd: int) -> FileState:
         """The state of an open file."""
-        s = os.fstat(fd)
+        return FileState._from(os.fstat(fd))
+
+    @staticmethod
+    def at(path: Path) -> FileState | None:
+        """The state of the file at a path; None where there is none."""
+        try:
+            return FileState._from(path.stat())
+        except OSError:
+            return None
+
+    @staticmethod
+    def _from(s: os.stat_result) -> FileState:
         return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev)
 
 

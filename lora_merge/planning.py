@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import __version__
-from .adapter import AdapterFile, Numbers, file_numbers, group, looks_like_adapter
+from .adapter import AdapterFile, Numbers, file_numbers
 from .algorithms import Shape, flat
-from .checkpoint import Index, open_checkpoint, quantised
+from .checkpoint import Index
 from .disk import require_space
-from .errors import InputError, ShapeMismatch
+from .errors import ShapeMismatch
 from .formats import check_output, layout
 from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job
 from .matching import Matched, Matcher, Use, check_replacements
-from .names import Names, names
+from .names import Names
+from .opened import Opened
 from .patching import Patcher
 from .peft import rules
 from .sidefiles import index_files, output_name, side_files, stored_name
@@ -107,17 +108,20 @@ class Plan:
 
 def make_plan(job: Job) -> Plan:
     """The plan for a job, from headers alone; raises what the merge would raise."""
-    base = open_checkpoint(job.base)
-    _check_base(base)
-    lookup = names(base, job.map)
-    adapters = [group(open_checkpoint(ref.path)) for ref in job.adapters]
-    matched = match(job, base, lookup, adapters, file_numbers)
-    files, indexes = _files(job, base, matched)
-    sides = tuple(side_files(base)) if base.path.is_dir() else ()
-    plan = Plan(job, base, lookup.architecture, matched, files, sides, indexes)
+    plan = draw(job, Opened())
     check_output(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
     require_space(job.output, plan.size)
     return plan
+
+
+def draw(job: Job, opened: Opened) -> Plan:
+    """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
+    base, lookup = opened.base(job.base, job.map)
+    adapters = [opened.adapter(ref.path) for ref in job.adapters]
+    matched = match(job, base, lookup, adapters, file_numbers)
+    files, indexes = _files(job, base, matched)
+    sides = tuple(side_files(base)) if base.path.is_dir() else ()
+    return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 
 def match(
@@ -132,15 +136,6 @@ def match(
     return tuple(matched)
 
 
-def _check_base(base: Index) -> None:
-    if looks_like_adapter(base):
-        raise InputError("the base is itself an adapter", str(base.path),
-                         "name the base model first and the adapter after it")  # fmt: skip
-    reason = quantised(base)
-    if reason is not None:
-        raise InputError(f"the base is quantised: {reason}", str(base.path), "merge into the unquantised model")
-
-
 def _files(
     job: Job, base: Index, matched: Sequence[Matched]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
@@ -148,12 +143,12 @@ def _files(
     by_file: dict[Path, list[Target]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
-    recipe = json.dumps(_recipe(job, base, matched), ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(recipe(job, base, [m.adapter.index for m in matched]), ensure_ascii=False, separators=(",", ":"))
     files = []
     for path, targets in by_file.items():
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
         metadata = pickled | {k: v for k, v in base.metadata_of(path).items() if k not in STALE}
-        metadata |= {"lora_merge.recipe": recipe, "modelspec.merged_from": _merged_from(job)}
+        metadata |= {"lora_merge.recipe": text, "modelspec.merged_from": _merged_from(job)}
         header = layout([(t.stored, t.dtype, t.shape) for t in targets], metadata, base.data_start(path))
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header))))
@@ -202,13 +197,14 @@ def _merged_from(job: Job) -> str:
     return ", ".join(p.name for p in (job.base, *(a.path for a in job.adapters)))
 
 
-def _recipe(job: Job, base: Index, matched: Sequence[Matched]) -> dict[str, Any]:
+def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
     """What was merged, for whoever opens the output: names, sizes, hashes, strengths, options."""
     number = iter(range(10**6))
 
     def files(index: Index) -> list[dict[str, Any]]:
         return [
-            {"name": f.name, "size": f.stat().st_size, "sha256": HASH_SLOT.format(next(number))} for f in index.files
+            {"name": f.name, "size": index.headers[f].state.size, "sha256": HASH_SLOT.format(next(number))}
+            for f in index.files
         ]
 
     return {
@@ -216,8 +212,8 @@ def _recipe(job: Job, base: Index, matched: Sequence[Matched]) -> dict[str, Any]
         "base": {"name": job.base.name, "files": files(base)},
         "adapters": [
             {"name": a.path.name, "strength": a.strength, "parts": [list(p) for p in a.parts],
-             "files": files(m.adapter.index)}
-            for a, m in zip(job.adapters, matched, strict=True)
+             "files": files(index)}
+            for a, index in zip(job.adapters, adapters, strict=True)
         ],
         "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
     }  # fmt: skip
