@@ -32,7 +32,7 @@ class Stack:
 
     def region(self, block: Tensor) -> Tensor:
         """The part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
-        part = block[:, self.rows]
+        part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
         return part.transpose(1, 2) if self.transposed else part
 
 
@@ -55,4 +55,4 @@ def change(s: Stack, base: Tensor) -> Tensor:
     if s.magnitude is not None:
         axis, magnitude = s.magnitude
         change = dora.rescale(seen, change, magnitude, axis)
-    return change if s.taken is None else change[:, s.taken]
+    return change if s.taken is None else change.narrow(1, s.taken.start, s.taken.stop - s.taken.start)

@@ -62,7 +62,7 @@ class Patcher:
             try:
                 shapes = ALGORITHMS[name].fit(full.shapes, seen.shape)
                 magnitude = self._magnitude(module, name, seen.shape)
-                self._check(name, settings)
+                self._check(name, settings, shapes, seen.shape)
                 numbers = self._numbers(module, name, shapes, seen.shape)
             except DoesNotFit as e:
                 reasons.append(str(e))
@@ -107,13 +107,13 @@ class Patcher:
         """The configuration's settings, and the largest weight that the adapter changes with this formula."""
         return {**told, **({"widest": self.widest} if "widest" in ALGORITHMS[name].settings else {})}
 
-    def _check(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
         missing = ALGORITHMS[name].missing_settings(settings)
         if missing:
             raise DoesNotFit(f"no configuration says {', '.join(missing)}")
         check = ALGORITHMS[name].check_settings
         if check is not None:
-            check(settings)
+            check(settings, shapes, shape)
 
     def _magnitude(self, module: Module, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:
         info = module.shared.get("magnitude")

@@ -72,7 +72,9 @@ def stage(tensors: Sequence[Tensor], at: Placement) -> Tensor:
     if len(tensors) == 1:
         moved = first.to(at.device).to(at.dtype)
         return (moved.clone() if moved is first else moved).unsqueeze(0)
-    out = torch.empty((len(tensors), *first.shape), dtype=at.dtype, device=at.device)
+    if at.device.type != "cpu":
+        return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
+    out = torch.empty((len(tensors), *first.shape), dtype=at.dtype)
     for slot, tensor in zip(out, tensors, strict=True):
         slot.copy_(tensor)
     return out

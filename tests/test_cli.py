@@ -144,7 +144,10 @@ BAD_BASES: dict[str, bytes | None] = {
     "gap": _raw({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"\0" * 12),
     "out of range": _raw({"a": _f32([4], 0, 16)}, b"\0" * 8),
     "trailing bytes": _raw({"a": _f32([1], 0, 4)}, b"\0" * 8),
-    "duplicate keys": _raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+    "duplicate keys": _raw(
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"\0" * 4,
+    ),
     "unknown dtype": _raw({"a": _f32([1], 0, 4, "F31")}, b"\0" * 4),
     "wrong size": _raw({"a": _f32([3], 0, 4)}, b"\0" * 4),
     "negative offset": _raw({"a": _f32([1], -4, 0)}, b"\0" * 4),
@@ -258,14 +261,18 @@ def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, styl
     assert not list(tmp_path.glob("*o.safetensors*"))
 
 
-def test_no_space_is_noticed_before_the_first_byte(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_noticed_before_the_first_byte(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import lora_merge.disk
 
     monkeypatch.setattr(lora_merge.disk, "free_bytes", lambda _: 1000)
     _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
 
 
-def test_no_space_in_the_middle(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_in_the_middle(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

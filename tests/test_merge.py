@@ -118,14 +118,18 @@ def test_linear_factors_fit_convolutions_and_the_reverse(tmp_path: Path) -> None
     merged = lora_merge.merge_state_dict(base, adapter)
     for name in "abc":
         delta = adapter[f"{name}.lora_up.weight"].flatten(1) @ adapter[f"{name}.lora_down.weight"].flatten(1)
-        torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + delta.reshape(base[f"{name}.weight"].shape))
+        torch.testing.assert_close(
+            merged[f"{name}.weight"], base[f"{name}.weight"] + delta.reshape(base[f"{name}.weight"].shape)
+        )
 
 
 def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
     base = {"m.a.weight": rand(8, 6), "m.z.weight": rand(2, 2)}
     adapter = {"m.a.diff": rand(8, 6), "m.a.diff_b": rand(8)}
     save(base, tmp_path / "b.safetensors")
-    lora_merge.merge(tmp_path / "b.safetensors", [(save(adapter, tmp_path / "a.safetensors"), 0.5)], tmp_path / "o.safetensors")
+    lora_merge.merge(
+        tmp_path / "b.safetensors", [(save(adapter, tmp_path / "a.safetensors"), 0.5)], tmp_path / "o.safetensors"
+    )
     got = load(tmp_path / "o.safetensors")
     torch.testing.assert_close(got["m.a.bias"], 0.5 * adapter["m.a.diff_b"])
     torch.testing.assert_close(got["m.a.weight"], base["m.a.weight"] + 0.5 * adapter["m.a.diff"])
@@ -133,9 +137,13 @@ def test_a_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
 
 @given(limit=st.sampled_from(["8MiB", "16MiB", "1GiB"]), dtype=st.sampled_from(["keep", "fp32", "bf16"]))
 @settings(deadline=None, derandomize=True, max_examples=6)
-def test_the_bytes_do_not_depend_on_the_memory_bound(tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str) -> None:
+def test_the_bytes_do_not_depend_on_the_memory_bound(
+    tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str
+) -> None:
     folder = tmp_path_factory.mktemp("bound")
-    base = {f"layer.{n}.weight": rand(700 + n, 900, seed=n).half() for n in range(12)} | {"rest": rand(3_000_001).half()}
+    base = {f"layer.{n}.weight": rand(700 + n, 900, seed=n).half() for n in range(12)} | {
+        "rest": rand(3_000_001).half()
+    }
     adapter = {}
     for n in range(0, 12, 2):
         adapter |= {f"layer.{n}.lora_up.weight": rand(700 + n, 8), f"layer.{n}.lora_down.weight": rand(8, 900)}

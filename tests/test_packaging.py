@@ -1,0 +1,61 @@
+"""What a user installs is what the checkout holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_folder_with_code_is_packaged() -> None:
+    folders = {p.parent.relative_to(ROOT).as_posix().replace("/", ".") for p in (ROOT / "lora_merge").rglob("*.py")}
+    folders = {f for f in folders if "algorithms" not in f} | {"lora_merge.algorithms"}
+    assert folders == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_the_link_to_the_algorithms_points_where_it_should() -> None:
+    link = ROOT / "lora_merge" / "algorithms"
+    assert link.is_symlink()
+    assert Path(link.readlink()).as_posix() == "../algorithms"
+
+
+def test_importing_algorithms_by_accident_is_stopped() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import algorithms"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "import lora_merge.algorithms, not algorithms" in done.stderr
+
+
+def test_torch_is_pinned_for_set_up_and_open_for_users() -> None:
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert any(d.startswith("torch>=") for d in PROJECT["project"]["dependencies"])
+
+
+def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path) -> None:
+    try:
+        import setuptools
+    except ImportError:
+        pytest.skip("no setuptools here to build with")
+    if int(setuptools.__version__.partition(".")[0]) < 77:
+        pytest.skip("the build needs setuptools 77")
+    build = f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=ROOT, check=True, capture_output=True)
+    import zipfile
+
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (
+        "lora_merge/algorithms/lora.py",
+        "lora_merge/py.typed",
+        "lora_merge/architectures/sdxl.yaml",
+        "lora_merge/cli.py",
+    ):
+        assert needed in names
+    assert not any(n.startswith(("algorithms/", "tests/")) for n in names)

@@ -1,0 +1,242 @@
+"""Any mixture of devices and dtypes: brought together in one place, before the formula, once.
+
+CI has no GPU. Fake tensors know their device and refuse to meet one of another, so the whole fold is run
+with fake cuda tensors; the numbers are checked on the CPU, over every mixture of dtypes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lora_merge
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.folding import Folder, Item
+from lora_merge.header import TensorInfo
+from lora_merge.kernels import Stack, fold
+from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
+
+from .support import Tensors, assert_rounded, rand
+
+ROOT = Path(__file__).parent.parent
+STORED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+OUTPUT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOVES = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "xpu", "mps"}
+
+
+def sources() -> Iterator[Path]:
+    yield from (ROOT / "algorithms").glob("*.py")
+    yield from (ROOT / "lora_merge").glob("*.py")
+
+
+def test_only_placement_moves_or_casts_tensors() -> None:
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert path.name == "placement.py" or node.func.attr not in MOVES, f"{path.name}:{node.lineno}"
+
+
+def linear(dtype: torch.dtype, out: int = 12, width: int = 10, rank: int = 3) -> Tensors:
+    """LoRA, LoHa, GLoRA and a whole difference, one layer each, stored in `dtype`."""
+    tensors = {
+        "m.lora.lora_up.weight": rand(out, rank), "m.lora.lora_down.weight": rand(rank, width),
+        "m.loha.hada_w1_a": rand(out, rank, seed=1), "m.loha.hada_w1_b": rand(rank, width, seed=1),
+        "m.loha.hada_w2_a": rand(out, rank, seed=2), "m.loha.hada_w2_b": rand(rank, width, seed=2),
+        "m.glora.a1.weight": rand(width, rank), "m.glora.a2.weight": rand(rank, width),
+        "m.glora.b1.weight": rand(out, rank), "m.glora.b2.weight": rand(rank, width, seed=4),
+        "m.full.diff": rand(out, width),
+    }  # fmt: skip
+    return {k: t.to(dtype) for k, t in tensors.items()}
+
+
+def exact(base: Tensors, adapter: Tensors, strength: float) -> Tensors:
+    """The four formulas in fp64 on the values as stored."""
+    t = {k: v.double() for k, v in adapter.items()}
+    w = {k: v.double() for k, v in base.items()}
+    glora = w["m.glora.weight"] @ t["m.glora.a1.weight"] @ t["m.glora.a2.weight"]
+    loha = (t["m.loha.hada_w1_a"] @ t["m.loha.hada_w1_b"]) * (t["m.loha.hada_w2_a"] @ t["m.loha.hada_w2_b"])
+    deltas = {
+        "m.lora.weight": t["m.lora.lora_up.weight"] @ t["m.lora.lora_down.weight"], "m.loha.weight": loha,
+        "m.glora.weight": glora + t["m.glora.b1.weight"] @ t["m.glora.b2.weight"], "m.full.weight": t["m.full.diff"],
+    }  # fmt: skip
+    return {k: v + strength * deltas[k] for k, v in w.items()}
+
+
+def model(dtype: torch.dtype) -> Tensors:
+    names = ("lora", "loha", "glora", "full")
+    return {f"m.{n}.weight": rand(12, 10, seed=i, scale=1.0).to(dtype) for i, n in enumerate(names)}
+
+
+@given(
+    base=st.sampled_from(STORED), adapter=st.sampled_from(STORED), output=st.sampled_from(sorted(OUTPUT)),
+    compute=st.sampled_from(["fp32", "fp64"]), strength=st.sampled_from([1.0, -0.5, 0.3]),
+)  # fmt: skip
+@settings(deadline=None, derandomize=True, max_examples=80)
+def test_every_mixture_of_dtypes_gives_the_rounded_exact_result(
+    base: torch.dtype, adapter: torch.dtype, output: str, compute: str, strength: float
+) -> None:
+    weights, factors = model(base), linear(adapter)
+    merged = lora_merge.merge_state_dict(weights, [(factors, strength)], dtype=output, compute_dtype=compute)
+    for key, value in exact(weights, factors, strength).items():
+        assert merged[key].dtype == OUTPUT[output]
+        assert_rounded(merged[key], value)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
+    for base, adapter in product(STORED, STORED):
+        merged = lora_merge.merge_state_dict(model(base), linear(adapter), compute_dtype=compute, dtype="fp32")
+        for key, value in exact(model(base), linear(adapter), 1.0).items():
+            assert (merged[key].double() - value).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(("base_on", "adapter_on", "at"), list(product(["cpu", "cuda:0"], repeat=3)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_meets_on_two_devices(base_on: str, adapter_on: str, at: str, dtype: torch.dtype) -> None:
+    """Each formula of `linear`, planned for real, folded on fake tensors of any mixture of devices."""
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        weights = {k: torch.empty(12, 10, dtype=torch.bfloat16, device=base_on) for k in model(torch.float32)}
+        factors = {k: torch.empty(t.shape, dtype=dtype, device=adapter_on) for k, t in _shapes().items()}
+        intos = _fold(weights, factors, Placement(torch.device(at), torch.float32))
+    assert all(into.device.type == "cpu" for into in intos)
+
+
+def _shapes() -> Tensors:
+    return {k: torch.empty(t.shape, device="meta") for k, t in linear(torch.float32).items()}
+
+
+def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
+    """Plan from shapes, then fold the given tensors wherever they are."""
+    from lora_merge.blocks import blocks
+    from lora_merge.job import make_job
+    from lora_merge.memory import _Held  # the plan of merge_state_dict, without its fetching of values
+    from lora_merge.names import names
+    from lora_merge.planning import match, outputs
+
+    held = _Held()
+    base = held.index("state dict", weights)
+    paths, files = held.adapters([factors])
+    job = make_job("state dict", paths, "state dict")
+    matched = match(job, base, names(base), files, held.numbers)
+    everything = weights | factors
+    folder = Folder(at, lambda info: everything[info.name], base.tensors)
+    intos = []
+    for _, target in outputs(job, base, matched):
+        for block in blocks(target):
+            into = torch.empty(block.last - block.first, block.cols, dtype=torch.bfloat16)
+            folder.fold([Item(block, weights[target.name].reshape(-1, block.cols), into)])
+            intos.append(into)
+    return intos
+
+
+# ------------------------------------------------ five failures of other tools, one test each
+
+
+def test_regression_weight_diff_moved_to_the_cpu_in_mid_expression() -> None:
+    """LyCORIS: `weight + diff.detach().cpu()` with the weight still on the GPU. Here everything lands once, at the end."""
+    with FakeTensorMode():
+        base = torch.empty(2, 12, 10, device="cuda:0")
+        row = ALGORITHMS["full"]
+        diff = stage([torch.empty(12, 10, dtype=torch.float16)] * 2, Placement(torch.device("cuda:0"), torch.float32))
+        strength = numbers([1.0, 0.5], Placement(torch.device("cuda:0"), torch.float32))
+        merged = fold(base, [Stack(row, row.tensors(diff), strength, slice(0, 12))])
+        assert merged.device.type == "cuda"
+        into = [torch.empty(12, 10, dtype=torch.bfloat16) for _ in range(2)]
+        land(merged, into)
+        assert all(t.device.type == "cpu" and not t.requires_grad for t in into)
+
+
+def test_regression_glora_with_a_bf16_base_and_fp32_factors() -> None:
+    """LyCORIS: "expected m1 and m2 to have the same dtype" on Flux; the shapes of its img_attn.qkv and linear2."""
+    for out, width in ((9216, 3072), (3072, 15360)):
+        weight = (rand(out // 16, width // 16) * 0.1).bfloat16()
+        o, w = weight.shape
+        factors = {
+            "b.a1.weight": rand(w, 16),
+            "b.a2.weight": rand(16, w),
+            "b.b1.weight": rand(o, 16),
+            "b.b2.weight": rand(16, w),
+        }
+        merged = lora_merge.merge_state_dict({"b.weight": weight}, factors)["b.weight"]
+        f = {k.removeprefix("b."): v.double() for k, v in factors.items()}
+        value = weight.double() + weight.double() @ f["a1.weight"] @ f["a2.weight"] + f["b1.weight"] @ f["b2.weight"]
+        assert merged.dtype == torch.bfloat16
+        assert_rounded(merged, value)
+
+
+def test_regression_cached_adapter_left_on_another_device_between_two_merges() -> None:
+    """OneTrainer: the second merge met tensors cached on the first one's device. Here factors are staged anew each time."""
+    with FakeTensorMode():
+        weights = {k: torch.empty(12, 10, dtype=torch.bfloat16) for k in model(torch.float32)}
+        cached = {k: torch.empty(t.shape) for k, t in _shapes().items()}
+        for at in ("cuda:0", "cpu", "cuda:1", "cpu"):
+            _fold(weights, cached, Placement(torch.device(at), torch.float32))
+            assert {t.device.type for t in cached.values()} == {"cpu"}
+    adapter, weights = linear(torch.float32), model(torch.bfloat16)
+    first = lora_merge.merge_state_dict(weights, adapter)
+    second = lora_merge.merge_state_dict(weights, adapter)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_regression_inputs_handed_over_on_another_device_than_the_model() -> None:
+    """AI-Toolkit: no central place for devices. One layer's up on the GPU, its down on the CPU, the base on a second GPU."""
+    with FakeTensorMode():
+        weights = {k: torch.empty(12, 10, device="cuda:1") for k in model(torch.float32)}
+        factors = {
+            k: torch.empty(t.shape, device=("cuda:0", "cpu")[n % 2]) for n, (k, t) in enumerate(_shapes().items())
+        }
+        for at in ("cpu", "cuda:0", "cuda:1"):
+            intos = _fold(weights, factors, Placement(torch.device(at), torch.float32))
+            assert {t.device.type for t in intos} == {"cpu"}
+
+
+def test_regression_a_replaced_head_of_another_shape_arrives_in_the_right_dtype() -> None:
+    """LLMs-from-scratch: a new classification head stayed on the CPU in fp32 while the model was elsewhere, in bf16."""
+    weights = {"trf.weight": rand(12, 10).bfloat16(), "out_head.weight": rand(50, 10).bfloat16()}
+    adapter = {
+        "trf.lora_up.weight": rand(12, 2), "trf.lora_down.weight": rand(2, 10),
+        "out_head.weight": rand(2, 10, seed=9),
+    }  # fmt: skip
+    merged = lora_merge.merge_state_dict(weights, adapter)
+    assert merged["out_head.weight"].dtype == torch.bfloat16
+    assert torch.equal(merged["out_head.weight"], adapter["out_head.weight"].bfloat16())
+    assert merged["trf.weight"].shape == (12, 10)
+
+
+def test_gradients_and_views_stay_outside() -> None:
+    weights = {"m.a.weight": torch.nn.Parameter(rand(12, 20)[:, ::2])}
+    adapter = {
+        "m.a.lora_up.weight": rand(12, 3).requires_grad_(),
+        "m.a.lora_down.weight": rand(20, 3).T[:, ::2].contiguous(),
+    }
+    before = weights["m.a.weight"].detach().clone()
+    merged = lora_merge.merge_state_dict(weights, adapter)
+    assert not merged["m.a.weight"].requires_grad
+    assert torch.equal(weights["m.a.weight"], before)
+    torch.testing.assert_close(
+        merged["m.a.weight"], before + (adapter["m.a.lora_up.weight"] @ adapter["m.a.lora_down.weight"]).detach()
+    )
+
+
+def test_every_file_dtype_has_a_torch_dtype_and_back() -> None:
+    assert {TensorInfo("a", name, (), Path(), 0, 0).dtype for name in FILE_DTYPES.values()} == set(FILE_DTYPES.values())
+    assert len(FILE_DTYPES) >= 18
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_gives_the_numbers_of_the_cpu() -> None:
+    for base, adapter in product(STORED[:4], STORED[:4]):
+        weights = {k: t.cuda() for k, t in model(base).items()}
+        merged = lora_merge.merge_state_dict(weights, linear(adapter), device="cuda", dtype="fp32")
+        for key, value in exact(model(base), linear(adapter), 1.0).items():
+            assert merged[key].device.type == "cpu"
+            assert_rounded(merged[key], value)
