@@ -65,9 +65,9 @@ class Algorithm:
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without
     forming ΔW."""
-    derive: Callable[[Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
-    """(weight shape, settings) → further slots that no file stores (seeded indices …), CPU tensors
-    without n."""
+    derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
+    """(fitted shapes, weight shape, settings) → further slots that the file does not store (seeded
+    indices …), CPU tensors without n."""
     check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
     """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where an
     index points outside or a stored flag contradicts the shapes, which `fit` cannot see."""

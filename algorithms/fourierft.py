@@ -25,7 +25,6 @@ class FourierTensors:
 
     spectrum: Tensor  # [n, m]
     scale: Scalar  # `scaling`
-    count: int  # m, `n_frequency`
     seed: int = 777  # `random_loc_seed`
     places: Indices | None = None  # row-major positions, [n, m]; never stored
 
@@ -40,13 +39,13 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"spectrum": stored}
 
 
-def derive(target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """The first positions of a random order of all."""
     import torch
 
     rows, cols = flat(target)
-    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
-    return {"places": torch.randperm(rows * cols, generator=generator)[: settings["count"]].clone()}
+    generator = torch.Generator(device="cpu").manual_seed(settings.get("seed", 777))
+    return {"places": torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()}
 
 
 def delta(base: Tensor, t: FourierTensors) -> Tensor:
@@ -54,8 +53,6 @@ def delta(base: Tensor, t: FourierTensors) -> Tensor:
     import torch
 
     assert t.places is not None, "derived"
-    stored, drawn = t.spectrum.shape[1], t.places.shape[1]
-    expect(holds=stored == drawn, otherwise=f"{stored} coefficients, {drawn} by the configuration")
     dense = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
     dense.scatter_(1, t.places, t.spectrum * t.scale[:, :, 0])
     change: Tensor = torch.fft.ifft2(dense.view(base.shape)).real

@@ -29,7 +29,6 @@ class VeraTensors:
     down: Tensor | None = None  # A, [n, r or 2r, widest in]
     up: Tensor | None = None  # B, [n, widest out, r]
     seed: int = 0  # `projection_prng_key`
-    rank: int = 0  # `r`
     widest: Shape = ()  # (out, in), each the largest of all layers with this algorithm
 
 
@@ -67,14 +66,13 @@ def delta(base: Tensor, t: VeraTensors) -> Tensor:
     return (t.out_scale * t.up[:, :out]) @ down
 
 
-def derive(_: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
+def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
     """The projections, drawn as in training; `halves` is 2 for PVeRA."""
     import torch
 
-    rank, widest = settings.get("rank", 0), settings.get("widest", ())
-    expect(holds=rank > 0 and len(widest) == 2, otherwise="the projections are not stored, nor is how to draw them")
-    out, cols = widest
-    generator = torch.Generator(device="cpu").manual_seed(settings.get("seed", 0))
+    expect(holds="seed" in settings, otherwise="the projections are not stored, and no configuration has their seed")
+    rank, (out, cols) = shapes["rank_scale"][0] // halves, settings["widest"]
+    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
 
     def draw(*shape: int) -> Tensor:
         bound = sqrt(3.0) * sqrt(2.0) / sqrt(shape[1])
@@ -87,5 +85,5 @@ def derive(_: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping
 VERA = Algorithm("vera", VeraTensors, fit, delta, "arXiv:2310.11454", derive=derive)
 PVERA = Algorithm(
     "pvera", VeraTensors, fit, delta, "arXiv:2512.07703",
-    derive=lambda shape, settings: derive(shape, settings, halves=2),
+    derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2),
 )  # fmt: skip

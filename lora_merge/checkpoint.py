@@ -43,6 +43,7 @@ __all__ = [
     "open_checkpoint", "quantised", "read_bytes", "read_header",
 ]  # fmt: skip
 
+PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
@@ -101,7 +102,9 @@ def _opened(path: Path) -> Index:
     shard = shard_of(path)
     if shard and shard[1] > 1:
         notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
-    return _nonempty(_of_files(path, [path], notes=notes))
+    beside = path.parent / "adapter_config.json"
+    config = read_json(beside) if path.name in PEFT_FILES and beside.exists() else {}
+    return _nonempty(_of_files(path, [path], config=config, notes=notes))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -162,7 +165,7 @@ def _component(path: Path) -> Index:
 def _peft(path: Path) -> Index:
     """A PEFT adapter folder; `config` is its adapter_config.json."""
     config = read_json(path / "adapter_config.json")
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+    for name in PEFT_FILES:
         if (path / name).exists():
             return _of_files(path, [path / name], config=config)
     raise InputError(

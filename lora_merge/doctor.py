@@ -15,7 +15,7 @@ def computed(name: str, example: Example, base: Array, at: Placement) -> Array:
     row = ALGORITHMS[name]
     stored = {slot: torch.from_numpy(value) for slot, value in tensors(name, example).items()}
     if row.derive is not None:
-        stored |= row.derive(example.shape, example.settings)
+        stored |= row.derive({slot: tuple(t.shape) for slot, t in stored.items()}, example.shape, example.settings)
     fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], at) for slot, t in stored.items()}
     scalars = {n: numbers([example.numbers.get(n, 1.0)], at) for n in row.scalars}
     with torch.no_grad():

@@ -77,7 +77,7 @@ class Folder:
         for name in row.scalars:
             fields[name] = numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
         if row.derive is not None and any(slot not in fields for slot in row.slots):
-            for slot, tensor in row.derive(patch.view.shape, dict(patch.settings)).items():
+            for slot, tensor in row.derive(patch.shapes, patch.view.shape, dict(patch.settings)).items():
                 put = stage_indices if slot in row.integer_slots else stage
                 fields[slot] = put([tensor] * len(slices), at)
         return Stack(

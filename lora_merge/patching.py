@@ -58,7 +58,7 @@ class Patcher:
         reasons = []
         for name, seen in product(candidates, _ways(view, in_out=told.fan_in_fan_out)):
             full = self._with_shared(module, told.shared(name))
-            settings = self._settings(name, told.settings(name, module.name))
+            settings = self._settings(name, told.settings(name))
             try:
                 shapes = ALGORITHMS[name].fit(full.shapes, seen.shape)
                 magnitude = self._magnitude(module, name, seen.shape)

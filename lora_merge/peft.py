@@ -12,10 +12,10 @@ them:
    None to leave it to the table. InputError if the tensors are those of another method than the configuration's.
 3. `targets(module)`: which parameters the module may mean, best first; usually `<module>.weight`.
 4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.numbers`.
-5. `settings(algorithm, module)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
+5. `settings(algorithm)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
    largest over all weights that the adapter changes with this algorithm.
 6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks it,
-   `Algorithm.derive(weight shape, settings)` makes it.
+   `Algorithm.derive(fitted shapes, weight shape, settings)` makes it.
 
 Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `and_bias` changes the
 module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out];
@@ -156,10 +156,10 @@ class Rules:
         make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
         return {} if make is None else {"scale": make(self.fields, module, shapes)}
 
-    def settings(self, algorithm: str, module: str) -> Mapping[str, object]:
+    def settings(self, algorithm: str) -> Mapping[str, object]:
         """Settings of the row; `widest` is not among them."""
         make = SETTINGS.get(algorithm) if self.kind else None
-        return {} if make is None else make(self.fields, module)
+        return {} if make is None else make(self.fields)
 
     def is_shared(self, module: str) -> bool:
         """Whether this is no module, but where the file keeps the tensors that all modules share."""

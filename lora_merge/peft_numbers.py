@@ -83,7 +83,7 @@ SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingPro
 """Row → its `scale`; rows that are not here have none, or their own."""
 
 
-def _oft(fields: Fields, _: str) -> Mapping[str, object]:
+def _oft(fields: Fields) -> Mapping[str, object]:
     if fields.get("use_cayley_neumann") is None:
         what = "use_cayley_neumann is missing, and no tensor tells it"
         raise InputError(what, fields.where, RETAKE)
@@ -93,30 +93,25 @@ def _oft(fields: Fields, _: str) -> Mapping[str, object]:
         raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
     version = re.match(r"(\d+)\.(\d+)", fields.text("peft_version", "0.17"))
     old = version is None or (int(version[1]), int(version[2])) < (0, 18)
-    return {"terms": terms, "doubled_last": old, **_limit(fields, _)}
+    return {"terms": terms, "doubled_last": old, **_limit(fields)}
 
 
-def _limit(fields: Fields, _: str) -> Mapping[str, object]:
+def _limit(fields: Fields) -> Mapping[str, object]:
     return {"limit": fields.number("eps", 6e-5) if fields.flag("coft", default=False) else 0.0}
 
 
-def _random(fields: Fields, _: str) -> Mapping[str, object]:
-    return {"seed": fields.integer("projection_prng_key", 0), "rank": fields.integer("r", 256)}
+def _random(fields: Fields) -> Mapping[str, object]:
+    return {"seed": fields.integer("projection_prng_key", 0)}
 
 
-def _fourier(fields: Fields, module: str) -> Mapping[str, object]:
-    count = fields.pattern("n_frequency_pattern", bare(module), fields.integer("n_frequency", 1000))
-    return {"seed": fields.integer("random_loc_seed", 777), "count": int(count)}
-
-
-def _deft_method(fields: Fields, _: str) -> Mapping[str, object]:
+def _deft_method(fields: Fields) -> Mapping[str, object]:
     method = fields.text("decomposition_method", "relu")
     if method not in ("relu", "qr"):
         raise fields.odd("decomposition_method", "relu or qr")
     return {"method": method}
 
 
-SETTINGS: Final[Mapping[str, Callable[[Fields, str], Mapping[str, object]]]] = MappingProxyType(
+SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = MappingProxyType(
     {
         "peft_oft": _oft,
         "peft_oft_embedding": _oft,
@@ -124,10 +119,10 @@ SETTINGS: Final[Mapping[str, Callable[[Fields, str], Mapping[str, object]]]] = M
         "peft_oft2": _limit,
         "vera": _random,
         "pvera": _random,
-        "fourierft": _fourier,
-        "hra": lambda fields, _: {"orthogonal": fields.flag("apply_GS", default=False)},
-        "road": lambda fields, _: {"group": fields.integer("group_size", 64)},
-        "vblora": lambda fields, _: {"top": fields.integer("topk", 2)},
+        "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777)},
+        "hra": lambda fields: {"orthogonal": fields.flag("apply_GS", default=False)},
+        "road": lambda fields: {"group": fields.integer("group_size", 64)},
+        "vblora": lambda fields: {"top": fields.integer("topk", 2)},
         "deft": _deft_method,
     }
 )

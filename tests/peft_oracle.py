@@ -151,13 +151,13 @@ class Merge:
         """ΔW of one parameter by one algorithm."""
         row, flip = ALGORITHMS[name], target in self.flipped
         weight = self.state[target].mT if flip else self.state[target]
-        settings = dict(self.told.settings(name, module))
+        settings = dict(self.told.settings(name))
         if "widest" in row.settings:
             settings["widest"] = (36, 36)
         fitted = dict(row.fit({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
         numbers = {**row.numbers(None, fitted, tuple(weight.shape)), **self.told.numbers(name, module, fitted)}
         missing = any(slot not in own for slot in row.slots)
-        derived = row.derive(tuple(weight.shape), settings) if row.derive and missing else {}
+        derived = row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {}
         fields = {
             slot: (value.long() if slot in row.integer_slots else value.double()).reshape(
                 1, *fitted.get(slot, value.shape)

@@ -1,0 +1,315 @@
+"""What a PEFT configuration is taken to mean, and what is refused. Run: pytest tests/test_peft.py"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import lora_merge
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.errors import FitError, InputError, MergeError
+from lora_merge.peft import KINDS, SHARED, Plain, Rules, rules
+from lora_merge.peft_config import REFUSED, REFUSED_INIT, REFUSED_LORA
+from lora_merge.peft_numbers import SCALES, SETTINGS
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+UP, DOWN = "base_model.model.a.lora_B.weight", "base_model.model.a.lora_A.weight"
+
+
+def folder(at: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """A PEFT folder; by default with a plain pair for `a`."""
+    pair = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5)}
+    save_file(dict(pair if tensors is None else tensors), at / "adapter_model.safetensors")
+    (at / "adapter_config.json").write_text(json.dumps(dict(config)))
+    return at
+
+
+def pair_scale(told: Rules, module: str, rank: int = 4) -> float:
+    return told.numbers("lora", module, {"up": (6, rank), "down": (rank, 5)})["scale"]
+
+
+# What is refused
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    **{kind: ({"peft_type": kind}, kind) for kind in REFUSED},
+    "alora": ({**LORA, "alora_invocation_tokens": [1, 2]}, "aLoRA"),
+    "arrow": ({**LORA, "arrow_config": {"top_k": 2}}, "Arrow"),
+    "qalora": ({**LORA, "use_qalora": True}, "QALoRA"),
+    "replicated": ({**LORA, "layer_replication": [[0, 4], [2, 5]]}, "layer replication"),
+    "corda": ({**LORA, "init_lora_weights": "corda"}, "CorDA"),
+    "loftq": ({**LORA, "init_lora_weights": "loftq"}, "LoftQ"),
+    "lora-ga": ({**LORA, "init_lora_weights": "lora_ga"}, "LoRA-GA"),
+    "pissa-niter": ({**LORA, "init_lora_weights": "pissa_niter_4"}, "randomised"),
+    "unknown-init": ({**LORA, "init_lora_weights": "fancy"}, "fancy"),
+    "unknown-switch": ({**LORA, "use_future": True}, "use_future"),
+    "unknown-config": ({**LORA, "future_config": {"a": 1}}, "future_config"),
+    "unknown-type": ({"peft_type": "FUTURE"}, "FUTURE"),
+    "no-type": ({"r": 4}, "without peft_type"),
+    "unseeded": ({"peft_type": "FOURIERFT", "random_loc_seed": None}, "FOURIERFT"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_has_no_merged_form_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, method = REFUSALS[name]
+    with pytest.raises(InputError) as caught:
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, config))
+    assert caught.value.exit_code == 3
+    assert method in str(caught.value) and len(caught.value.fix) > 10
+
+
+def test_every_refused_feature_has_a_test() -> None:
+    tested = {field for config, _ in REFUSALS.values() for field in config}
+    starts = [str(config.get("init_lora_weights")) for config, _ in REFUSALS.values()]
+    assert set(REFUSED_LORA) <= tested
+    assert all(any(start.startswith(prefix) for start in starts) for prefix in REFUSED_INIT)
+
+
+def test_every_method_of_the_installed_peft_is_known_one_way_or_the_other() -> None:
+    from peft import PeftType
+
+    assert {kind.value for kind in PeftType} - set(KINDS) - set(REFUSED) == set()
+    assert not set(KINDS) & set(REFUSED)
+
+
+def test_every_name_in_the_tables_is_a_row() -> None:
+    named = {name for names in KINDS.values() for name in names} | set(SCALES) | set(SETTINGS) | set(SHARED)
+    assert named <= set(ALGORITHMS)
+    for name, slots in SHARED.items():
+        assert set(slots) <= set(ALGORITHMS[name].slots)
+    for name in SCALES:
+        assert "scale" in ALGORITHMS[name].scalars
+
+
+def test_tensors_of_another_method_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="peft_type is IA3, the tensors are those of lora"):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, {"peft_type": "IA3"}))
+
+
+def test_oft_without_its_switch_is_refused() -> None:
+    with pytest.raises(InputError, match="use_cayley_neumann"):
+        rules({"peft_type": "OFT"}, "c").settings("peft_oft")
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(("more", "module", "scale"), [
+    ({}, "a", 2.0),
+    ({"use_rslora": True}, "a", 4.0),
+    ({"lora_alpha": 0}, "a", 0.0),
+    ({"alpha_pattern": {"b": 12}}, "x.b", 3.0),
+    ({"alpha_pattern": {"b": 12}}, "x.ab", 2.0),  # a key means a whole name, or more of them
+    ({"alpha_pattern": {"x.b": 12}}, "base_model.model.y.x.b", 3.0),
+    ({"alpha_pattern": {"^b": 12}}, "b", 3.0),
+    ({"alpha_pattern": {"^b": 12}}, "x.b", 2.0),
+    ({"alpha_pattern": {r"layers\.[01]\.(q|k)": 12, "q": 99}}, "layers.1.q", 3.0),
+    ({"alpha_pattern": {r"layers\.[01]\.(q|k)": 12, "q": 100}}, "layers.2.q", 25.0),
+    ({}, "base_model.model.attn.base_layer.out_proj", 4.0),  # MultiheadAttention, PEFT 0.21
+])  # fmt: skip
+def test_scale_of_a_lora(more: dict[str, Any], module: str, scale: float) -> None:
+    assert pair_scale(rules({**LORA, **more}, "c"), module) == pytest.approx(scale)
+
+
+def test_rank_comes_from_the_tensors() -> None:
+    assert pair_scale(rules({**LORA, "r": 99}, "c"), "a", rank=2) == 4.0
+    told = rules({**LORA, "rank_pattern": {"a": 16}}, "c")
+    assert told.numbers("lora_bias", "a", {"diff": (6, 1)})["scale"] == 0.5  # no factor in sight
+
+
+@pytest.mark.parametrize(("version", "doubled"), [("0.16.0", True), ("0.17.1", True), ("0.18.0", False), (None, True),
+                                                  ("0.21.2.dev0", False), ("1.0.0", False)])  # fmt: skip
+def test_oft_series_ends_as_in_the_version_that_trained_it(version: str | None, doubled: bool) -> None:  # noqa: FBT001
+    config = {"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 4, "peft_version": version}
+    assert rules(config, "c").settings("peft_oft") == {"terms": 4, "doubled_last": doubled, "limit": 0.0}
+
+
+# Whole parameters
+
+PLAIN = {
+    "m.lm_head.modules_to_save.weight": Plain("value", "m.lm_head.weight"),
+    "m.lm_head.modules_to_save.default.weight": Plain("value", "m.lm_head.weight"),
+    "m.score.modules_to_save.dense.bias": Plain("value", "m.score.dense.bias"),
+    "m.norm.ln_tuning_layers.weight": Plain("value", "m.norm.weight"),
+    "m.norm.ln_tuning_layers.default.bias": Plain("value", "m.norm.bias"),
+    "m.q.base_layer.bias": Plain("value", "m.q.bias"),
+    "m.emb.token_adapter.trainable_tokens_delta": Plain("value", "m.emb.weight", "", (5, 2)),
+    "m.emb.trainable_tokens_delta.default": Plain("value", "m.emb.weight", "", (5, 2)),
+}
+COPIES = ["m.lm_head.original_module.weight", "m.emb.base_layer.weight", "m.emb.token_adapter.base_layer.weight"]
+IGNORED = ["m.emb.trainable_tokens_original", "m.q.lora_velora_x.weight", "m.q.lora_monteclora_sampler.default.std"]
+ADAPTERS = [UP, "m.experts.base_layer.lora_A.weight", "m.q.lora_magnitude_vector", "m.q.weight", "m.q.bias"]
+
+
+@pytest.mark.parametrize("key", [*PLAIN, *COPIES, *IGNORED, *ADAPTERS])
+def test_meaning_of_a_key_without_an_algorithm(key: str) -> None:
+    told = rules({**LORA, "bias": "all", "trainable_token_indices": {"emb": [5, 2]}}, "c")
+    meant = told.plain(key)
+    if key in PLAIN:
+        assert meant == PLAIN[key]
+    elif key in ADAPTERS:
+        assert meant is None  # `split`, or the name itself, says it
+    else:
+        assert meant is not None and meant.why and meant.kind == ("copy" if key in COPIES else "ignored")
+
+
+def test_bias_of_a_layer_is_a_copy_unless_biases_were_trained() -> None:
+    meant = rules(LORA, "c").plain("m.q.base_layer.bias")
+    assert meant is not None and meant.kind == "copy"
+
+
+@pytest.mark.parametrize("rows", [None, [1, 1], [-1], [0.5], "1", [True], {"other": [1]}, {"emb": 3}])
+def test_token_rows_that_are_no_row_numbers_are_refused(rows: Any) -> None:
+    told = rules({**LORA, "trainable_token_indices": rows}, "c")
+    with pytest.raises(InputError, match="token_indices"):
+        told.plain("m.emb.token_adapter.trainable_tokens_delta")
+
+
+def test_saved_twice_is_set_once(tmp_path: Path) -> None:
+    value = torch.randn(6, 5)
+    tensors = {f"base_model.model.a.{name}": value.clone() for name in ("weight", "modules_to_save.weight")}
+    tensors["base_model.model.a.original_module.weight"] = torch.randn(6, 5)
+    base = torch.randn(6, 5)
+    told = folder(tmp_path, {**LORA, "modules_to_save": ["a"]}, tensors)
+    for strength in (1.0, 0.5):
+        done = lora_merge.merge_state_dict({"a.weight": base}, [(str(told), strength)])["a.weight"]
+        torch.testing.assert_close(done, base + strength * (value - base))
+
+
+@pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
+def test_a_vocabulary_that_grew_before_training_is_refused(name: str, tmp_path: Path) -> None:
+    tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
+    with pytest.raises(FitError, match="resized"):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, LORA, tensors))
+
+
+def test_tokens_that_the_base_lacks_are_refused(tmp_path: Path) -> None:
+    tensors = {"base_model.model.a.trainable_tokens_delta": torch.randn(1, 5)}
+    told = folder(tmp_path, {"peft_type": "TRAINABLE_TOKENS", "token_indices": [6]}, tensors)
+    with pytest.raises(FitError, match="row 6 of 6"):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, told)
+
+
+# Parameters that modules mean
+
+
+@pytest.mark.parametrize(("module", "first"), [
+    ("base_model.model.m.q_proj", "m.q_proj.weight"),
+    ("base_model.model.m.attn.base_layer.out_proj", "m.attn.out_proj.weight"),
+    ("base_model.model.m.experts", "m.experts.down_proj"),
+    ("base_model.model.m.experts.base_layer", "m.experts.gate_up_proj"),
+])  # fmt: skip
+def test_parameter_that_a_module_means(module: str, first: str) -> None:
+    names = ["experts.down_proj", "experts.gate_up_proj"]
+    for order in (names, names[::-1]):  # the order of registration counts, not this one
+        assert rules({**LORA, "target_parameters": order}, "c").targets(module)[0] == first
+
+
+def test_square_experts_of_a_known_model_are_transposed_and_of_others_refused() -> None:
+    config = {**LORA, "target_parameters": ["experts.down_proj"]}
+    known = rules({**config, "base_model_name_or_path": "openai/gpt-oss-20b"}, "c")
+    assert known.algorithm("m.experts", ["lora", "lora_experts"]) == "lora_experts_transposed"
+    assert rules(config, "c").algorithm("m.experts", ["lora", "lora_experts"]) is None
+    with pytest.raises(ValueError, match="square"):
+        ALGORITHMS["lora_experts"].fit({"up": (4, 6), "down": (6, 4)}, (3, 4, 4))
+
+
+# diffusers' metadata
+
+
+def test_metadata_of_components_and_of_the_whole() -> None:
+    packed = {"transformer.r": 4, "transformer.lora_alpha": 8, "text_encoder.r": 4, "text_encoder.lora_alpha": 2}
+    told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)})
+    assert pair_scale(told.of("transformer.blocks.0.q"), "transformer.blocks.0.q") == 2.0
+    assert pair_scale(told.of("text_encoder.q"), "text_encoder.q") == 0.5
+    assert told.of("unet.q").numbers("lora", "unet.q", {"down": (4, 5)}) == {}
+    whole = rules({}, "f", {"lora_adapter_metadata": json.dumps({"r": 4, "lora_alpha": 8})})
+    assert pair_scale(whole.of("blocks.0.q"), "blocks.0.q") == 2.0
+
+
+def test_metadata_is_used_by_a_merge(tmp_path: Path) -> None:
+    up, down, base = torch.randn(6, 4), torch.randn(4, 5), torch.randn(6, 5)
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps({"r": 4, "lora_alpha": 8})}
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file({"a.lora_B.weight": up, "a.lora_A.weight": down}, path, metadata)
+    done = lora_merge.merge_state_dict({"a.weight": base}, path)["a.weight"]
+    torch.testing.assert_close(done, base + 2 * up @ down)
+
+
+def test_configuration_beside_a_file_counts_when_the_file_is_named(tmp_path: Path) -> None:
+    base = torch.zeros(6, 5)
+    told = folder(tmp_path, LORA)
+    whole = lora_merge.merge_state_dict({"a.weight": base}, told)["a.weight"]
+    named = lora_merge.merge_state_dict({"a.weight": base}, told / "adapter_model.safetensors")["a.weight"]
+    assert torch.equal(whole, named) and whole.abs().max() > 0
+
+
+# Odd and hostile configurations
+
+FIELDS = sorted(
+    {
+        *REFUSED_LORA,
+        *("peft_type", "r", "lora_alpha", "alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_r", "bias"),
+        *("init_lora_weights", "feedforward_modules", "target_parameters", "trainable_token_indices", "eps", "coft"),
+        *("token_indices", "use_cayley_neumann", "num_cayley_neumann_terms", "peft_version", "scaling", "topk"),
+        *("projection_prng_key", "random_loc_seed", "apply_GS", "group_size", "decomposition_method", "use_bdlora"),
+        *("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "randlora_alpha", "kasa_config"),
+    }
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("a") | st.just("relu")
+JSON = st.recursive(SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3))
+SHAPES = {
+    name: {slot: (4, 4, 4, 4) for slot in row.slots} for name, row in ALGORITHMS.items() if name in {*SCALES, *SETTINGS}
+}
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(kind=st.sampled_from(sorted(KINDS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config: dict[str, Any]) -> None:
+    try:
+        told = rules({"peft_type": kind, **config}, "c")
+    except MergeError:
+        return
+    for name in KINDS[told.kind]:
+        for ask in (
+            lambda name=name: told.numbers(name, "a", SHAPES.get(name, {})),
+            lambda name=name: told.settings(name),
+            lambda name=name: told.algorithm("a", [name]),
+            lambda: told.targets("a"),
+            lambda: told.plain("a.trainable_tokens_delta"),
+            lambda: told.fan_in_fan_out,
+        ):
+            try:
+                ask()
+            except MergeError as e:
+                assert isinstance(e, InputError)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+", "(a|a)*b", "a*a*a*a*a*b", "[", "(?P<x>", "a{99999999999}", "x" * 9999])
+def test_patterns_that_are_broken_or_would_never_end_are_refused_at_once(pattern: str) -> None:
+    told = rules({**LORA, "alpha_pattern": {pattern: 3}}, "c")
+    started = time.perf_counter()
+    with pytest.raises(InputError, match="alpha_pattern"):
+        pair_scale(told, "a" * 200)
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"r": "x", "lora_alpha": 3}', "[" * 100_000])
+def test_odd_metadata_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        pair_scale(rules({}, "f", {"lora_adapter_metadata": text}).of("a"), "a", rank=0)
+
+
+@pytest.mark.parametrize("config", [[], "LORA", 3])
+def test_a_configuration_that_is_no_object_is_refused(config: Any) -> None:
+    with pytest.raises(InputError):
+        rules(config, "c")
