@@ -150,6 +150,8 @@ def _window(file: int, start: int, plans: int) -> Window:
 def _parts(targets: Sequence[Target], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
     """One tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
     target = targets[0]
+    if not target.nbytes:
+        return  # no elements, whatever was to be added to them
     if any(t.uses for t in targets):
         for run in _runs(targets):
             yield run.count * ITEM_BYTES[target.dtype], run
