@@ -5,13 +5,11 @@ Everything that can be foreseen to fail is raised here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from . import __version__
 from .adapter import AdapterFile, Numbers, file_numbers
 from .algorithms import Shape, flat
 from .checkpoint import Index
@@ -25,15 +23,10 @@ from .names import Names
 from .opened import Opened
 from .patching import Patcher
 from .peft import rules
+from .recipe import metadata
 from .sidefiles import index_files, output_name, side_files, stored_name
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
-"""Metadata that would be wrong on the merged bytes; dropped."""
-
-HASH_SLOT: Final = "sha256:of-input-{:03d}" + "." * 45
-"""Stands in the header for an input's SHA-256, as long as one; replaced when the input has been read."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -143,13 +136,12 @@ def _files(
     by_file: dict[Path, list[Target]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
-    text = json.dumps(recipe(job, base, [m.adapter.index for m in matched]), ensure_ascii=False, separators=(",", ":"))
+    adapters = [m.adapter.index for m in matched]
     files = []
     for path, targets in by_file.items():
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
-        metadata = pickled | {k: v for k, v in base.metadata_of(path).items() if k not in STALE}
-        metadata |= {"lora_merge.recipe": text, "modelspec.merged_from": _merged_from(job)}
-        header = layout([(t.stored, t.dtype, t.shape) for t in targets], metadata, base.data_start(path))
+        entries = metadata(job, base, adapters, pickled | dict(base.metadata_of(path)))
+        header = layout([(t.stored, t.dtype, t.shape) for t in targets], entries, base.data_start(path))
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header))))
     sizes = {t.stored: (path, t.nbytes) for path, targets in by_file.items() for t in targets}
@@ -191,32 +183,6 @@ def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
         placed.append(replace(t, offset=start))
         start += t.nbytes
     return tuple(placed)
-
-
-def _merged_from(job: Job) -> str:
-    return ", ".join(p.name for p in (job.base, *(a.path for a in job.adapters)))
-
-
-def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
-    """What was merged, for whoever opens the output: names, sizes, hashes, strengths, options."""
-    number = iter(range(10**6))
-
-    def files(index: Index) -> list[dict[str, Any]]:
-        return [
-            {"name": f.name, "size": index.headers[f].state.size, "sha256": HASH_SLOT.format(next(number))}
-            for f in index.files
-        ]
-
-    return {
-        "version": __version__,
-        "base": {"name": job.base.name, "files": files(base)},
-        "adapters": [
-            {"name": a.path.name, "strength": a.strength, "parts": [list(p) for p in a.parts],
-             "files": files(index)}
-            for a, index in zip(job.adapters, adapters, strict=True)
-        ],
-        "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
-    }  # fmt: skip
 
 
 def rows_of(target: Target) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from .disk import PAGE, Writer, aligned_buffer
 from .factors import Factors, view_bytes
 from .folding import Folder, Item, check_range
 from .placement import Placement, convert
-from .planning import HASH_SLOT, Plan
+from .planning import Plan
+from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .windows import SLOTS, Change, Fold, Window, window_bytes, windows
 
@@ -157,7 +158,7 @@ class Writing:
 
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
-        slots = {HASH_SLOT.format(n): self.digests.hexdigest(p) for n, p in enumerate(plan.inputs)}
+        slots = {hash_slot(n): self.digests.hexdigest(p) for n, p in enumerate(plan.inputs)}
         for n, file in enumerate(plan.files):
             header = file.header
             for slot, digest in slots.items():
