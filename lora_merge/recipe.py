@@ -95,7 +95,7 @@ def _web_ui(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, str]:
     for ref, index in zip(job.adapters, adapters, strict=True):
         files.append((index.files[0], ref.path.name, number))
         number += len(index.files)
-    recipe: dict[str, Any] = {
+    shown = {
         "type": "lora-merge", "primary_model_hash": slot(0), "secondary_model_hash": None,
         "tertiary_model_hash": None, "interp_method": "LoRA", "multiplier": job.adapters[0].strength,
         "save_as_half": job.dtype == "fp16", "custom_name": None, "config_source": None, "bake_in_vae": None,
