@@ -103,6 +103,21 @@ def merge(
 
 
 @app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(metavar="FILE_OR_FOLDER", help="A checkpoint or an adapter.")],
+    adapter: Annotated[str | None, typer.Argument(help="An adapter: show how it fits.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+) -> None:
+    """Say what a file is, or how an adapter fits a base. Reads headers only."""
+    from .inspection import inspect as look
+    from .inspection import lines
+    from .job import expand
+
+    facts = look(expand(file), expand(adapter) if adapter else None)
+    typer.echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
+
+
+@app.command()
 def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:

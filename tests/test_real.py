@@ -62,7 +62,17 @@ def test_a_trained_peft_adapter_merges_into_a_model_with_the_same_embeddings(tmp
         live = _embed(model, left)
     model.save_pretrained(tmp_path / "adapter")
 
-    command = [sys.executable, "-m", "lora_merge", folder, tmp_path / "adapter", "-o", tmp_path / "merged", "--dtype", "fp32"]
+    command = [
+        sys.executable,
+        "-m",
+        "lora_merge",
+        folder,
+        tmp_path / "adapter",
+        "-o",
+        tmp_path / "merged",
+        "--dtype",
+        "fp32",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

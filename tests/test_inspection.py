@@ -1,0 +1,103 @@
+"""`inspect` says what a file is from its header alone, without torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_merge.formats import layout
+from lora_merge.inspection import inspect, lines
+
+from .support import cli, kohya, save, sd1
+
+HEADERS = Path(__file__).parent / "headers"
+
+
+def hollow(inventory: str, path: Path, dtype: str = "F16") -> Path:
+    """A full-size checkpoint without its data: header, then a hole of the right length."""
+    shapes = json.loads(gzip.decompress((HEADERS / f"{inventory}.json.gz").read_bytes()))
+    header = layout([(name, dtype, tuple(shape)) for name, shape in shapes.items()], {"format": "pt"}, 0)
+    size = 0
+    for shape in shapes.values():
+        count = 1
+        for d in shape:
+            count *= d
+        size += 2 * count
+    with path.open("wb") as f:
+        f.write(header)
+        f.truncate(len(header) + size)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("inventory", "architecture", "components"),
+    [
+        ("single-file/sdxl", "Stable Diffusion XL", {"unet", "te1", "te2", "vae"}),
+        ("native/flux-dev", "Flux", {"transformer"}),
+        ("native/qwen-image", "Qwen", {"transformer"}),
+    ],
+)
+def test_full_size_checkpoints_are_recognised(
+    tmp_path: Path, inventory: str, architecture: str, components: set[str]
+) -> None:
+    path = hollow(inventory, tmp_path / "model.safetensors")
+    facts = inspect(path)
+    assert facts["kind"] == "checkpoint"
+    assert architecture.lower() in facts["architecture"].lower()
+    assert components <= set(facts["components"])
+    assert facts["bytes"] == path.stat().st_size
+    assert facts["dtypes"] == {"F16": facts["parameters"]}
+
+
+def test_an_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None:
+    path = save(kohya(sd1(), rank=4, alpha=2.0), tmp_path / "a.safetensors", {"ss_network_module": "networks.lora"})
+    facts = inspect(path)
+    assert (facts["kind"], facts["algorithms"], facts["ranks"], facts["alphas"]) == (
+        "adapter",
+        {"lora": 32},
+        [4],
+        [2.0],
+    )
+    assert set(facts["names"]) == {"lora_unet_", "lora_te_"}
+    assert "kohya" in facts["trainer"]
+    assert any(line.startswith("algorithms") and "lora 32" in line for line in lines(facts))
+
+
+def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
+    base = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
+    match = inspect(base, save(kohya(sd1()), tmp_path / "a.safetensors"))["match"]
+    assert (match["matched"], match["total"], match["components"]) == (24, 32, {"unet": 24})
+    assert len(match["unmatched"]) == 8
+    assert "text encoder" in match["why"]
+
+
+def test_a_merged_file_shows_its_recipe(tmp_path: Path) -> None:
+    base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
+    assert cli(base, f"{adapter}:0.5", "-o", tmp_path / "o.safetensors").returncode == 0
+    done = cli("inspect", tmp_path / "o.safetensors", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["recipe"]["adapters"][0]["strength"] == 0.5
+
+
+def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
+    path = hollow("single-file/sdxl", tmp_path / "model.safetensors")
+    code = f"import sys, pathlib\nfrom lora_merge.inspection import inspect\ninspect(pathlib.Path({str(path)!r}))\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no")
+    done = cli("inspect", tmp_path / "x.safetensors")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: ")
+
+
+def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
+    path = save({"a": torch.zeros(3, 4), "b": torch.zeros(5).half()}, tmp_path / "m.safetensors")
+    assert inspect(path)["dtypes"] == {"F32": 12, "F16": 5}
