@@ -74,8 +74,9 @@ class Architecture:
         own = {name for name, _, _ in lines}
         for name, canonical, line in lines:
             if name == "<<":
-                other = next(a for a in shipped() if a.file.stem == canonical)
-                rows.extend(other._rows(table, own))
+                stem, _, theirs = canonical.partition(".")
+                other = next(a for a in shipped() if a.file.stem == stem)
+                rows.extend(other._rows(theirs or table, own | without))
                 continue
             if name in without:
                 continue
@@ -193,7 +194,7 @@ class _Reader:
     def table(self, node: Any) -> tuple[tuple[str, str, int], ...]:
         rows = tuple((k.value, self.text(v), _line(k)) for k, v in self.pairs(node))
         for name, other, line in rows:
-            if name == "<<" and not (FOLDER / f"{other}.yaml").is_file():
+            if name == "<<" and not (FOLDER / f"{other.partition('.')[0]}.yaml").is_file():
                 raise _bad(self.file, line, f"there is no architecture file {other}")
         return rows
 
