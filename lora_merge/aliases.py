@@ -30,19 +30,17 @@ INNER: Final = ("model.", "transformer.", "bert.", "vit.")
 class Component:
     """One network of a checkpoint: a denoiser, a text encoder, a VAE."""
 
-    label: str
+    role: str  # denoiser, te, vae, other
+    label: str  # what users call it: unet, transformer, te1 …
     prefix: str  # of its keys in the base
-    architecture: Architecture | None
-    layout: str
-    keys: dict[str, str]  # body → key in the base
+    architecture: Architecture | None = None
+    layout: str = "as stored"
     kind: str = ""  # of a text encoder: clip_l, clip_g, t5 …
+    number: int = 0  # of a text encoder, where the base counts them
+    title: str = ""  # what the base's configuration calls it
+    keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
     dotted: dict[str, View | None] = field(default_factory=dict)  # None: fits two places
     flat: dict[str, View | None] = field(default_factory=dict)
-
-    @property
-    def denoiser(self) -> bool:
-        """Whether names without any hint speak of it first."""
-        return not self.kind and self.label != "vae"
 
     def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""

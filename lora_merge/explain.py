@@ -36,28 +36,39 @@ def likely_reason(
     base: Architecture | None,
     stored: Mapping[str, Shape],
 ) -> str:
-    """The likely reason. `modules` are the adapter's, without prefixes; `stored` those of the base."""
+    """The likely reason, "" if nothing is unmatched and nothing looks wrong.
+
+    `modules` are the adapter's, without prefixes, `stored` those of the base.
+    """
     return (
         _other_model(modules, base, stored)
+        or other_variant(modules, base, stored)
         or _other_size(unmatched, stored)
-        or _tied(unmatched, stored)
-        or f"the base is {base.title if base else 'a model unknown to lora-merge'} and has no tensors of "
-        "these names; use the base the adapter was trained on"
+        or _unknown(unmatched, base, stored)
     )
+
+
+def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """What both sides are, if the adapter is for this architecture but another variant; else ""."""
+    theirs, ours = seen(modules), seen(stored)
+    if base is None or base not in architectures(theirs):
+        return ""
+    if not set(variants(base, theirs)) - set(variants(base, ours)):
+        return ""
+    return _sentence(described([base], theirs), described([base], ours))
 
 
 def _other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     theirs, ours = seen(modules), seen(stored)
     found = architectures(theirs)
-    if base in found and base is not None:
-        found = [base] if variants(base, theirs) != variants(base, ours) else []
-    if not found:
+    if not found or base in found:
         return ""
     is_a = described([base] if base else architectures(ours), ours)
-    return (
-        f"the adapter looks made for {described(found, theirs)}, the base is {is_a}; use the base it was "
-        "trained on"
-    )
+    return _sentence(described(found, theirs), is_a)
+
+
+def _sentence(theirs: str, ours: str) -> str:
+    return f"the adapter looks made for {theirs}, the base is {ours}; use the base it was trained on"
 
 
 def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
@@ -68,10 +79,14 @@ def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
     return f"the adapter speaks of block {theirs}, the base ends with block {ours}: it is a smaller or pruned model"
 
 
-def _tied(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
-    if not all(m.endswith("lm_head") for m in unmatched) or not any("embed" in m or "wte" in m for m in stored):
+def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    if not unmatched:
         return ""
-    return (
-        "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings); save the "
-        "base untied first"
-    )
+    tied = any("embed" in name or "wte" in name for name in stored)
+    if tied and all(name.endswith("lm_head") for name in unmatched):
+        return (
+            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings); "
+            "save the base untied first"
+        )
+    title = base.title if base else "a model unknown to lora-merge"
+    return f"the base is {title} and has no tensors of these names; use the base the adapter was trained on"

@@ -31,8 +31,7 @@ def weight_shape(slots: Mapping[str, Shape]) -> Shape:
 def seen(modules: Mapping[str, Shape]) -> Seen:
     """The modules of one network, flat; blocks that differ in nothing but their number become one."""
     return frozenset(
-        (_BLOCK.sub("_0_", name.lower().replace(".", "_"), count=1), shape[:2])
-        for name, shape in modules.items()
+        (_BLOCK.sub("_0_", name.lower().replace(".", "_"), count=1), shape[:2]) for name, shape in modules.items()
     )
 
 
@@ -43,11 +42,11 @@ def architectures(modules: Seen) -> list[Architecture]:
 
 def variants(architecture: Architecture, modules: Seen) -> list[str]:
     """Which of the variants that an architecture file tells apart the names and widths are of."""
-    return [name for name, condition in architecture.variants.items() if _holds(condition, modules)]
+    return [name for name, conditions in architecture.variants.items() if all(_holds(c, modules) for c in conditions)]
 
 
 def described(titles: Iterable[Architecture], modules: Seen) -> str:
-    """"Wan 14B", "Flux.1 or HunyuanVideo", "unknown"."""
+    """ "Wan 14B", "Flux.1 or HunyuanVideo", "unknown"."""
     texts = [" ".join([a.title, ", ".join(variants(a, modules))]).strip() for a in titles]
     return " or ".join(texts) or "unknown"
 

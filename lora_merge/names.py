@@ -20,7 +20,7 @@ from .architectures import load
 from .checkpoint import Index
 from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
-from .explain import absence, likely_reason
+from .explain import absence, likely_reason, other_variant
 from .guess import architectures, described, seen
 from .views import View
 
@@ -56,6 +56,7 @@ PREFIXES: Final = (
     ("base_model.model.",          "any"),  # PEFT
     ("base_model.",                "any"),
     ("model.",                     "any"),
+    ("model_",                     "any"),
 )  # fmt: skip
 """Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
 
@@ -66,9 +67,7 @@ ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 
 REWRITES: Final = (
     (
-        re.compile(
-            r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.)\.?"
-        ),
+        re.compile(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.)\.?"),
         r"\1",
     ),
     (re.compile(r"\.default$"), ""),
@@ -98,7 +97,7 @@ class Names:
         self._keys = {key: part for part in parts for key in part.keys.values()}
         main = parts[0] if parts else None
         known = main.architecture if main else None
-        self.architecture = known.title if known else "unknown"
+        self.architecture = known.title if known else (main and main.title) or "unknown"
         self.layout = main.layout if main else "as stored"
 
     def find(self, module: str, parameter: str = "weight") -> View | None:
@@ -121,7 +120,7 @@ class Names:
 
     def wanted(self, module: str) -> str:
         """What part of a model an adapter's module name speaks of."""
-        main = self._parts[0].label if self._parts and self._parts[0].denoiser else "denoiser"
+        main = self._parts[0].label if self._parts and self._parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):
             if hint in ("denoiser", "transformer"):
                 return main
@@ -132,7 +131,8 @@ class Names:
     def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
         """The likely reason why names found no place, in one sentence that names both sides.
 
-        `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them.
+        `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them. Without
+        names (where shapes do not fit) "" if nothing looks wrong.
         """
         wanted = Counter(self.wanted(m) for m in unmatched)
         labels = {part.label for part in self._parts}
@@ -141,6 +141,14 @@ class Names:
         main = {m: () for m in unmatched} | dict(shapes)
         known = self._parts[0].architecture if self._parts else None
         return likely_reason(unmatched, _denoiser(main), known, self._weights())
+
+    def doubt(self, shapes: Mapping[str, Shape]) -> str:
+        """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
+
+        Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does.
+        """
+        known = self._parts[0].architecture if self._parts else None
+        return other_variant(_denoiser(shapes), known, self._weights())
 
     def describe(self) -> str:
         """Architecture and variant, such as "Wan 14B"."""
@@ -151,9 +159,7 @@ class Names:
         """Module → shape of the weight, of the main network."""
         keys = self._parts[0].keys if self._parts else {}
         return {
-            body.removesuffix(".weight"): self._shapes[key]
-            for body, key in keys.items()
-            if len(self._shapes[key]) > 1
+            body.removesuffix(".weight"): self._shapes[key] for body, key in keys.items() if len(self._shapes[key]) > 1
         }
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
@@ -171,7 +177,7 @@ class Names:
         groups = (
             [parts]
             if hint != "any"
-            else [[p for p in parts if p.denoiser], [p for p in parts if not p.denoiser]]
+            else [[p for p in parts if p.role == "denoiser"], [p for p in parts if p.role != "denoiser"]]
         )
         for group in groups:
             found = [part.find(body, parameter) for part in group]
@@ -188,9 +194,7 @@ class Names:
             return [p for p in self._parts if p.label == "vae"]
         if hint in ("denoiser", "transformer", "transformer_2"):
             named = [p for p in self._parts if p.label == hint]
-            return named or (
-                [p for p in self._parts if p.denoiser] if hint != "transformer_2" else []
-            )
+            return named or ([p for p in self._parts if p.role == "denoiser"] if hint != "transformer_2" else [])
         return self._encoders(hint)
 
     def _encoders(self, hint: str) -> list[Component]:
@@ -205,9 +209,7 @@ class Names:
             return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
         return [p for p in encoders if p.label == hint]
 
-    def _ambiguous(
-        self, module: str, parameter: str, views: Sequence[View | None]
-    ) -> AmbiguousName:
+    def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
         return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture,
                              "rename it in the adapter so that it names one of them")  # fmt: skip
@@ -216,7 +218,7 @@ class Names:
 def names(index: Index, extra: Path | None = None) -> Names:
     """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
     shapes = {name: info.shape for name, info in index.tensors.items()}
-    parts = components(shapes, index.config, load(extra) if extra else None)
+    parts = components(shapes, index.config, index.components, load(extra) if extra else None)
     return Names([part.build(shapes) for part in parts], shapes)
 
 
@@ -233,9 +235,7 @@ def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """The modules that do not speak of an encoder, without their prefixes."""
     readings = {m: list(_prefixed(m)) for m in modules}
     return {
-        r[-1][1]: modules[m]
-        for m, r in readings.items()
-        if r[-1][0][:2] not in ("te", "va") and r[-1][0][0] != "="
+        r[-1][1]: modules[m] for m, r in readings.items() if r[-1][0][:2] not in ("te", "va") and r[-1][0][0] != "="
     }
 
 

@@ -75,12 +75,7 @@ def stacked(parts: Sequence[View]) -> View | None:
     pieces: list[Piece] = []
     for p in (p for part in parts for p in part.pieces):
         last = pieces[-1] if pieces else None
-        if (
-            last
-            and last.key == p.key
-            and last.stop == p.start
-            and not (last.transposed or p.transposed)
-        ):
+        if last and last.key == p.key and last.stop == p.start and not (last.transposed or p.transposed):
             pieces[-1] = Piece(p.key, last.start, p.stop, p.cols)
         else:
             pieces.append(p)

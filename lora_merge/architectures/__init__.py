@@ -61,7 +61,7 @@ class Architecture:
     tables: Mapping[str, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     ranges: Mapping[str, int] = field(default_factory=dict)
     adapter: tuple[str, ...] = ()
-    variants: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def spellings(self) -> Mapping[str, Table]:
@@ -93,9 +93,7 @@ def shipped() -> tuple[Architecture, ...]:
     return tuple(load(p) for p in sorted(FOLDER.glob("*.yaml")))
 
 
-def recognise(
-    shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]
-) -> list[tuple[Architecture, str]]:
+def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
     """Every (architecture, layout) whose conditions hold; for a known model exactly one."""
     return [
         (a, layout)
@@ -136,7 +134,7 @@ class _Reader:
             "layouts": lambda n: {k.value: self.conditions(v) for k, v in self.pairs(n)},
             "ranges": lambda n: {k.value: self.number(v) for k, v in self.pairs(n)},
             "adapter": lambda n: tuple(self.text(v) for v in self.items(n)),
-            "variants": lambda n: {k.value: self.text(v) for k, v in self.pairs(n)},
+            "variants": lambda n: {k.value: tuple(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
         }
         found: dict[str, Any] = {}
         tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
@@ -209,10 +207,9 @@ def _bad(file: Path, line: int, why: str) -> InputError:
 
 
 def fits(want: tuple[str, ...], shape: Shape) -> bool:
+    """Whether a shape is as a condition wants it: ("H", "3H"), ("_", "64")."""
     letters: dict[str, int] = {}
-    return len(want) == len(shape) and all(
-        _axis(w, n, letters) for w, n in zip(want, shape, strict=True)
-    )
+    return len(want) == len(shape) and all(_axis(w, n, letters) for w, n in zip(want, shape, strict=True))
 
 
 def _axis(want: str, size: int, letters: dict[str, int]) -> bool:

@@ -217,9 +217,7 @@ def _at(row: Row, number: str) -> Row:
     def put(path: Path) -> Path:
         return tuple(number if s == LAST else s for s in path)
 
-    return replace(
-        row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts)
-    )
+    return replace(row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts))
 
 
 def _blank(path: Path) -> Path:
