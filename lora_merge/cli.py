@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -235,6 +236,7 @@ def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     debug = "--debug" in sys.argv
     try:
         app()

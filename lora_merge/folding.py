@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from threading import local
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -13,12 +15,13 @@ from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import Block, Slice
 from .checkpoint import TensorInfo
 from .errors import InputError, ShapeMismatch
+from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Placement, at_least_fp32, land, numbers, stage, stage_indices
+from .placement import Placement, Scratch, at_least_fp32, here, land, numbers, stage, stage_indices
 from .views import View
 
-STACK_ELEMENTS: Final = {"cpu": 2**22, "other": 2**26}
+STACK_ELEMENTS: Final = {"cpu": 2**20, "other": 2**26}
 """At most this many numbers in one batched call: the caches' size on a CPU, plenty of work on a GPU."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
@@ -41,22 +44,50 @@ class Folder:
     at: Placement
     fetch: Fetch
     base: Mapping[str, TensorInfo]
+    pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
+    _own: local = field(default_factory=local)  # each thread's scratch memory
 
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
-        limit = STACK_ELEMENTS["cpu" if self.at.device.type == "cpu" else "other"]
-        with torch.no_grad():
-            for group in _groups(items, limit):
-                blocks = [i.block for i in group]
-                count = len(blocks[0].slices)
-                at = self._precise(blocks[0])
-                try:
-                    stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(count)]
-                    merged = fold(_base(group, at), stacks)
-                except DoesNotFit as e:  # what only values tell: indices that point outside, …
-                    raise ShapeMismatch("adapter tensors do not fit the base", f"{blocks[0].target.name}: {e}",
-                                        "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
-                land(merged, [i.into for i in group])
+        groups = list(_groups(items, STACK_ELEMENTS["cpu" if self.at.device.type == "cpu" else "other"]))
+        if self.pool is None or len(groups) < 2:
+            for group in groups:
+                self._fold(group)
+            return
+        under_way = [self.pool.submit(self._fold, group) for group in groups]
+        wait(under_way)  # also if one fails: the memory must be at rest before anyone uses it again
+        for done in under_way:
+            done.result()
+
+    def _fold(self, group: Sequence[Item]) -> None:
+        blocks = [i.block for i in group]
+        at = self._precise(blocks[0])
+        try:
+            with torch.no_grad():
+                stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
+                merged = fold(self._base(group, at), stacks)
+        except DoesNotFit as e:  # what only values tell: indices that point outside, …
+            raise ShapeMismatch("adapter tensors do not fit the base", f"{blocks[0].target.name}: {e}",
+                                "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
+        land(merged, [i.into for i in group])
+        check_range(group)
+
+    def _base(self, group: Sequence[Item], at: Placement) -> Tensor:
+        """[n, rows, cols] in the compute dtype, to be overwritten; smaller bases stand in the low corner of zeros."""
+        block = group[0].block
+        values = [i.base for i in group if i.base is not None]
+        if not block.reshaped:
+            if len(values) == 1 and here(values[0], group[0].into, at):
+                return values[0].unsqueeze(0)
+            if not hasattr(self._own, "scratch"):
+                self._own.scratch = Scratch()
+            return stage(values, at, self._own.scratch)
+        out = torch.zeros((len(group), *block.target.shape), dtype=at.dtype, device=at.device)
+        for slot, item in zip(out, group, strict=True):
+            if item.base is not None and item.block.target.source is not None:
+                source = item.block.target.source
+                slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
+        return out.reshape(len(group), block.last - block.first, block.cols)
 
     def _precise(self, block: Block) -> Placement:
         """The placement, in at least fp32 where a formula factorises or inverts."""
@@ -137,22 +168,9 @@ def _groups(items: Sequence[Item], limit: int) -> Iterator[list[Item]]:
             yield same[first : first + n]
 
 
-def _base(group: Sequence[Item], at: Placement) -> Tensor:
-    """[n, rows, cols] in the compute dtype; smaller bases stand in the low corner of zeros."""
-    block = group[0].block
-    if not block.reshaped:
-        return stage([i.base for i in group if i.base is not None], at)
-    out = torch.zeros((len(group), *block.target.shape), dtype=at.dtype, device=at.device)
-    for slot, item in zip(out, group, strict=True):
-        if item.base is not None and item.block.target.source is not None:
-            source = item.block.target.source
-            slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
-    return out.reshape(len(group), block.last - block.first, block.cols)
-
-
 def check_range(items: Sequence[Item]) -> None:
     """InputError if a merged value does not fit fp16; wider exponents cannot overflow here, fp8 saturates."""
     for item in items:
-        if item.into.dtype == torch.float16 and not torch.isfinite(item.into).all():
+        if item.into.dtype == torch.float16 and not all_finite(item.into):
             raise InputError("a merged value is too large for fp16 (or the base holds one)", item.block.target.name,
                              "write --dtype bf16, or lower the strength")  # fmt: skip

@@ -6,8 +6,10 @@ by `land`. A test holds the rest of the project to that.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 import torch
@@ -66,18 +68,43 @@ def _fastest() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def stage(tensors: Sequence[Tensor], at: Placement) -> Tensor:
+class Scratch:
+    """Memory for the values that are being folded, kept from block to block; one per thread.
+
+    A new tensor for every block costs as much again as the cast into it: the system zeroes its pages.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def empty(self, shape: Sequence[int], at: Placement) -> Tensor:
+        """Uninitialised [shape]; what an earlier call gave is overwritten."""
+        count, old = prod(shape), self._memory
+        if old is None or old.numel() < count or old.dtype != at.dtype or old.device != at.device:
+            self._memory = old = torch.empty(count, dtype=at.dtype, device=at.device)
+        return old[:count].view(*shape)
+
+
+def threads(at: Placement) -> int:
+    """How many blocks to fold side by side: one per core that torch leaves idle within an operation."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // torch.get_num_threads()) if at.device.type == "cpu" else 1
+
+
+def stage(tensors: Sequence[Tensor], at: Placement, scratch: Scratch | None = None) -> Tensor:
     """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move)."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        moved = first.to(at.device).to(at.dtype)
-        return (moved.clone() if moved is first else moved).unsqueeze(0)
     if at.device.type != "cpu":
         return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
-    out = torch.empty((len(tensors), *first.shape), dtype=at.dtype)
+    shape = (len(tensors), *tensors[0].shape)
+    out = scratch.empty(shape, at) if scratch else torch.empty(shape, dtype=at.dtype)
     for slot, tensor in zip(out, tensors, strict=True):
         slot.copy_(tensor)
     return out
+
+
+def here(values: Tensor, into: Tensor, at: Placement) -> bool:
+    """Whether host values lie where the result goes, in the compute dtype: no copy is needed in or out."""
+    return (at.device.type, at.dtype) == ("cpu", values.dtype) and values.data_ptr() == into.data_ptr()
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
@@ -96,7 +123,8 @@ def land(merged: Tensor, into: Sequence[Tensor]) -> None:
     merged = _saturated(merged.detach(), dtype)
     cast = merged if merged.device.type == "cpu" else merged.to(dtype).cpu()
     for target, source in zip(into, cast, strict=True):
-        target.copy_(source)
+        if target.data_ptr() != source.data_ptr():  # else it was folded where it lies
+            target.copy_(source)
 
 
 def convert(source: Tensor, into: Tensor) -> None:

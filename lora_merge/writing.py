@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from .checkpoint import Reader
 from .digests import Digests
 from .disk import PAGE, Writer, aligned_buffer
 from .factors import Factors, view_bytes
-from .folding import Folder, Item, check_range
-from .placement import Placement, convert
+from .folding import Folder, Item
+from .placement import Placement, convert, threads
 from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
@@ -76,7 +77,8 @@ class Writing:
         self.plans, self.parts, self.reader, self.progress = plans, parts, reader, progress
         files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
         self.factors = Factors(reader, files)
-        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors)
+        self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold")
+        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds)
         self.digests = Digests(reader, {p: p.stat().st_size for plan in plans for p in plan.inputs})
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
@@ -92,6 +94,7 @@ class Writing:
             for number in self._alive():
                 self._alone(number, self._finish)
         finally:
+            self.folds.shutdown()
             for writer in self.writers.values():
                 writer.close()
 
@@ -145,9 +148,7 @@ class Writing:
         for c in turn.change.converts:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
             convert(source, view_bytes(out[c.at : c.at + c.bytes], c.to_dtype, (c.count,)))
-        items = [_item(f, out, base if f.apart else image) for f in turn.change.folds]
-        self.folder.fold(items)
-        check_range(items)
+        self.folder.fold([_item(f, out, base if f.apart else image) for f in turn.change.folds])
 
     def write(self, turn: Turn) -> None:
         """The finished window to the disk."""
