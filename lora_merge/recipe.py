@@ -151,6 +151,7 @@ class Recipe:
     base: Input
     adapters: tuple[tuple[Input, float, tuple[tuple[str, float], ...]], ...]
     options: Mapping[str, Any]
+    map_name: str
     map_text: str | None
 
     @property
@@ -187,8 +188,9 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     if not adapters:
         raise ValueError("it names no adapter")
     options = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
-    map_text = _text(value["map"]["text"]) if "map" in value else None
-    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, map_text)
+    table = value.get("map", {"name": "", "text": None})
+    map_text = None if table["text"] is None else _text(table["text"])
+    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, _text(table["name"]), map_text)
 
 
 def _input_of(value: Mapping[str, Any]) -> Input:

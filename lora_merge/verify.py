@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from .checkpoint import Reader
-from .errors import VerificationFailed
+from .errors import InputError, VerificationFailed
 from .header import ITEM_BYTES, parse, parse_file
+from .kinds import quoted
 from .planning import OutputFile, Plan, Target
+from .recipe import OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
 
@@ -29,26 +32,25 @@ PIECE: Final = 2**22  # bytes compared at once
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 
 _HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
-OURS: Final = ("lora_merge.recipe", "modelspec.merged_from", "sd_merge_recipe", "sd_merge_models")
 
 
 def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh: bool = True) -> dict[str, Any]:
     """What was proven about the files at `part`; VerificationFailed if they are not what the plan says.
 
-    `fresh`: the files were written by this very plan, so their provenance must be the planned one as well.
+    `fresh`: the files were written by this very plan, so places and provenance must be the planned ones as well.
     """
     started = time.monotonic()
     merged = Recomputation(plan, reader, full=full)
     compared = {"bytes": 0, "of": 0}
     for file in plan.files:
         path = part / file.name if file.name else part
-        _check_header(file, path, fresh=fresh)
+        targets = _check_header(file, path, fresh=fresh)
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
-            _check_unmerged(file, fd, reader, compared, full=full)
-            for target in file.targets:
+            _check_unmerged(targets, fd, reader, compared, full=full)
+            for target in targets:
                 if target.uses:
                     merged.check(target, fd)
         except OSError as e:
@@ -59,25 +61,33 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
     return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
 
 
-def _check_header(file: OutputFile, path: Path, *, fresh: bool) -> None:
-    """Names, dtypes, shapes and places of all tensors, and the metadata, as planned."""
-    found = parse_file(path)
-    size = file.size - len(file.header) + found.data_offset
-    tensors, metadata = parse(file.header[8:], path, file.size)
-    if fresh and found.data_offset != len(file.header):
-        raise _failed("the header has another length than planned", str(path))
-    if found.state.size != size:
-        raise _failed("the file has another size than planned", f"{path}: {found.state.size} bytes, planned {size}")
-    shift = found.data_offset - len(file.header)
-    for (name, want), (other, is_there) in zip(tensors.items(), found.tensors.items(), strict=False):
-        planned = (name, want.dtype, want.shape, want.offset + shift)
-        if planned != (other, is_there.dtype, is_there.shape, is_there.offset):
-            raise _failed("the header is not the planned one", f"{path}: {other} instead of {name}")
-    if len(tensors) != len(found.tensors):
-        raise _failed("the file has other tensors than planned", f"{path}: {len(found.tensors)}, not {len(tensors)}")
+def _check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, ...]:
+    """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
+
+    A file that is not fresh may come from another version or program, which may order tensors otherwise.
+    """
+    try:
+        found = parse_file(path)
+    except InputError as e:
+        raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
+    _, metadata = parse(file.header[8:], path, file.size)
     for key, text in metadata.items():
-        if (fresh or key not in OURS) and not re.fullmatch(_pattern(text), found.metadata.get(key, "")):
-            raise _failed("the metadata is not the planned one", f"{path}: {key}")
+        binding = fresh or (key in found.metadata and key not in OURS)
+        if binding and not re.fullmatch(_pattern(text), found.metadata.get(key, "")):
+            raise _failed("the metadata is not the planned one", f"{path}: {quoted(key)}")
+    missing = [t.stored for t in file.targets if t.stored not in found.tensors]
+    extra = found.tensors.keys() - {t.stored for t in file.targets}
+    if missing or extra:
+        raise _failed("the file has other tensors than planned", f"{path}: {quoted([*missing, *sorted(extra)][0])}")
+    placed = tuple(replace(t, offset=found.tensors[t.stored].offset) for t in file.targets)
+    for t in placed:
+        info = found.tensors[t.stored]
+        if (info.dtype, info.shape) != (t.dtype, t.shape):
+            raise _failed("a tensor has another dtype or shape than planned",
+                          f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
+    if fresh and (placed != file.targets or found.data_offset != len(file.header)):
+        raise _failed("the tensors do not lie where they were planned", str(path))
+    return placed
 
 
 def _pattern(text: str) -> str:
@@ -85,9 +95,11 @@ def _pattern(text: str) -> str:
     return "[0-9a-f]{64}".join(re.escape(t) for t in _HASH.split(text))
 
 
-def _check_unmerged(file: OutputFile, fd: int, reader: Reader, compared: dict[str, int], *, full: bool) -> None:
+def _check_unmerged(
+    targets: Sequence[Target], fd: int, reader: Reader, compared: dict[str, int], *, full: bool
+) -> None:
     """Tensors without a change: bytes equal to their source's, or the nearest numbers of another dtype."""
-    plain = [t for t in file.targets if not t.uses and t.source is not None and t.nbytes]
+    plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
     for target, first, count in _ranges(plain, total, full=full or total <= ALL_BELOW):

@@ -1,0 +1,118 @@
+"""From a finished output back to its job: to prove it, or to make it again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from .checkpoint import Index, Reader, open_checkpoint
+from .errors import UsageError, VerificationFailed
+from .job import DTYPES, Adapter, Job, make_job
+from .kinds import quoted
+from .opened import Opened
+from .planning import FLOATS, Plan, draw, make_plan
+from .recipe import KEY, Recipe, different, find, read_recipe
+from .verify import verify
+
+
+def prove(
+    output: Path,
+    base: str | Path | None = None,
+    adapters: Sequence[tuple[str | Path, float | None]] = (),
+    *,
+    search: Sequence[Path] = (),
+    full: bool = False,
+) -> dict[str, Any]:
+    """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
+
+    Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
+    and in `search`. A strength of None is the recipe's, or 1. VerificationFailed if it is not that merge.
+    """
+    made = open_checkpoint(output)
+    with ExitStack() as stack:
+        if base is None and not adapters:
+            recipe = read_recipe(made)
+            job = _job(recipe, find(recipe, _around(output, search)), output, stack)
+        elif base is None or not adapters:
+            raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
+        else:
+            job = _job_of(made, base, adapters, stack)
+        plan = draw(job, Opened())
+        reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
+        return {"output": str(output), "proven": True, **verify(plan, output, reader, full=full, fresh=False)}
+
+
+def plan_again(made: Path, output: Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+    """The plan that makes `made` a second time, under another name; its inputs are searched by content."""
+    recipe = read_recipe(open_checkpoint(made))
+    with ExitStack() as stack:
+        return make_plan(_job(recipe, find(recipe, _around(made, search)), output, stack, **options))
+
+
+def refuse_to_unmerge(made: Path) -> NoReturn:
+    """UsageError that says what to do instead."""
+    recipe = read_recipe(open_checkpoint(made))
+    base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
+    raise UsageError(
+        "a merge cannot be taken back: its sums were rounded, and a difference of rounded sums is not the base",
+        f"{made}: {quoted(base.name)} with {adapters}",
+        f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
+        "adapter out, merge again from it",
+    )
+
+
+def _around(output: Path, search: Sequence[Path]) -> list[Path]:
+    return [*search, output.absolute().parent, Path.cwd()]
+
+
+def _job(recipe: Recipe, paths: Sequence[Path], output: Path, stack: ExitStack, **options: Any) -> Job:
+    """The recipe's job; its name table lies in a temporary file until the stack closes."""
+    if recipe.map_text is not None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options["map"] = folder / (PurePosixPath(recipe.map_name).name or "map.yaml")
+        options["map"].write_text(recipe.map_text, encoding="utf-8")
+    return recipe.job(paths, output, **options)
+
+
+def _job_of(
+    made: Index, base: str | Path, adapters: Sequence[tuple[str | Path, float | None]], stack: ExitStack
+) -> Job:
+    """The job for named inputs; what is not named comes from the recipe, or else from the output itself."""
+    if KEY not in made.metadata:
+        pairs = [(path, 1.0 if s is None else s) for path, s in adapters]
+        job = make_job(base, pairs, made.path)
+        return make_job(base, pairs, made.path, dtype=_dtype(made, open_checkpoint(job.base)))
+    recipe = read_recipe(made)
+    if len(recipe.adapters) != len(adapters):
+        raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",
+                                 str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
+    job = make_job(base, [path for path, _ in adapters], made.path)
+    for one, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
+        other = different(one, path)
+        if other is not None:
+            raise VerificationFailed("the output was made from another version of an input",
+                                     f"{other} is not the {quoted(one.name)} of its recipe", "merge again")  # fmt: skip
+    paths = [job.base, *(a.path for a in job.adapters)]
+    stated = _job(recipe, paths, made.path, stack)
+    refs = tuple(
+        ref if s is None else Adapter(ref.path, s, ref.parts)
+        for ref, (_, s) in zip(stated.adapters, adapters, strict=True)
+    )
+    return make_job(stated.base, refs, made.path, dtype=stated.dtype, compute_dtype=stated.compute_dtype,
+                    unmatched=stated.unmatched, map=stated.map)  # fmt: skip
+
+
+def _dtype(made: Index, base: Index) -> str:
+    """The --dtype that gives the output its dtypes."""
+    floats = {n: t.dtype for n, t in made.tensors.items() if t.dtype in FLOATS}
+    if all(base.tensors[n].dtype == d for n, d in floats.items() if n in base.tensors):
+        return "keep"
+    options = {dtype: option for option, dtype in DTYPES.items()}
+    found = set(floats.values())
+    if len(found) > 1 or not found <= set(options):
+        raise VerificationFailed("no --dtype gives such a mixture of dtypes", f"{made.path}: {', '.join(found)}",
+                                 "the file was made in another way")  # fmt: skip
+    return options[found.pop()]
