@@ -19,7 +19,7 @@ from .matching import Use
 from .patching import Patch
 from .planning import Plan, Target, rows_of
 from .reference import REFERENCE, Given
-from .reference.floats import PRECISION, Array, decode, saturated, step
+from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
 
 ROWS: Final = 2  # sampled per tensor, more where rows are short
 ELEMENTS: Final = 256  # sampled per tensor at least
@@ -122,7 +122,7 @@ class Recomputation:
             part = chosen[first : first + size]
             found, exact = self._output(target, fd, part, cols), self._exact(target, part, cols)
             self._judge(target, part, found, exact)
-            self._retention(found, exact, rows / len(chosen))
+            self._retention(found, exact, target.dtype, rows / len(chosen))
 
     def _exact(self, target: Target, rows: Array, cols: int) -> Exact:
         """What these rows must be before they are rounded."""
@@ -167,12 +167,16 @@ class Recomputation:
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away",
             )
 
-    def _retention(self, found: Array, exact: Exact, weight: float) -> None:
-        """Add to each adapter's ⟨applied, intended⟩ and ‖intended‖², the other adapters' changes taken as they are."""
-        f, rest = self.findings, found - exact.value
-        rest[~np.isfinite(rest)] = 0.0
+    def _retention(self, found: Array, exact: Exact, dtype: str, weight: float) -> None:
+        """Add to each adapter's ⟨applied, intended⟩ and ‖intended‖².
+
+        Applied is the difference to what would have been written without this adapter, rounded as well.
+        """
+        f = self.findings
         for number, change in exact.changes.items():
-            f.applied[number] = f.applied.get(number, 0.0) + weight * float(np.sum((rest + change) * change))
+            applied = found - saturated(rounded(exact.value - change, dtype), dtype)
+            applied[~np.isfinite(applied)] = 0.0
+            f.applied[number] = f.applied.get(number, 0.0) + weight * float(np.sum(applied * change))
             f.intended[number] = f.intended.get(number, 0.0) + weight * float(np.sum(change * change))
 
     def _output(self, target: Target, fd: int, rows: Array, cols: int) -> Array:

@@ -56,6 +56,12 @@ def step(values: Array, dtype: str) -> Array:
     return np.ldexp(1.0, np.maximum(exponent - bits, smallest))
 
 
+def rounded(values: Array, dtype: str) -> Array:
+    """The nearest numbers of the dtype, ties to even; nothing overflows."""
+    unit = step(values, dtype)
+    return np.rint(values / unit) * unit
+
+
 def saturated(values: Array, dtype: str) -> Array:
     """8-bit floats have no room above their largest number: it is written instead."""
     if not dtype.startswith("F8"):

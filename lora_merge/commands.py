@@ -1,0 +1,93 @@
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor. No decisions here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make them commands of the application."""
+    for command in (verify, replay, unmerge):
+        app.command()(command)
+
+
+def verify(
+    output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base it was made from, if its recipe is not to be used.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
+    ] = None,
+    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+) -> None:
+    """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
+    from .job import expand, split_strength
+    from .replay import prove
+
+    pairs = [(a, None) if Path(a).exists() else split_strength(a) for a in adapter or []]
+    proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full)
+    if as_json:
+        typer.echo(json.dumps(proof, ensure_ascii=False))
+    else:
+        show_proof(proof, typer.echo)
+
+
+def replay(
+    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="File or folder to write.")],
+    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the inputs.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+) -> None:
+    """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
+    from .cli import _conclude, _describe, _run, _silent
+    from .job import expand
+    from .replay import plan_again
+
+    folders = [expand(p) for p in search or []]
+    plan = plan_again(expand(made), expand(output), folders, device=device, overwrite=overwrite)
+    say = _silent if as_json or quiet else typer.echo
+    _describe(plan, say, verbose=False)
+    done = _run(plan, quiet=quiet)
+    if as_json:
+        typer.echo(done.to_json())
+    else:
+        _conclude(done, say)
+
+
+def unmerge(
+    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    base: Annotated[str | None, typer.Option(help="Its base.")] = None,
+) -> None:
+    """Refused: a merge cannot be taken back. Says what to do instead."""
+    from .job import expand
+    from .replay import refuse_to_unmerge
+
+    refuse_to_unmerge(expand(made))
+
+
+def show_proof(proof: Mapping[str, Any], say: Any) -> None:
+    """What was proven, in two lines; warnings go to stderr."""
+    from .cli import size
+
+    same, how = proof["untouched"], "every byte" if proof["full"] else "sampled"
+    say(
+        f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
+        f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
+        f"compared ({how})"
+    )
+    shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
+    if shares:
+        say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
+    for warning in proof["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
