@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
-from .disk import PAGE, Mode, address, goes_direct
+from . import disk
+from .disk import PAGE, Mode, address, aligned_buffer, goes_direct
 from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
 
@@ -20,6 +23,7 @@ MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
 
 BLOCK: Final = 8 << 20  # bytes a single read asks for
+PEEK: Final = 1 << 18  # bytes asked of the page cache at once; the system fetches as many when they are not there
 _NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
 
 
@@ -30,7 +34,8 @@ class _File:
     fd: int
     direct: int
     state: FileState
-    hints: bool  # whether the system says what is in its page cache
+    hints: bool = _NOWAIT != 0  # whether the system says what is in its page cache
+    drop: bool = False  # whether what is read through the page cache is to be taken out of it again
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -48,7 +53,7 @@ class Reader:
     def __init__(self, indexes: Iterable[_Index], mode: Mode = "auto") -> None:
         """InputError when a file is missing or no longer the one its header was read from."""
         self._files: dict[Path, _File] = {}
-        self._memory: dict[tuple[Path, int], memoryview] = {}
+        self._memory: dict[Path, list[tuple[int, memoryview]]] = {}  # by offset
         self._mode = mode
         try:
             for index in indexes:
@@ -59,17 +64,21 @@ class Reader:
             raise
 
     def _open(self, path: Path, header: Header) -> None:
-        for info in header.tensors.values():
-            if info.data is not None:
-                self._memory[path, info.offset] = info.data
         if path in self._files:
             return
+        made = [(t.offset, t.data) for t in header.tensors.values() if t.data]
+        self._memory[path] = sorted(made, key=itemgetter(0))
         with open_regular(path) as f:
-            self._files[path] = _File(os.dup(f.fileno()), -1, header.state, _NOWAIT != 0)
+            one = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
         self._check(path)
         if goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # refused: the cache will do
-                self._files[path].direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                one.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        if one.hints and header.state.size >= disk.SMALL:
+            os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking must not make the system read ahead
+            if one.direct < 0:
+                one.drop = not _held(one, header.state.size)
+                os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:
         """Fill `buffer` with the bytes of `file` from `offset` on; InputError if it ends before.
@@ -90,12 +99,13 @@ class Reader:
             done += got
 
     def _copy(self, buffer: memoryview, file: Path, offset: int) -> None:
-        done = 0
-        for (path, start), data in sorted(self._memory.items(), key=lambda m: m[0][1]):
-            if path == file and start <= offset + done < start + len(data):
-                piece = data[offset + done - start :][: len(buffer) - done]
-                buffer[done : done + len(piece)] = piece
-                done += len(piece)
+        made, done = self._memory[file], 0
+        for start, data in made[bisect_right(made, offset, key=itemgetter(0)) - 1 :]:
+            if done == len(buffer):
+                return
+            piece = data[offset + done - start :][: len(buffer) - done]
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
         assert done == len(buffer), "a range that no tensor in memory covers"
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
@@ -163,14 +173,13 @@ _read: Any = _preadv if hasattr(os, "preadv") else _read_seeking
 def _some(file: _File, buffer: memoryview, offset: int) -> int:
     """Read as much as one call gives, by the best way there is for this place; 0 at the end of the file."""
     if file.direct < 0:
-        return int(_read(file.fd, buffer, offset))
+        return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
     if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
         return int(_read(file.fd, buffer[: lead or len(buffer)], offset))
-    if file.hints:
-        cached = _from_cache(file, buffer, offset)
-        if cached:
-            return cached
+    cached = _from_cache(file, buffer, offset)
+    if cached:
+        return cached
     try:
         return os.preadv(file.direct, [buffer[: len(buffer) // PAGE * PAGE]], offset)
     except OSError as e:
@@ -178,24 +187,41 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
             raise
         os.close(file.direct)
         file.direct = -1
-        return int(_read(file.fd, buffer, offset))
+        return _through_cache(file, buffer, offset)
+
+
+def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
+    done = int(_read(file.fd, buffer, offset))
+    if file.drop:
+        os.posix_fadvise(file.fd, offset, done, os.POSIX_FADV_DONTNEED)
+    return done
+
+
+def _held(file: _File, size: int) -> bool:
+    """Whether the page cache holds most of a file: most of 16 places of it."""
+    page = aligned_buffer(PAGE)
+    return sum(_from_cache(file, page, size * i // 16) > 0 for i in range(16)) > 8
 
 
 def _from_cache(file: _File, buffer: memoryview, offset: int) -> int:
     """Copy what the page cache holds from `offset` on, in whole pages; 0 if it does not hold the first."""
-    try:
-        # One page first: asking for more would make the system read ahead what it does not hold.
-        if os.preadv(file.fd, [buffer[:PAGE]], offset, _NOWAIT) < PAGE:
-            return 0
-        rest = os.preadv(file.fd, [buffer[PAGE:]], offset + PAGE, _NOWAIT) if len(buffer) > PAGE else 0
-    except BlockingIOError:
+    if not file.hints:
         return 0
+    done = 0
+    try:
+        while done < len(buffer):
+            step = min(PEEK, len(buffer) - done)
+            got = os.preadv(file.fd, [buffer[done : done + (step if done else PAGE)]], offset + done, _NOWAIT)
+            done += got
+            if got < min(step, PAGE):
+                break
+    except BlockingIOError:
+        return done // PAGE * PAGE
     except OSError as e:
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         file.hints = False
-        return 0
-    return PAGE + rest // PAGE * PAGE
+    return done // PAGE * PAGE
 
 
 def unreadable(e: OSError, file: Path, offset: int) -> InputError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import struct
 import subprocess
@@ -11,6 +13,7 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,13 +22,14 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
+from lora_merge import disk
 from lora_merge import reader as reader_module
 from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, quantised, read_bytes
 from lora_merge.disk import PAGE, Mode, aligned_buffer
 from lora_merge.errors import InputError
 from lora_merge.header import FileState, Header, parse
 from lora_merge.pickles import FORMAT_NAMES
-from lora_merge.reader import MEMORY
+from lora_merge.reader import MEMORY, PEEK
 
 quick = settings(deadline=None, derandomize=True, database=None)
 
@@ -99,7 +103,7 @@ def headers(draw: st.DrawFn) -> tuple[Any, int]:
     return table, max(0, end + draw(st.sampled_from([0, 0, 0, 0, 1, -1])))
 
 
-@settings(quick, max_examples=600)
+@settings(quick, max_examples=300)
 @given(headers())
 def test_we_accept_what_the_library_accepts(case: tuple[Any, int]) -> None:
     table, size = case
@@ -107,7 +111,7 @@ def test_we_accept_what_the_library_accepts(case: tuple[Any, int]) -> None:
     assert we_accept(content) == library_accepts(content)
 
 
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=150)
 @given(headers(), st.data())
 def test_also_when_the_text_itself_is_damaged(case: tuple[Any, int], data: st.DataObject) -> None:
     raw = bytearray(json.dumps(case[0], ensure_ascii=False).encode())
@@ -444,16 +448,16 @@ def indexed(path: Path) -> Index:
     return Index(path, {}, {}, (path,), headers={path: Header({}, {}, 0, state)})
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=80)
 @given(
     offset=st.sampled_from([0, 1, 4095, 4096, 8192, 10_000, 123_456]),
     size=st.sampled_from([0, 1, 100, 4096, 4097, 65_536, 300_001]),
     lead=st.sampled_from(["congruent", "other"]),
-    mode=st.sampled_from(["direct", "buffered"]),
+    way=st.sampled_from([("direct", 0), ("buffered", 0), ("buffered", 1 << 30)]),
     cold=st.booleans(),
 )
 def test_reads_are_exact(
-    tmp_path_factory: pytest.TempPathFactory, offset: int, size: int, lead: str, mode: Mode, *, cold: bool
+    tmp_path_factory: pytest.TempPathFactory, offset: int, size: int, lead: str, way: tuple[Mode, int], *, cold: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "read"
     content = bytes(range(256)) * 2000
@@ -466,7 +470,7 @@ def test_reads_are_exact(
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shift = offset % PAGE if lead == "congruent" else 17
     buffer = aligned_buffer(shift + size)[shift:]
-    with Reader([indexed(path)], mode) as reader:
+    with patch.object(disk, "SMALL", way[1]), Reader([indexed(path)], way[0]) as reader:
         reader.read_into(buffer, path, offset)
         reader.check_unchanged()
     assert bytes(buffer) == content[offset : offset + size]
@@ -556,3 +560,35 @@ def test_headers_need_no_torch() -> None:
     """
     root = str(Path(__file__).parents[1])
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env={**os.environ, "PYTHONPATH": root})
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux says what its page cache holds")
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> None:
+    """What of a file was not in the cache before still is not, and what was still is."""
+    path, half = tmp_path / "x", 4 << 20
+    path.write_bytes(bytes(2 * half))
+
+    def cached(at: int) -> int:
+        """Pages of this half that are in memory, by mincore(2); asking changes nothing."""
+        with mmap.mmap(f, 0, access=mmap.ACCESS_COPY) as m:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(m)) + at
+            pages = (ctypes.c_ubyte * (half // PAGE))()
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(half), pages) == 0
+            return sum(p & 1 for p in pages)
+
+    f = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(f)
+        os.posix_fadvise(f, half, half, os.POSIX_FADV_DONTNEED)
+        if cached(half) > 16 or cached(0) < half // PAGE - 16:
+            pytest.skip("this file system keeps its own cache")
+        if mode == "buffered":  # decided for the file as a whole
+            os.posix_fadvise(f, 0, half, os.POSIX_FADV_DONTNEED)
+        before = cached(0)
+        with patch.object(disk, "SMALL", 0), Reader([indexed(path)], mode) as reader:
+            reader.read_into(aligned_buffer(2 * half), path, 0)
+        assert abs(cached(0) - before) <= PEEK // PAGE
+        assert cached(half) <= PEEK // PAGE
+    finally:
+        os.close(f)
