@@ -44,7 +44,7 @@ class Component:
 
     def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""
-        name = f"{module}.{parameter}" if parameter else module
+        name = f"{module}.{parameter}".strip(".")
         if name in self.dotted:
             return self.dotted[name], True
         name = f"{module.replace('.', '_')}.{parameter}"

@@ -14,6 +14,7 @@ from .adapter import AdapterFile, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
+from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .names import Names
@@ -204,19 +205,21 @@ class Matcher:
 
     def _raise(self, unmatched: Unmatched) -> None:
         path, result = self.adapter.path, self.result
+        shapes = {m.name: weight_shape(m.shapes) for m in self.adapter.modules}
         if self.failures:
             worst = self.failures[0]
             same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
-            raise type(worst)(worst.what, f"{path}: {_some(same)}", worst.fix)
+            why = self.names.explain([], shapes) if isinstance(worst, ShapeMismatch) else ""
+            raise type(worst)(worst.what, f"{path}: {_some(same)}", why or worst.fix)
         if result.modules == 0:
-            shapes = {m.name: s for m in self.adapter.modules for s in m.shapes.values()}
             raise UnmatchedModules(
                 f"no module of the adapter is in the base (0 of {result.total})",
                 f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",
                 self.names.explain(list(result.unmatched), shapes),
             )
+        if doubt := self.names.doubt(shapes):
+            result.notes.append(doubt)
         if result.unmatched and unmatched == "error":
-            shapes = {m.name: s for m in self.adapter.modules for s in m.shapes.values()}
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
                 f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",

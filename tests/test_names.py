@@ -38,7 +38,7 @@ PAIRS = (
     ("native/flux2",             "diffusers/flux2",             ()),
     ("native/chroma",            "diffusers/chroma",            ()),
     ("native/sd3",               "diffusers/sd3",               ()),
-    ("native/sd35-medium",       "diffusers/sd35-medium",       ("pos_embed$", "pos_embed.weight", "pos_embed.pos_embed")),
+    ("native/sd35-medium",       "diffusers/sd35-medium",       ("pos_embed($|.weight|.pos)",)),
     ("native/sd35-large",        "diffusers/sd35-large",        ()),
     ("native/auraflow",          "diffusers/aura-flow",         ("pos_embed.pos", "positional")),
     ("native/lumina2",           "diffusers/lumina2",           ("cap", "time_caption_embed.cap", "norm_final")),
@@ -429,17 +429,17 @@ def adapter(name: str, prefix: str, part: str = "att") -> dict[str, Shape]:
 
 WRONG = (
     # adapter for, its prefix, base, what both are called
-    ("diffusers/sd15",           "lora_unet_",       "single-file/sdxl",      ("Diffusion 1,", "is Stable Diffusion XL")),
-    ("native/sdxl",              "lora_unet_",       "single-file/sd1",       ("Diffusion XL,", "is Stable Diffusion 1")),
-    ("native/flux-dev",          "lora_unet_",       "native/sd35-large",     ("Flux.1", "Stable Diffusion 3")),
-    ("diffusers/flux-dev",       "transformer.",     "native/flux2",          ("Flux.1", "Flux.2")),
-    ("native/flux2",             "lora_unet_",       "native/flux-dev",       ("Flux.2", "Flux.1")),
-    ("native/wan-i2v-14B",       "diffusion_model.", "native/wan-t2v-14B",    ("2.1 I2V with", "is Wan 14B, without image")),
-    ("native/wan-t2v-1.3B",      "diffusion_model.", "native/wan-t2v-14B",    ("Wan 1.3B", "Wan 14B")),
-    ("native/wan-t2v-14B",       "lora_unet_",       "diffusers/wan-t2v-1.3B", ("Wan 14B", "Wan 1.3B")),
-    ("diffusers/qwen-image",     "transformer.",     "native/hidream",        ("Qwen-Image", "HiDream")),
-    ("diffusers/zimage",         "diffusion_model.", "native/lumina2",        ("Z-Image", "Lumina-Image 2")),
-    ("native/hunyuanvideo-1.5",  "lora_unet_",       "native/hunyuanvideo",   ("HunyuanVideo 1.5", "is HunyuanVideo")),
+    ("diffusers/sd15", "lora_unet_", "single-file/sdxl", ("Diffusion 1,", "is Stable Diffusion XL")),
+    ("native/sdxl", "lora_unet_", "single-file/sd1", ("Diffusion XL,", "is Stable Diffusion 1")),
+    ("native/flux-dev", "lora_unet_", "native/sd35-large", ("Flux.1", "Stable Diffusion 3")),
+    ("diffusers/flux-dev", "transformer.", "native/flux2", ("Flux.1", "Flux.2")),
+    ("native/flux2", "lora_unet_", "native/flux-dev", ("Flux.2", "Flux.1")),
+    ("native/wan-i2v-14B", "diffusion_model.", "native/wan-t2v-14B", ("2.1 I2V with", "is Wan 14B, without image")),
+    ("native/wan-t2v-1.3B", "diffusion_model.", "native/wan-t2v-14B", ("Wan 1.3B", "Wan 14B")),
+    ("native/wan-t2v-14B", "lora_unet_", "diffusers/wan-t2v-1.3B", ("Wan 14B", "Wan 1.3B")),
+    ("diffusers/qwen-image", "transformer.", "native/hidream", ("Qwen-Image", "HiDream")),
+    ("diffusers/zimage", "diffusion_model.", "native/lumina2", ("Z-Image", "Lumina-Image 2")),
+    ("native/hunyuanvideo-1.5", "lora_unet_", "native/hunyuanvideo", ("HunyuanVideo 1.5", "is HunyuanVideo")),
 )  # fmt: skip
 
 
