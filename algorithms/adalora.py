@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class AdaLoraTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
-    (out, cols), rank = flat(target), shapes["down"][0]
+    (out, cols), rank = flat(target), flat(shapes["down"])[0]
     wanted = {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)}
     for slot, shape in wanted.items():
         expect(
@@ -50,5 +50,5 @@ def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
 
 ADALORA = Algorithm(
     "adalora", AdaLoraTensors, fit, delta, "arXiv:2303.10512", sliced={"up": 0}, accumulate=accumulate,
-    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+    numbers=alpha_by(),
 )  # fmt: skip

@@ -57,6 +57,8 @@ class Algorithm:
     then need only those entries (and those rows of the base). None: ΔW can only be formed whole."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
+    shared: frozenset[str] = frozenset()
+    """Required slots that a file may hold once for all modules."""
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, which torch does in float32 and float64 only:
     the caller hands over at least float32, whatever the compute dtype."""
@@ -132,10 +134,17 @@ def expect(*, holds: bool, otherwise: str) -> None:
 def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
     """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0,
     which no trainer writes: they take it for "α = r". DoesNotFit for NaN and infinity."""
+    return alpha_by(lambda shapes: shapes[slot][axis])
+
+
+def alpha_by(
+    rank: Callable[[Shapes], int] = lambda _: 0,
+) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
+    """As alpha_over, with r computed from the fitted shapes; 0: only a configuration tells the scale."""
 
     def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
         expect(holds=alpha is None or isfinite(alpha), otherwise=f"alpha is {alpha}")
-        rank = shapes[slot][axis]
-        return {"scale": alpha / rank if alpha and rank else 1.0}
+        r = rank(shapes)
+        return {"scale": alpha / r if alpha and r else 1.0}
 
     return numbers

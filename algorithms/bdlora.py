@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +57,6 @@ def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
     return (up @ t.down).reshape(base.shape)
 
 
-def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
-    """scale = α / r; 1 without an alpha."""
-    rank = shapes["down"][0] * shapes["down"][1]
-    return {"scale": alpha / rank if alpha and rank else 1.0}
-
-
-BDLORA = Algorithm("bdlora", BdLoraTensors, fit, delta, "PEFT", numbers=numbers)
+BDLORA = Algorithm(
+    "bdlora", BdLoraTensors, fit, delta, "PEFT", numbers=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1])
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,5 +57,5 @@ def delta(base: Tensor, t: DeftTensors) -> Tensor:
 
 DEFT = Algorithm(
     "deft", DeftTensors, fit, delta, "PEFT", reads_base=True, decomposes=True,
-    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+    numbers=alpha_by(),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect
+from .base import Algorithm, Shape, Shapes, alpha_by, expect
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
         "their shape does not "
         "tell whether they are stored as [in, out] or [out, in]",
     )
-    return _fit(shapes, target, transposed=shapes["up"][0] != sides[0])
+    return _fit(shapes, target, transposed=shapes["up"][:1] != sides[:1])
 
 
 def fit_transposed(shapes: Shapes, target: Shape) -> Shapes:
@@ -75,14 +75,10 @@ def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
     return (up @ t.down).reshape(base.shape)
 
 
-def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
-    """scale = α / r of one expert; 1 without an alpha."""
-    rank = shapes["down"][1]
-    return {"scale": alpha / rank if alpha and rank else 1.0}
-
-
 def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
-    return Algorithm(name, ExpertsTensors, fits, delta, "arXiv:2106.09685", numbers=numbers)
+    return Algorithm(
+        name, ExpertsTensors, fits, delta, "arXiv:2106.09685", numbers=alpha_by(lambda shapes: shapes["down"][1])
+    )
 
 
 LORA_EXPERTS = _row("lora_experts", fit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class FourierTensors:
 
     spectrum: Tensor  # [n, m]
     scale: Scalar  # `scaling`
-    seed: int = 777  # `random_loc_seed`
+    seed: int  # `random_loc_seed`
     places: Indices | None = None  # row-major positions, [n, m]; never stored
 
 
@@ -33,7 +33,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shape of spectrum (m,), no more than the weight has entries."""
     stored = shapes["spectrum"]
     expect(
-        holds=len(stored) == 1 and stored[0] <= prod(target) and len(target) == 2,
+        holds=len(stored) == 1 and 0 < stored[0] <= prod(target) and len(target) == 2,
         otherwise=f"it is {list(stored)}, the weight {list(target)}",
     )
     return {"spectrum": stored}
@@ -44,7 +44,7 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
     import torch
 
     rows, cols = flat(target)
-    generator = torch.Generator(device="cpu").manual_seed(settings.get("seed", 777))
+    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
     return {"places": torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()}
 
 
@@ -61,5 +61,5 @@ def delta(base: Tensor, t: FourierTensors) -> Tensor:
 
 FOURIERFT = Algorithm(
     "fourierft", FourierTensors, fit, delta, "arXiv:2405.03003",
-    numbers=lambda _alpha, _shapes, _target: {"scale": 150.0}, derive=derive, decomposes=True,
+    numbers=alpha_by(), derive=derive, decomposes=True,
 )  # fmt: skip

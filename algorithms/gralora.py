@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,10 +58,8 @@ def delta(base: Tensor, t: GraloraTensors) -> Tensor:
     return whole * t.scale
 
 
-def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
-    """scale = α / (r + r of the plain part); 1 without an alpha."""
-    rank = shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
-    return {"scale": alpha / rank if alpha and rank else 1.0}
+def _rank(shapes: Shapes) -> int:
+    return shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
 
 
-GRALORA = Algorithm("gralora", GraloraTensors, fit, delta, "arXiv:2505.20355", numbers=numbers)
+GRALORA = Algorithm("gralora", GraloraTensors, fit, delta, "arXiv:2505.20355", numbers=alpha_by(_rank))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,12 @@ class HiraTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up (out, r) and down (r, cols)."""
-    return _fit(shapes, *flat(target))
+    (out, cols), down = flat(target), shapes["down"]
+    expect(
+        holds=same_inputs(down[1:], target[1:]),
+        otherwise=f"down is {list(down)}, the weight {list(target)}",
+    )
+    return _fit(shapes, out, cols)
 
 
 def fit_embedding(shapes: Shapes, target: Shape) -> Shapes:

@@ -28,7 +28,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shape of vectors (cols, r)."""
     stored, cols = shapes["vectors"], flat(target)[1]
     expect(
-        holds=len(stored) == 2 and stored[0] == cols and stored[1] > 0,
+        holds=len(stored) == 2 and stored[0] == cols and 0 < stored[1] <= cols,
         otherwise=f"it is {list(stored)}, the weight has {cols} columns",
     )
     return {"vectors": stored}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,5 +37,5 @@ def delta(base: Tensor, t: BiasTensors) -> Tensor:
 
 LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fit, delta, "arXiv:2106.09685", sliced={"diff": 0},
-    numbers=lambda _alpha, _shapes, _target: {"scale": 1.0},
+    numbers=alpha_by(),
 )  # fmt: skip

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_STAGES = 32  # 2^32 blocks
+
+
 @dataclass(frozen=True)
 class BoftTensors:
     """Butterfly factors and a scale per row."""
@@ -27,7 +30,10 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of blocks (N, k, b, b) with k·b = cols and rows (out, 1)."""
     stored, (out, cols) = shapes["blocks"], flat(target)
     expect(
-        holds=len(stored) == 4 and stored[2] == stored[3] and stored[1] * stored[2] == cols and stored[0] > 0,
+        holds=len(stored) == 4
+        and stored[2] == stored[3]
+        and stored[1] * stored[2] == cols
+        and 0 < stored[0] <= MOST_STAGES,
         otherwise=f"blocks is {list(stored)}, the weight has {cols} inputs",
     )
     stages, count, size, _ = stored

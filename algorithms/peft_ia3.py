@@ -47,7 +47,7 @@ def fit_in(shapes: Shapes, target: Shape) -> Shapes:
     expect(holds=len(target) >= 2, otherwise=f"it scales inputs, the weight is {list(target)}")
     groups = count // target[1] if target[1] else 0
     expect(
-        holds=count == groups * target[1] and stored[0] == 1 and groups > 0,
+        holds=count == groups * target[1] and stored == (1, count, *[1] * (len(stored) - 2)) and groups > 0,
         otherwise=f"it is {list(stored)}, the weight has {target[1]} inputs",
     )
     expect(

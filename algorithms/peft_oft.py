@@ -31,17 +31,25 @@ class OftTensors:
     """Triangles of the blocks."""
 
     skew: Tensor  # [n, k, b(b−1)/2]
-    terms: int = 5  # of the Neumann series; 0: the exact Cayley transform
+    terms: int  # of the Neumann series; 0: the exact Cayley transform
     doubled_last: bool = False  # as PEFT 0.16 and 0.17 had it
     limit: float = 0.0  # `eps` where `coft` is on; 0: none
 
 
 @dataclass(frozen=True)
-class OldOftTensors:
-    """Whole blocks, with or without a scale per row."""
+class FirstTensors:
+    """Whole blocks."""
 
     blocks: Tensor  # X, [n, k, b, b]
-    rows: Tensor | None = None  # oft_s, [n, out, 1]
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class SecondTensors:
+    """Whole blocks and a scale per row."""
+
+    blocks: Tensor  # X, [n, k, b, b]
+    rows: Tensor  # oft_s, [n, out, 1]
     limit: float = 0.0
 
 
@@ -78,7 +86,6 @@ def fit_second(shapes: Shapes, target: Shape) -> Shapes:
 def fit_first(shapes: Shapes, target: Shape) -> Shapes:
     """Shape of blocks (k, b, b) that cover the rows, the last one perhaps only in part."""
     (out, _), (count, size) = flat(target), _square(shapes["blocks"])
-    expect(holds="rows" not in shapes, otherwise="a scale per row came with a later version")
     needed = -(-out // size)
     expect(holds=count in (1, needed), otherwise=f"{count} blocks of {size} do not cover {out} rows")
     return {"blocks": (count, size, size)}
@@ -116,29 +123,28 @@ def embedding_delta(base: Tensor, t: OftTensors) -> Tensor:
     return delta(base, OftTensors(-t.skew, t.terms, t.doubled_last, t.limit))
 
 
-def second_delta(base: Tensor, t: OldOftTensors) -> Tensor:
+def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
     blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
-    skew = _old_skew(t, -(-base.shape[1] // blocks))
-    assert t.rows is not None, "fit_second requires it"
+    skew = _old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))
     return (base + _rotate_inputs(base, _cayley(skew))) * t.rows - base
 
 
-def first_delta(base: Tensor, t: OldOftTensors) -> Tensor:
+def first_delta(base: Tensor, t: FirstTensors) -> Tensor:
     """(diag(R)ᵀ − I) W, [n, out, cols]."""
     import torch
 
     out, size = base.shape[1], t.blocks.shape[2]
-    rotation = _cayley(_old_skew(t, size))
+    rotation = _cayley(_old_skew(t.blocks, t.limit, size))
     padded = torch.nn.functional.pad(base, (0, 0, 0, -out % size))
     cut = padded.reshape(base.shape[0], -1, size, base.shape[2])
     return (rotation.transpose(2, 3) @ cut).reshape(padded.shape)[:, :out] - base
 
 
-def _old_skew(t: OldOftTensors, side: int) -> Tensor:
+def _old_skew(blocks: Tensor, limit: float, side: int) -> Tensor:
     """½ (X − Xᵀ) with X bounded to limit · side² over √(stored blocks), as the older versions
     scaled it."""
-    bounded = _bounded(t.blocks, t.limit * side**2 / t.blocks.shape[1] ** 0.5)
+    bounded = _bounded(blocks, limit * side**2 / blocks.shape[1] ** 0.5)
     return (bounded - bounded.transpose(2, 3)) / 2
 
 
@@ -201,7 +207,7 @@ PEFT_OFT_EMBEDDING = Algorithm(
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",
-    OldOftTensors,
+    SecondTensors,
     fit_second,
     second_delta,
     "arXiv:2306.07280",
@@ -210,7 +216,7 @@ PEFT_OFT2 = Algorithm(
 )
 PEFT_OFT1 = Algorithm(
     "peft_oft1",
-    OldOftTensors,
+    FirstTensors,
     fit_first,
     first_delta,
     "arXiv:2306.07280",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +24,9 @@ class RandTensors:
 
     rank_scale: Tensor  # λ, [n, r, N]
     side_scale: Tensor  # γ, [n, N, s]
+    down: Tensor  # A, [n, r, 1, widest s]; shared
+    up: Tensor  # B, [n, widest l, most N, r]; shared
     scale: Scalar  # `randlora_alpha` / r
-    down: Tensor | None = None  # A, [n, r, 1, widest s]
-    up: Tensor | None = None  # B, [n, widest l, most N, r]
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -50,7 +50,6 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: RandTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    assert t.down is not None and t.up is not None, "fit requires them"
     n, out, cols = base.shape
     count, small = t.side_scale.shape[1:]
     rows = t.rank_scale.unsqueeze(3) * t.down[..., :small] * t.side_scale.unsqueeze(1)  # [n, r, N, s]
@@ -60,6 +59,6 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 
 RANDLORA = Algorithm(
-    "randlora", RandTensors, fit, delta, "arXiv:2502.00987",
-    numbers=lambda _alpha, shapes, _target: {"scale": 640.0 / shapes["rank_scale"][0]},
+    "randlora", RandTensors, fit, delta, "arXiv:2502.00987", shared=frozenset({"down", "up"}),
+    numbers=alpha_by(),
 )  # fmt: skip

@@ -6,9 +6,10 @@ road_4 apart for f and g; how many there are tells which it is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 
@@ -22,7 +23,7 @@ class RoadTensors:
 
     theta: Tensor  # [n, out/2], [n, out] or [n, 2·out]
     stretch: Tensor  # α, same shape
-    group: int = 64  # `group_size`
+    group: int  # `group_size`
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -36,15 +37,20 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"theta": (count,), "stretch": (count,)}
 
 
+def check_settings(settings: Mapping[str, Any], _: Shapes, target: Shape) -> None:
+    """Refuses groups that do not tile the outputs."""
+    group, out = settings["group"], flat(target)[0]
+    expect(
+        holds=group > 1 and group % 2 == 0 and out % group == 0,
+        otherwise=f"groups of {group} do not divide the weight's {out} outputs",
+    )
+
+
 def delta(base: Tensor, t: RoadTensors) -> Tensor:
     """(f − 1) ⊙ W + g ⊙ turned W, [n, out, cols]."""
     import torch
 
     n, out, cols = base.shape
-    expect(
-        holds=t.group > 1 and t.group % 2 == 0 and out % t.group == 0,
-        otherwise=f"groups of {t.group} outputs do not divide the weight's {out}",
-    )
     groups, parts = out // t.group, t.theta.shape[1] * 2 // out
     theta, alpha = (x.reshape(n, groups, parts, -1) for x in (t.theta, t.stretch))
     if parts == 1:  # one number for the pair
@@ -57,4 +63,6 @@ def delta(base: Tensor, t: RoadTensors) -> Tensor:
     return ((keep - 1) * halves + turn * turned).reshape(base.shape)
 
 
-ROAD = Algorithm("road", RoadTensors, fit, delta, "arXiv:2409.00119", reads_base=True, and_bias=True)
+ROAD = Algorithm(
+    "road", RoadTensors, fit, delta, "arXiv:2409.00119", reads_base=True, and_bias=True, check_settings=check_settings
+)

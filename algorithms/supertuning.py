@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +62,12 @@ def delta(base: Tensor, t: SuperTensors) -> Tensor:
     return change if t.up is None or t.down is None else change.baddbmm_(t.up * t.scale, t.down)
 
 
-def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> dict[str, float]:
-    """scale = α / r of the pair; 1 without one."""
-    rank = shapes["down"][0] if "down" in shapes else 0
-    return {"scale": alpha / rank if alpha and rank else 1.0}
-
-
-SUPERTUNING = Algorithm("supertuning", SuperTensors, fit, delta, "arXiv:2607.09287", numbers=numbers, check=check)
+SUPERTUNING = Algorithm(
+    "supertuning",
+    SuperTensors,
+    fit,
+    delta,
+    "arXiv:2607.09287",
+    numbers=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
+    check=check,
+)

@@ -25,8 +25,8 @@ class VbTensors:
 
     down: Tensor  # [n, r, in/L, vectors]
     up: Tensor  # [n, out/L, r, vectors]
-    bank: Tensor | None = None  # [n, vectors, L]; shared
-    top: int = 2  # `topk`
+    bank: Tensor  # [n, vectors, L]; shared
+    top: int  # `topk`
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class VbTopTensors:
     down_weight: Tensor  # [n, r, in/L, k − 1]
     up_choice: Indices  # [n, out/L, r, k]
     up_weight: Tensor  # [n, out/L, r, k − 1]
-    bank: Tensor | None = None  # [n, vectors, L]; shared
+    bank: Tensor  # [n, vectors, L]; shared
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -84,13 +84,11 @@ def _tile(down: Shape, up: Shape, bank: Shape, target: Shape) -> None:
 
 def delta(base: Tensor, t: VbTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    assert t.bank is not None, "fit requires it"
     return _product(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
 
 
 def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    assert t.bank is not None, "fit requires it"
     return _product(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
 
 
@@ -124,5 +122,7 @@ def _product(down: Tensor, up: Tensor) -> Tensor:
     return columns @ down.flatten(2)
 
 
-VBLORA = Algorithm("vblora", VbTensors, fit, delta, "arXiv:2405.15179")
-VBLORA_TOP = Algorithm("vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", check=check_top)
+VBLORA = Algorithm("vblora", VbTensors, fit, delta, "arXiv:2405.15179", shared=frozenset({"bank"}))
+VBLORA_TOP = Algorithm(
+    "vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}), check=check_top
+)

@@ -55,7 +55,11 @@ class Module:
             name
             for name in self.algorithms
             if name in ALGORITHMS
-            and all(slot in self.slots for slot, required in ALGORITHMS[name].slots.items() if required)
+            and all(
+                slot in self.slots or slot in ALGORITHMS[name].shared
+                for slot, required in ALGORITHMS[name].slots.items()
+                if required
+            )
             and all(slot in ALGORITHMS[name].slots for slot in self.slots)
         ]
 

@@ -136,7 +136,7 @@ class Rules:
         if self.kind == "IA3":
             return "peft_ia3_in" if self._feedforward(bare(module)) else "peft_ia3_out"
         if "lora" in rows:
-            return self._lora_row(module)
+            return self._lora_row(module, rows)
         return rows[0] if len(rows) == 1 else None
 
     def targets(self, module: str) -> tuple[str, ...]:
@@ -182,12 +182,12 @@ class Rules:
             return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _lora_row(self, module: str) -> str | None:
+    def _lora_row(self, module: str, rows: Sequence[str]) -> str | None:
         start = self.fields.get("init_lora_weights")
         if isinstance(start, str) and start.lower() in ("pissa", "olora"):
             return start.lower()
-        if self.fields.get("kasa_config"):
-            return "kasa"
+        if self.fields.get("kasa_config") and "kasa" not in rows:
+            raise InputError("KaSA without its lora_diag", f"{self.fields.where}: {module}", "save the adapter again")
         if self.fields.get("use_bdlora"):
             return "bdlora"
         experts = self._parameters(bare(module).replace(".base_layer", ""))

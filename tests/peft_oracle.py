@@ -127,7 +127,7 @@ class Merge:
             name
             for name, row in ALGORITHMS.items()
             if all(name in names for names in allowed)
-            and all(slot in own for slot, needed in row.slots.items() if needed)
+            and all(slot in own or slot in row.shared for slot, needed in row.slots.items() if needed)
             and all(slot in row.slots for slot in own)
         ]
         chosen = self.told.algorithm(module, candidates)

@@ -36,6 +36,10 @@ class Example:
     alpha: float | None = None
     blind: tuple[int, ...] = ()
     """Axes of the weight whose length the adapter does not know."""
+    free: tuple[tuple[str, int], ...] = ()
+    """(slot, axis) whose length may be another one."""
+    unnoticed: tuple[str, ...] = ()
+    """Slots without which the rest is a file of another kind; only a configuration tells."""
     spread: float = 0.3
     """Standard deviation of the noise."""
 

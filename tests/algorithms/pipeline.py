@@ -54,6 +54,10 @@ def stack(
     for slot, shape in shapes.items():
         kind = torch.int64 if slot in row.integer_slots else dtype
         fields[slot] = torch.stack([stored[slot].to(kind).reshape(shape) for _, stored in layers])
+    if row.derive and any(slot not in fields for slot in row.slots):
+        for slot, tensor in row.derive(shapes, target, given).items():
+            kind = torch.int64 if slot in row.integer_slots else dtype
+            fields[slot] = torch.stack([tensor.to(kind)] * len(layers))
     for name, value in row.numbers(alpha, shapes, target).items():
         fields[name] = torch.full((len(layers), 1, 1), value, dtype=dtype, device=device)
     rows = target[0] if target else 1

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_examples import EXAMPLES, Example, stacked
+from adapter_examples import EXAMPLES as LYCORIS_EXAMPLES
+from adapter_examples import Example, stacked
+from peft_examples import PEFT_EXAMPLES
 from pipeline import Stacked, stack
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_merge.algorithms import ALGORITHMS
 
+EXAMPLES = {**LYCORIS_EXAMPLES, **PEFT_EXAMPLES}
 AWAY = "cuda:0" if torch.cuda.is_available() else "meta"
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -40,7 +43,7 @@ def with_tensors(s: Stacked, changed: dict[str, Tensor]) -> Stacked:
     return replace(s, base=base, tensors=replace(s.tensors, **changed))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_has_an_example(name: str) -> None:
     assert EXAMPLES.get(name), f"add an example for {name} to adapter_examples.py"
 
