@@ -114,7 +114,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
             (("adalora",), {".lora_E": "values"}),
             (("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}),
             (("peft_oft_embedding",), {".oft_embedding_R.weight": "skew"}),
-            (("peft_oft2", "peft_oft1"), {".oft_r": "blocks", ".oft_s": "rows"}),
+            (("peft_oft2", "peft_oft1"), {".oft_r": "blocks"}),
+            (("peft_oft2",), {".oft_s": "rows"}),
             (("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
             (
                 ("vera",),
