@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import merge, plan
+    from .batch import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
+    from .outcome import JobReport
     from .planning import Plan
     from .report import Report
 
@@ -24,11 +26,13 @@ except PackageNotFoundError:  # a checkout that was never installed
 _HOMES = {
     "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
     "Adapter": "job", "Job": "job", "Plan": "planning", "Report": "report", "MergeError": "errors",
+    "run_batch": "batch", "JobReport": "outcome",
 }  # fmt: skip
 
 __all__ = [
     "Adapter",
     "Job",
+    "JobReport",
     "LoadedAdapter",
     "MergeError",
     "Plan",
@@ -38,6 +42,7 @@ __all__ = [
     "merge",
     "merge_state_dict",
     "plan",
+    "run_batch",
 ]
 
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from .cli_batch import batch
 from .commands import add_to, show_proof
 from .errors import MergeError, UsageError
 
@@ -40,6 +41,8 @@ app = typer.Typer(
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
     "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.",
 )  # fmt: skip
+
+app.command("batch")(batch)
 
 
 @app.callback(invoke_without_command=True)

@@ -143,3 +143,10 @@ def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     limit = torch.finfo(dtype).max
     return tensor.clamp(-limit, limit)
+
+
+def nth_device(device: str, number: int) -> str:
+    """The device for the n-th of several workers: GPUs go round, whatever names one device stays."""
+    if device not in ("auto", "cuda") or torch.cuda.device_count() < 2:
+        return device
+    return f"cuda:{number % torch.cuda.device_count()}"

@@ -44,7 +44,7 @@ def replacing(
     """
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     with _failures(target):
-        made = _make_parents(target.parent)
+        made = make_parents(target.parent)
     part, lock, done = target, -1, False
     try:
         with _failures(target):
@@ -125,7 +125,7 @@ def _failures(target: Path) -> Iterator[None]:
         raise failure(e, target, 0) from e
 
 
-def _make_parents(folder: Path) -> list[Path]:
+def make_parents(folder: Path) -> list[Path]:
     """Make the missing folders; returns them, the outermost first."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
     made: list[Path] = []
@@ -154,7 +154,7 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             return part, -1
         try:
             lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-            _lock(lock, wait=True)
+            try_lock(lock, wait=True)
             if os.fstat(lock).st_nlink:
                 return part, lock
             os.close(lock)  # another run took it for a stale one before it was locked
@@ -162,7 +162,7 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             continue
 
 
-def _lock(fd: int, *, wait: bool = False) -> bool | None:
+def try_lock(fd: int, *, wait: bool = False) -> bool | None:
     """Whether the lock was free and is now ours; None where there are no locks."""
     if sys.platform == "win32":
         return None
@@ -185,7 +185,7 @@ def remove_stale(folder: Path) -> None:
         with suppress(OSError):
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             try:
-                if _lock(fd):
+                if try_lock(fd):
                     _remove(path)
             finally:
                 os.close(fd)

@@ -1,0 +1,132 @@
+"""Many merges: all planned first, those that share a base made together, each ending with a report of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from .claims import sweep
+from .errors import MergeError, UsageError
+from .executors import Crew, Executor
+from .executors import executor as find
+from .jobs_file import Entry, load
+from .outcome import JobReport, failed
+from .passes import Pass
+from .publish import remove_stale
+from .run import Progress
+from .survey import TOGETHER, Sketch, survey
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs, planned."""
+
+    sketches: tuple[Sketch, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that will be written."""
+        return sum(s.size for s in self.sketches if s.runs)
+
+    def run(
+        self, crew: Crew | None = None, *, name: str = "local", fail_fast: bool = False,
+        progress: Progress = lambda _: None,
+    ) -> Iterator[JobReport]:  # fmt: skip
+        """Every job's report as it ends; what needs no running comes first. Nothing is raised for a single job.
+
+        With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
+        """
+        for report in self._run(crew or Crew(), name, progress):
+            yield report
+            if fail_fast and report.status == "failed":
+                return
+
+    def _run(self, crew: Crew, name: str, progress: Progress) -> Iterator[JobReport]:
+        by = find(name)
+        lost: set[int] = set()  # jobs without an output
+        for s in self.sketches:
+            if s.error is not None:
+                lost.add(s.entry.number)
+                yield failed(s.entry, s.error)
+        self._clean()
+        for s in self.sketches:
+            if s.done:
+                yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
+        runs = [s for s in self.sketches if s.runs]
+        for level in sorted({s.level for s in runs}):
+            ready = []
+            for s in (s for s in runs if s.level == level):
+                if s.needs in lost:
+                    lost.add(s.entry.number)
+                    yield failed(s.entry, _unmade(s.entry))
+                else:
+                    ready.append(s)
+            for report in _level(ready, crew, progress, by):
+                if report.status == "failed":
+                    lost.add(report.number)
+                yield report
+
+    def _clean(self) -> None:
+        """Remove what killed runs left beside the outputs."""
+        for folder in {s.entry.job.output.parent for s in self.sketches}:
+            if folder.is_dir():
+                remove_stale(folder)
+                sweep(folder)
+
+
+def _level(ready: Sequence[Sketch], crew: Crew, progress: Progress, by: Executor) -> Iterator[JobReport]:
+    """Jobs that wait for nobody; those that another process is at come last, when it has ended with them."""
+    taken: set[int] = set()
+    for report in by.run(passes(ready, crew.workers, by), crew, progress) if ready else ():
+        if report.status == "taken":
+            taken.add(report.number)
+        else:
+            yield report
+    left = [s for s in ready if s.entry.number in taken]
+    if left:
+        yield from by.run([replace(p, wait=True) for p in passes(left, crew.workers, by)], crew, progress)
+
+
+def passes(sketches: Sequence[Sketch], workers: int | None, by: Executor) -> list[Pass]:
+    """Jobs that can share a read of their base, some at a time, so that every worker has something to do."""
+    groups: dict[Any, list[Entry]] = {}
+    for s in sketches:
+        groups.setdefault(s.together, []).append(s.entry)
+    found = []
+    for group in groups.values():
+        step = min(TOGETHER, ceil(len(group) / (workers or 1)))
+        share = workers or 1 if by.shared else 1
+        found += [Pass(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
+    return found
+
+
+def _unmade(entry: Entry) -> MergeError:
+    return UsageError("the base was not made, as its job failed", f"{entry.where}: {entry.job.base}",
+                      "see the failure of that job")  # fmt: skip
+
+
+def make_batch(
+    source: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None, overwrite: bool = False
+) -> Batch:
+    """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
+    if workers is not None and workers < 1:
+        raise UsageError(f"{workers} workers", "--workers", "give 1 or more")
+    given = Path(source).expanduser() if isinstance(source, str | Path) else source
+    return Batch(survey(load(given, overwrite=overwrite), workers=workers or 1))
+
+
+def run_batch(  # noqa: PLR0913  # the options of the command
+    path_or_jobs: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None,
+    executor: str = "local", ray_address: str | None = None, overwrite: bool = False, fail_fast: bool = False,
+) -> Iterator[JobReport]:  # fmt: skip
+    """Run the jobs of a file, or a list of Job objects, and yield each job's report as it ends.
+
+    Planning happens in the call, which raises UsageError and the like for mistakes of the file as a whole; the
+    merging while one iterates. A job that fails yields a report with `.error`, and the others go on.
+    """
+    find(executor)
+    batch = make_batch(path_or_jobs, workers=workers, overwrite=overwrite)
+    return batch.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast)

@@ -1,0 +1,84 @@
+"""Claims: a file beside an output says that a process is making it, so that several can share one jobs file.
+
+A claim holds as long as its advisory lock (flock), which ends with its process, however that ends. Nothing has to
+be judged by age or clock, and what a dead process left is simply locked by the next one. Where a file system has no
+locks, nothing is claimed: outputs still appear whole, but two processes may do the same work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from .disk import failure
+from .outcome import here
+from .publish import make_parents, try_lock
+
+CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
+POLL: Final = 0.2  # seconds between looks at a claim that is held by another process
+
+
+@contextmanager
+def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether the output is ours to make, until the block ends; with `wait`, not before it is."""
+    try:
+        made = make_parents(output.parent)
+    except OSError as e:
+        raise failure(e, output, 0) from e
+    path = claim_path(output)
+    try:
+        fd = _acquire(path)
+        while fd is None and wait:
+            time.sleep(POLL)
+            fd = _acquire(path)
+    except OSError as e:
+        raise failure(e, output, 0) from e
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(fd)
+        for folder in reversed(made):
+            with suppress(OSError):  # the output is in it
+                folder.rmdir()
+
+
+def claim_path(output: Path) -> Path:
+    """The claim's file: beside the output, so that whoever shares its disk sees it."""
+    name = output.name.encode("utf-8", "replace")
+    short = name[:200].decode("utf-8", "ignore")
+    return output.with_name(f".{short}.{hashlib.sha256(name).hexdigest()[:8]}.lora-merge.claim")
+
+
+def sweep(folder: Path) -> None:
+    """Remove the claims that dead processes left in a folder."""
+    for path in folder.iterdir():
+        if CLAIM.fullmatch(path.name) and not path.is_symlink():
+            with suppress(OSError):
+                fd = _acquire(path)
+                if fd is not None:
+                    path.unlink()
+                    os.close(fd)
+
+
+def _acquire(path: Path) -> int | None:
+    """The locked claim's descriptor; None while another process holds it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        if try_lock(fd) is False:
+            os.close(fd)
+            return None
+        with suppress(FileNotFoundError):
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{here()}\n".encode())
+                return fd
+        os.close(fd)  # its holder removed it between our opening and our locking

@@ -1,0 +1,203 @@
+"""All jobs planned from headers before the first byte is written: errors, order, what is done, bytes needed.
+
+Jobs that differ in output and strength alone have one plan between them, so that ten thousand take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from .disk import require_space
+from .errors import MergeError, UsageError
+from .formats import check_output
+from .job import Job
+from .jobs_file import Entry
+from .opened import Opened
+from .planning import draw
+from .publish import files_under
+from .resume import Hashes, done
+from .windows import layout_key, window_bytes
+
+TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is known of a job before anything runs."""
+
+    entry: Entry
+    level: int = 0  # 0: all inputs are there; n: some input is the output of a job of level n − 1
+    needs: int | None = None  # number of the job whose output is its base, where that has to be made first
+    size: int = 0  # bytes of its output
+    replaces: int = 0  # bytes of what is there now and will be replaced
+    together: Any = None  # equal for jobs that can share one read of their base
+    done: bool = False
+    error: MergeError | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is something to do."""
+        return not self.done and self.error is None
+
+
+def survey(entries: Sequence[Entry], *, workers: int = 1) -> tuple[Sketch, ...]:
+    """Every job as a sketch, in the order of the file; what is wrong with one job stands in its sketch.
+
+    UsageError where jobs get in each other's way; ResourceError where the disk cannot hold what is to be written.
+    """
+    outputs = _outputs(entries)
+    surveyor = _Surveyor(outputs, workers)
+    for level, some in enumerate(_levels(entries, {e.number: _maker(e.job.base, outputs) for e in entries})):
+        for entry in some:
+            surveyor.sketch(entry, level)
+    sketches = tuple(surveyor.sketches[e.number] for e in entries)
+    _check_space([s for s in sketches if s.runs], workers)
+    return sketches
+
+
+def _outputs(entries: Sequence[Entry]) -> Mapping[str, Entry]:
+    """Every output by its real path; UsageError if two are one, or one lies inside another."""
+    outputs: dict[str, Entry] = {}
+    clashes = []
+    for e in entries:
+        other = outputs.setdefault(_real(e.job.output), e)
+        if other is not e:
+            clashes.append(f"{e.where} and {other.where}: {e.job.output}")
+    for path, e in outputs.items():
+        around = next((outputs[p] for p in _parents(path) if p in outputs), None)
+        if around is not None:
+            clashes.append(f"{e.where} writes inside the output of {around.where}: {e.job.output}")
+    if clashes:
+        raise UsageError(f"{len(clashes)} jobs write to the place of another", _listed(clashes),
+                         "give every job an output of its own")  # fmt: skip
+    return outputs
+
+
+def _maker(path: Path, outputs: Mapping[str, Entry]) -> Entry | None:
+    real = _real(path)
+    return next((outputs[p] for p in (real, *_parents(real)) if p in outputs), None)
+
+
+def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:
+    """The jobs in the order in which they can run; UsageError for those that wait for each other."""
+    ready: set[int] = set()
+    waiting = list(entries)
+    while waiting:
+        some = [e for e in waiting if (maker := makers[e.number]) is None or maker.number in ready]
+        if not some:
+            circle = [f"{e.where}: {e.job.base} -> {e.job.output}" for e in waiting]
+            raise UsageError("jobs wait for each other's outputs", _listed(circle),
+                             "give an output another name than the base it comes from")  # fmt: skip
+        yield some
+        ready |= {e.number for e in some}
+        waiting = [e for e in waiting if e.number not in ready]
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What is the same for all jobs that differ in strength and output alone; a plan would keep its base alive."""
+
+    size: int
+    folder: bool
+    inputs: tuple[Path, ...]
+    contents: tuple[str, ...]
+    layout: int
+
+
+class _Surveyor:
+    def __init__(self, outputs: Mapping[str, Entry], workers: int) -> None:
+        self.outputs, self.workers = outputs, workers
+        self.opened, self.hashes = Opened(), Hashes()
+        self.outlines: dict[Any, _Outline | MergeError] = {}
+        self.sketches: dict[int, Sketch] = {}
+
+    def sketch(self, entry: Entry, level: int) -> None:
+        """Plan one job; those whose outputs it reads have been sketched."""
+        job, maker = entry.job, self._running(_maker(entry.job.base, self.outputs))
+        blank = Sketch(entry, level, None if maker is None else maker.number)
+        try:
+            outline = self._outline(self._grounded(job))
+            complete = maker is None and done(job, self.opened, self.hashes)
+            there = os.path.lexists(job.output)
+            check_output(job.output, outline.inputs, overwrite=there, folder=outline.folder, contents=outline.contents)
+        except MergeError as e:
+            self.sketches[entry.number] = replace(blank, error=e)
+            return
+        together = (level, job.base, job.compute_dtype, job.device, job.max_memory, outline.layout)
+        self.sketches[entry.number] = replace(
+            blank, size=outline.size, replaces=_size(job.output) if there else 0, together=together, done=complete
+        )
+
+    def _running(self, maker: Entry | None) -> Entry | None:
+        return maker if maker is not None and not self.sketches[maker.number].done else None
+
+    def _grounded(self, job: Job) -> Job:
+        """The job on a base that is there: on what the output that it reads will be made from."""
+        maker = self._running(_maker(job.base, self.outputs))
+        if maker is None:
+            return job
+        error = self.sketches[maker.number].error
+        if error is not None:
+            raise UsageError("the base is the output of a job that cannot run", f"{job.base}, made by {maker.where}",
+                             "correct that job first")  # fmt: skip
+        made = self._grounded(maker.job)
+        return replace(job, base=made.base, dtype=made.dtype if job.dtype == "keep" else job.dtype)
+
+    def _outline(self, job: Job) -> _Outline:
+        """Planned once for all jobs of a kind. Strengths 0 and 1 are kinds of their own: they may copy as a whole."""
+        for ref in job.adapters:
+            maker = _maker(ref.path, self.outputs)
+            if maker is not None:
+                raise UsageError("an adapter is the output of another job", f"{ref.path}, made by {maker.where}",
+                                 "outputs are checkpoints; they can be a base only")  # fmt: skip
+        kind = replace(job, output=Path(), overwrite=False, device="auto", adapters=tuple(
+            a if a.parts or a.strength in (0, 1) else replace(a, strength=0.5) for a in job.adapters
+        ))  # fmt: skip
+        if kind not in self.outlines:
+            self.outlines[kind] = self._planned(job)
+        found = self.outlines[kind]
+        if isinstance(found, MergeError):
+            raise found
+        return found
+
+    def _planned(self, job: Job) -> _Outline | MergeError:
+        try:
+            plan = draw(replace(job, max_memory=job.max_memory // self.workers), self.opened)
+            window_bytes(plan)
+        except MergeError as e:
+            return e
+        return _Outline(plan.size, plan.is_folder, plan.inputs, plan.contents, hash(layout_key(plan)))
+
+
+def _check_space(sketches: Sequence[Sketch], workers: int) -> None:
+    """ResourceError unless every disk can hold what is to be written; what is replaced stays until it is replaced."""
+    by_disk: dict[int, list[Sketch]] = {}
+    for s in sketches:
+        existing = next(p for p in s.entry.job.output.absolute().parents if p.exists())
+        by_disk.setdefault(existing.stat().st_dev, []).append(s)
+    for some in by_disk.values():
+        kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
+        require_space(some[0].entry.job.output, sum(s.size - s.replaces for s in some) + sum(kept))
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path)
+
+
+def _parents(real: str) -> Iterator[str]:
+    return (str(p) for p in Path(real).parents)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    files = [path / name for name in files_under(path)] if path.is_dir() else [path]
+    return sum(p.stat().st_size for p in files if p.exists())
+
+
+def _listed(lines: Sequence[str], shown: int = 20) -> str:
+    more = [f"and {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n         ".join([*lines[:shown], *more])

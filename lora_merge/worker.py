@@ -1,0 +1,74 @@
+"""A worker process of a batch: takes passes on stdin, gives reports on stdout, both pickled; see executors.py.
+
+Started as `python -m lora_merge.worker`, and not forked: torch and CUDA do not survive a fork, and a program that
+calls `run_batch` need not guard its main module.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, BinaryIO
+
+from .jobs_file import Entry
+from .opened import Opened
+from .passes import Pass, carry_out
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pass for a certain worker of several."""
+
+    this: Pass
+    number: int  # of the worker, from 0
+
+
+def main() -> None:
+    """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    opened = Opened()
+    while True:
+        try:
+            task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
+        except EOFError:
+            return
+        for report in carry_out(spread(task), opened, lambda n: _send(reports, n)):
+            _send(reports, report)
+        _send(reports, None)
+
+
+def spread(task: Task) -> Pass:
+    """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
+    if task.this.workers > 1:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // task.this.workers))
+    entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)
+    return replace(task.this, entries=entries)
+
+
+def _on_gpu(entry: Entry, number: int) -> Entry:
+    from .placement import nth_device
+
+    return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
+
+
+def _send(reports: BinaryIO, message: Any) -> None:
+    """To the parent; fails when it is gone, which ends the pass and with it this process."""
+    pickle.dump(message, reports)
+    reports.flush()
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
