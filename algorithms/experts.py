@@ -55,7 +55,7 @@ def _fit(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
     (out, ranks), (down_ranks, width), experts = shapes["up"], shapes["down"], target[0]
     expect(holds=ranks == down_ranks, otherwise=f"up has rank {ranks}, down has rank {down_ranks}")
     expect(
-        holds=ranks % experts == 0,
+        holds=experts > 0 and ranks % experts == 0,
         otherwise=f"{ranks} ranks cannot be shared out to {experts} experts",
     )
     own = (width, out) if transposed else (out, width)

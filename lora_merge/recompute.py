@@ -110,6 +110,7 @@ class Recomputation:
     def _costly(self, target: Target) -> bool:
         return any(_whole(u) for u in target.uses)
 
+    @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def check(self, target: Target, fd: int) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
         if target.name in self.left_out:
@@ -151,7 +152,8 @@ class Recomputation:
         units = step(value, target.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(found - value)
-        error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
+        overflown = np.isinf(found) & (found == rounded(value, target.dtype))
+        error[(found == value) | overflown | (np.isnan(found) & np.isnan(value))] = 0.0
         bad = ~(error <= 0.5000001 * units + exact.loss * self.rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
         worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
