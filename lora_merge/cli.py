@@ -8,19 +8,16 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from . import __version__
 from .cli_batch import batch
-from .commands import add_to, show_proof
+from .cli_proof import add_to
 from .errors import MergeError, UsageError
-
-if TYPE_CHECKING:
-    from .planning import Plan
-    from .report import Report
+from .showing import carry_out, conclude, describe, dry, silent
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
@@ -92,19 +89,19 @@ def merge(
         max_memory=max_memory, verify=verify, map=map_file,
     )  # fmt: skip
     plan = make_plan(job)
-    say = _silent if as_json or quiet else typer.echo
-    _describe(plan, say, verbose)
+    say = silent if as_json or quiet else typer.echo
+    describe(plan, say, verbose=verbose)
     if dry_run:
         if as_json:
-            typer.echo(json.dumps(_dry(plan), ensure_ascii=False))
+            typer.echo(json.dumps(dry(plan), ensure_ascii=False))
         return
-    done = _run(plan, quiet=quiet)
+    done = carry_out(plan, quiet=quiet)
     if report is not None:
         expand(report).write_text(done.to_json() + "\n", encoding="utf-8")
     if as_json:
         typer.echo(done.to_json())
     else:
-        _conclude(done, say)
+        conclude(done, say)
 
 
 @app.command()
@@ -161,69 +158,6 @@ def _part(text: str) -> tuple[str, float]:
 
 def _no_part(text: str) -> tuple[str, float]:
     raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-def _describe(plan: Plan, say: Any, verbose: bool) -> None:
-    """A few lines before the work: what was recognised, what matched, what will be written."""
-    say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
-    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
-        what = ", ".join(m.algorithms) or "nothing"
-        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
-        for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
-            say(f"  left out: {name}: {why}")
-        for note in (*m.adapter.notes, *m.notes):
-            say(f"  note: {note}")
-    say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
-    if verbose:
-        for file in plan.files:
-            for t in file.targets:
-                say(
-                    f"  {t.name} {t.dtype} {list(t.shape)}"
-                    + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
-                )
-
-
-def _run(plan: Plan, *, quiet: bool) -> Report:
-    from .run import run
-
-    if quiet or not sys.stderr.isatty():
-        return run(plan)
-    from tqdm import tqdm
-
-    with tqdm(total=plan.size, unit="B", unit_scale=True, unit_divisor=1024, desc="merging", file=sys.stderr) as bar:
-        return run(plan, bar.update)
-
-
-def _conclude(done: Report, say: Any) -> None:
-    rate = size(int(done.written / max(done.seconds, 1e-9)))
-    say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
-    if done.verified is not None:
-        show_proof(done.verified, say)
-
-
-def _dry(plan: Plan) -> dict[str, Any]:
-    from .planning import coverage
-
-    return {
-        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
-        "bytes": plan.size, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
-        "coverage": coverage(plan), "version": __version__,
-    }  # fmt: skip
-
-
-def size(n: int) -> str:
-    """ "6.46 GiB"."""
-    value, unit = float(n), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 class _Stopped(BaseException):

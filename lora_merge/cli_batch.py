@@ -174,6 +174,6 @@ def _write(line: str) -> None:
 
 
 def _size(n: int) -> str:
-    from .cli import size
+    from .showing import size
 
     return size(n)

@@ -102,6 +102,11 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
 })  # fmt: skip
 
 
+def shapes(example: Example) -> dict[str, Shape]:
+    """Shape per slot."""
+    return {slot: what if isinstance(what, tuple) else np.shape(what) for slot, what in example.slots.items()}
+
+
 def tensors(name: str, example: Example) -> dict[str, Array]:
     """Random numbers (always the same) in the shapes of the slots; indices as they are."""
     random = np.random.default_rng(zlib.crc32(name.encode()))

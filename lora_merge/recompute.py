@@ -261,6 +261,11 @@ class Recomputation:
         return found
 
 
+def _lacks(patch: Patch) -> bool:
+    """Whether slots of the formula are not in the file."""
+    return any(slot not in patch.shapes for slot in ALGORITHMS[patch.algorithm].slots)
+
+
 def _whole(use: Use) -> bool:
     """Whether one row of the formula costs as much as all of them."""
     magnitude = use.patch.magnitude

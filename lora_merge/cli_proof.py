@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from .showing import carry_out, conclude, describe, show_proof, silent
 
 
 def add_to(app: typer.Typer) -> None:
@@ -50,19 +51,18 @@ def replay(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
 ) -> None:
     """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
-    from .cli import _conclude, _describe, _run, _silent
     from .job import expand
     from .replay import plan_again
 
     folders = [expand(p) for p in search or []]
     plan = plan_again(expand(made), expand(output), folders, device=device, overwrite=overwrite)
-    say = _silent if as_json or quiet else typer.echo
-    _describe(plan, say, verbose=False)
-    done = _run(plan, quiet=quiet)
+    say = silent if as_json or quiet else typer.echo
+    describe(plan, say, verbose=False)
+    done = carry_out(plan, quiet=quiet)
     if as_json:
         typer.echo(done.to_json())
     else:
-        _conclude(done, say)
+        conclude(done, say)
 
 
 def unmerge(
@@ -74,20 +74,3 @@ def unmerge(
     from .replay import refuse_to_unmerge
 
     refuse_to_unmerge(expand(made))
-
-
-def show_proof(proof: Mapping[str, Any], say: Any) -> None:
-    """What was proven, in two lines; warnings go to stderr."""
-    from .cli import size
-
-    same, how = proof["untouched"], "every byte" if proof["full"] else "sampled"
-    say(
-        f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
-        f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
-        f"compared ({how})"
-    )
-    shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
-    if shares:
-        say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
-    for warning in proof["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)

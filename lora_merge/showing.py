@@ -1,0 +1,94 @@
+"""Text for people: what a job will do, its progress, what it did and what was proven."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .planning import Plan
+    from .report import Report
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
+
+
+def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
+    """A few lines before the work: what was recognised, what matched, what will be written."""
+    say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
+        what = ", ".join(m.algorithms) or "nothing"
+        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
+        for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
+            say(f"  left out: {name}: {why}")
+        for note in (*m.adapter.notes, *m.notes):
+            say(f"  note: {note}")
+    say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
+    if verbose:
+        for file in plan.files:
+            for t in file.targets:
+                say(
+                    f"  {t.name} {t.dtype} {list(t.shape)}"
+                    + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
+                )
+
+
+def carry_out(plan: Plan, *, quiet: bool) -> Report:
+    """Run a plan, with a progress bar on a terminal."""
+    from .run import run
+
+    if quiet or not sys.stderr.isatty():
+        return run(plan)
+    from tqdm import tqdm
+
+    with tqdm(total=plan.size, unit="B", unit_scale=True, unit_divisor=1024, desc="merging", file=sys.stderr) as bar:
+        return run(plan, bar.update)
+
+
+def conclude(done: Report, say: Any) -> None:
+    """A few lines after the work."""
+    rate = size(int(done.written / max(done.seconds, 1e-9)))
+    say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
+    if done.verified is not None:
+        show_proof(done.verified, say)
+
+
+def dry(plan: Plan) -> dict[str, Any]:
+    """What --dry-run --json prints."""
+    from .planning import coverage
+
+    return {
+        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
+        "bytes": plan.size, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
+        "coverage": coverage(plan), "version": __version__,
+    }  # fmt: skip
+
+
+def size(n: int) -> str:
+    """ "6.46 GiB"."""
+    value, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def show_proof(proof: Mapping[str, Any], say: Any) -> None:
+    """What was proven, in two lines; warnings go to stderr."""
+    same, how = proof["untouched"], "every byte" if proof["full"] else "sampled"
+    say(
+        f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
+        f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
+        f"compared ({how})"
+    )
+    shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
+    if shares:
+        say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
+    for warning in proof["warnings"]:
+        sys.stderr.write(f"warning: {warning}\n")
