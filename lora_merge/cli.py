@@ -52,7 +52,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def merge(
-    base: Annotated[str, typer.Argument(help="Checkpoint: a .safetensors file or a model folder.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
     adapters: Annotated[
         list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
     ],
