@@ -1,0 +1,58 @@
+"""What the README says is what the program does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_merge import cli as program
+
+from .readme import README, current
+from .support import kohya, load, save, sd1
+
+TEXT = README.read_text(encoding="utf-8")
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    assert current(TEXT) == TEXT, "run python -m tests.readme"
+
+
+def test_every_file_that_is_named_exists() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        if not target.startswith("http"):
+            assert (README.parent / target).exists(), target
+    for name in re.findall(r"`(\w+\.py)`", TEXT):
+        assert list(README.parent.glob(f"*/{name}")), name
+
+
+def test_its_first_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(sd1(), tmp_path / "sdxl.safetensors")
+    for n, name in enumerate(("style", "detail")):
+        save(kohya(sd1(), seed=n), tmp_path / f"{name}.safetensors")
+    commands = [
+        c for c in re.findall(r"^(lora-merge .*?)(?:\s+#.*)?$", TEXT, re.MULTILINE) if "sdxl" in c or "inspect" in c
+    ]
+    assert len(commands) == 4
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        with pytest.raises(SystemExit) as e:
+            program.main()
+        assert e.value.code in (0, None), capsys.readouterr().err
+    assert load(tmp_path / "sdxl+style.safetensors")
+    assert load(tmp_path / "styled.safetensors")
+
+
+def test_every_option_of_its_table_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lora-merge", "merge", "--help"])
+    with pytest.raises(SystemExit):
+        program.main()
+    text = capsys.readouterr().out
+    for option in re.findall(r"^\| `(--[\w-]+)`", TEXT, re.MULTILINE):
+        assert option in text
