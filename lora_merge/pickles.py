@@ -84,8 +84,8 @@ def _read(path: Path) -> Header:
     table, notes = _state_dict(_load(path, fake=True), path)
     values = dict(_tensors(table, path))
     if loading.records is None:
-        storages = {id(s): s.nbytes() for s in (v.untyped_storage() for v in values.values())}
-        if sum(storages.values()) > state.size:
+        storages = [v.untyped_storage() for v in values.values()]  # one object per storage, however often shared
+        if sum({id(s): s.nbytes() for s in storages}.values()) > state.size:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
     infos = sorted((_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes))

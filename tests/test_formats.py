@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 
-from lora_merge.errors import UsageError
+from lora_merge.errors import MergeError, UsageError
 from lora_merge.formats import check_output, layout, replacing
 from lora_merge.header import ITEM_BITS, bytes_of, parse
 
@@ -205,6 +205,14 @@ def test_folders_are_replaced_also_where_names_cannot_be_swapped(
         (part / "w").write_bytes(b"2")
     assert left(tmp_path) == ["model", "model/w"]
     assert (tmp_path / "model" / "w").read_bytes() == b"2"
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(MergeError), replacing(Path("x.safetensors")):
+        raise AssertionError
 
 
 HOLD = """
