@@ -9,11 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from .algorithms import ALGORITHMS, Shape
-from .checkpoint import Index, read_bytes
+from .checkpoint import Index, Reader, read_bytes
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
@@ -44,7 +45,7 @@ class Module:
         """The name for messages."""
         return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, Shape]:
         """Stored shape per slot."""
         return {slot: info.shape for slot, info in self.slots.items()}
@@ -85,7 +86,23 @@ class _Group:
 
 def file_numbers(info: TensorInfo) -> tuple[float, ...]:
     """All elements of a small tensor of any stored dtype, straight from its file."""
-    raw = read_bytes(info)
+    return _numbers(info, read_bytes(info))
+
+
+def numbers_from(reader: Reader) -> Numbers:
+    """The same for many tensors, from files that are open: an alpha per module is thousands of reads."""
+
+    def read(info: TensorInfo) -> tuple[float, ...]:
+        if info.data is not None:
+            return file_numbers(info)
+        raw = bytearray(info.nbytes)
+        reader.read_into(memoryview(raw), info.file, info.offset)
+        return _numbers(info, raw)
+
+    return read
+
+
+def _numbers(info: TensorInfo, raw: bytes | bytearray) -> tuple[float, ...]:
     if info.dtype == "BF16":
         raw = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))
     code = {"F64": "d", "F32": "f", "BF16": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .adapter import AdapterFile, Numbers, file_numbers
+from .adapter import AdapterFile, Numbers, numbers_from
 from .algorithms import Shape, flat
-from .checkpoint import Index
+from .checkpoint import Index, Reader
 from .disk import require_space
 from .errors import ShapeMismatch
 from .formats import check_output, layout
@@ -111,7 +111,8 @@ def draw(job: Job, opened: Opened) -> Plan:
     """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
     base, lookup = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path) for ref in job.adapters]
-    matched = match(job, base, lookup, adapters, file_numbers)
+    with Reader(a.index for a in adapters) as reader:
+        matched = match(job, base, lookup, adapters, numbers_from(reader))
     files, indexes = _files(job, base, matched)
     sides = tuple(side_files(base)) if base.path.is_dir() else ()
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)

@@ -152,15 +152,15 @@ def tiny(folder: Path) -> tuple[Path, Path]:
     return _write(folder / "tiny.safetensors", weights), _write(folder / "tiny-lora.safetensors", lora)
 
 
-LLM: Final = {"self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096),
-              "self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (2048, 4096), "mlp.up_proj": (2048, 4096),
-              "mlp.down_proj": (4096, 2048)}  # fmt: skip
+LLM: Final = {"self_attn.q_proj": (3072, 3072), "self_attn.k_proj": (1024, 3072), "self_attn.v_proj": (1024, 3072),
+              "self_attn.o_proj": (3072, 3072), "mlp.gate_proj": (2048, 3072), "mlp.up_proj": (2048, 3072),
+              "mlp.down_proj": (3072, 2048)}  # fmt: skip
 LAYERS: Final = 429  # of seven modules, 3003 in all; 40 GB in fp16 with the embedding
 
 
 def large(folder: Path) -> tuple[Path, Path]:
     """A 40 GB model with 3003 layers, a hole but for its header, and an adapter with an alpha on every layer."""
-    weights: Table = {"model.embed_tokens.weight": ("F16", (320_000, 4096))}
+    weights: Table = {"model.embed_tokens.weight": ("F16", (320_000, 3072))}
     lora: Table = {}
     for i in range(LAYERS):
         for name, shape in LLM.items():
