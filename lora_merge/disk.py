@@ -139,6 +139,8 @@ class Writer:
             if size and kind in RESERVES:
                 os.posix_fallocate(self._fd, 0, size)
         except OSError as e:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, 0)  # gives back what was reserved, so that the message tells what is free
             self.close()
             raise failure(e, path, size) from e
 
