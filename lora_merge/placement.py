@@ -120,7 +120,7 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
 def land(merged: Tensor, into: Sequence[Tensor]) -> None:
     """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer per tensor."""
     dtype = into[0].dtype
-    merged = _saturated(merged.detach(), dtype)
+    merged = _ready(merged.detach(), dtype)
     cast = merged if merged.device.type == "cpu" else merged.to(dtype).cpu()
     for target, source in zip(into, cast, strict=True):
         if target.data_ptr() != source.data_ptr():  # else it was folded where it lies
@@ -129,12 +129,27 @@ def land(merged: Tensor, into: Sequence[Tensor]) -> None:
 
 def convert(source: Tensor, into: Tensor) -> None:
     """Cast the elements of a host tensor into another of the same shape; fp8 saturates."""
-    into.copy_(_saturated(source, into.dtype))
+    into.copy_(_ready(source, into.dtype))
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor detached, contiguous, on the CPU; the same object's data where it is that already."""
-    return tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
+    dtype = dtype or tensor.dtype
+    return _ready(tensor.detach(), dtype).to(dtype).cpu().contiguous()
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers in a form that one cast rounds correctly: in the range of fp8, and out of fp64."""
+    tensor = _saturated(tensor, dtype)
+    if tensor.dtype != torch.float64 or not dtype.is_floating_point or dtype.itemsize > 2:
+        return tensor
+    # torch casts fp64 to 16 and 8 bits by way of fp32, which rounds twice: about one number in 2**13 ends on the
+    # wrong side. Rounded to odd in fp32 (towards zero, and the last bit says that something was cut off), it does not.
+    single = tensor.float()
+    bits, back = single.view(torch.int32), single.double()
+    bits -= (back.abs() > tensor.abs()).to(torch.int32)
+    bits |= (back != tensor).to(torch.int32)
+    return single
 
 
 def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,264 @@
+"""Planted faults are found, sound files pass, and a failed proof leaves no file. Run: pytest tests/test_verify.py"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lora_merge
+import lora_merge.run
+from lora_merge.errors import InputError, UsageError, VerificationFailed
+from lora_merge.header import parse_file
+from lora_merge.placement import convert
+from lora_merge.reference import floats
+from lora_merge.replay import prove
+
+from .support import UNET, kohya, load, rand, save, sd1
+
+QUERY = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
+UP = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A folder with base, two adapters and their merge."""
+    base = sd1()
+    save(base, tmp_path / "base.safetensors")
+    save(kohya(base), tmp_path / "style.safetensors")
+    save(kohya(base, te=False, seed=300), tmp_path / "detail.safetensors")
+    merge(tmp_path, "out")
+    return tmp_path
+
+
+def merge(folder: Path, name: str, strengths: tuple[float, float] = (0.7, 0.3), **options: Any) -> Path:
+    pairs = [(folder / "style.safetensors", strengths[0]), (folder / "detail.safetensors", strengths[1])]
+    out = folder / f"{name}.safetensors"
+    lora_merge.merge(folder / "base.safetensors", pairs, out, **options)
+    return out
+
+
+def inputs(folder: Path, strengths: tuple[float | None, float | None] = (None, None)) -> dict[str, Any]:
+    pairs = [(folder / "style.safetensors", strengths[0]), (folder / "detail.safetensors", strengths[1])]
+    return {"base": folder / "base.safetensors", "adapters": pairs}
+
+
+def flip(path: Path, tensor: str, byte: int, bit: int) -> None:
+    """One bit of one tensor, in place."""
+    at = parse_file(path).tensors[tensor].offset + byte
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1 << bit
+    path.write_bytes(raw)
+
+
+def replace_tensors(path: Path, new: dict[str, torch.Tensor]) -> None:
+    """The file with other values, header and metadata as they were."""
+    raw = bytearray(path.read_bytes())
+    for name, value in new.items():
+        info = parse_file(path).tensors[name]
+        data = value.contiguous().view(torch.uint8).numpy().tobytes()
+        raw[info.offset : info.offset + info.nbytes] = data
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16", "fp8_e4m3fn", "fp8_e5m2"])
+def test_a_sound_file_passes(made: Path, dtype: str, full: bool) -> None:  # noqa: FBT001
+    out = merge(made, dtype, dtype=dtype)
+    for named in ({}, inputs(made), inputs(made, (0.7, 0.3))):
+        proof = prove(out, full=full, **named)
+        assert proof["proven"]
+        assert proof["tensors"] == proof["changed"] > 20
+        assert proof["worst_ulp"] < (4 if dtype == "fp32" else 0.6)
+        assert all(abs(s["retained"] - 1) < 0.05 for s in proof["retained"])
+        assert proof["untouched"]["bytes"] == proof["untouched"]["of"] > 0
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp64", "bf16", "fp16"])
+def test_every_compute_dtype_passes(made: Path, compute: str) -> None:
+    assert prove(merge(made, compute, compute_dtype=compute), full=True)["proven"]
+
+
+def test_a_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
+    out = made / "out.safetensors"
+    flip(out, "first_stage_model.decoder.conv_out.weight", 17, 0)
+    with pytest.raises(VerificationFailed, match=r"no adapter changes.*\n.*conv_out\.weight, byte 17"):
+        prove(out)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
+    out = made / "out.safetensors"
+    flip(out, QUERY, 2 * (3 * 16 + 5), bit)
+    with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors(?s:.*)to_q\.weight, row 3, column 5"):
+        prove(out, full=True)
+
+
+def test_a_missing_module_is_found(made: Path) -> None:
+    out = made / "out.safetensors"
+    replace_tensors(out, {QUERY: load(made / "base.safetensors")[QUERY]})
+    with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors"):
+        prove(out)
+
+
+def test_a_missing_adapter_is_found_and_named(made: Path) -> None:
+    other = merge(made, "other", (0.7, 0.0))
+    replace_tensors(made / "out.safetensors", load(other))
+    with pytest.raises(VerificationFailed, match=r"the file holds -?0\.00 of detail\.safetensors"):
+        prove(made / "out.safetensors")
+
+
+def test_a_wrong_strength_is_found_and_named(made: Path) -> None:
+    replace_tensors(made / "out.safetensors", load(merge(made, "other", (0.35, 0.3))))
+    with pytest.raises(VerificationFailed, match=r"the file holds 0\.50 of style\.safetensors"):
+        prove(made / "out.safetensors")
+
+
+def test_a_swapped_half_is_found(made: Path) -> None:
+    out = made / "out.safetensors"
+    key = f"{UNET}input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight"
+    upper, lower = load(out)[key].chunk(2)
+    replace_tensors(out, {key: torch.cat([lower, upper])})
+    with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors"):
+        prove(out)
+
+
+def test_an_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
+    tensors = load(made / "style.safetensors")
+    save(tensors | {UP: tensors[UP] * 1.5}, made / "style.safetensors")
+    for named in ({}, inputs(made)):
+        with pytest.raises(VerificationFailed, match=r"style\.safetensors"):
+            prove(made / "out.safetensors", **named)
+
+
+def test_another_dtype_shape_or_tensor_is_found(made: Path) -> None:
+    out = made / "out.safetensors"
+    good, recipe = load(out), {"lora_merge.recipe": parse_file(out).metadata["lora_merge.recipe"]}
+    for change in (
+        {QUERY: good[QUERY].float()},
+        {QUERY: good[QUERY].reshape(-1)},
+        {"extra": torch.zeros(1)},
+    ):
+        save_file(good | change, out, recipe)
+        with pytest.raises(VerificationFailed):
+            prove(out)
+    save_file({k: v for k, v in good.items() if k != QUERY}, out, recipe)
+    with pytest.raises(VerificationFailed, match="other tensors"):
+        prove(out)
+
+
+def test_files_of_other_programs_are_proven_from_named_inputs(made: Path) -> None:
+    """Tensors in another order, no recipe, base metadata lost."""
+    out = made / "foreign.safetensors"
+    save_file(dict(sorted(load(merge(made, "bf16", dtype="bf16")).items(), reverse=True)), out)
+    assert prove(out, **inputs(made, (0.7, 0.3)), full=True)["proven"]
+    with pytest.raises(VerificationFailed):
+        prove(out, **inputs(made, (0.6, 0.3)))
+    with pytest.raises(InputError, match="says nothing about how it was made"):
+        prove(out)
+    with pytest.raises(UsageError, match="half of the inputs"):
+        prove(out, base=made / "base.safetensors")
+
+
+def test_renamed_inputs_are_found_by_content(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (made / "style.safetensors").rename(tmp_path / "elsewhere" / "deep" / "renamed.st")
+    assert prove(made / "out.safetensors")["proven"]  # the folder below the output's is searched, too
+
+
+def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that forgets the strength: the file does not get its name, the old one stays."""
+    import lora_merge.kernels as kernels
+
+    original = kernels.fold
+    wrong = lambda base, stacks: original(base, [*stacks, *stacks])  # noqa: E731
+    monkeypatch.setattr("lora_merge.folding.fold", wrong)
+    before = (made / "out.safetensors").read_bytes()
+    with pytest.raises(VerificationFailed) as failure:
+        merge(made, "out", overwrite=True)
+    assert failure.value.exit_code == 6
+    with pytest.raises(VerificationFailed):
+        merge(made, "new")
+    assert (made / "out.safetensors").read_bytes() == before
+    assert sorted(p.name for p in made.iterdir()) == [
+        "base.safetensors", "detail.safetensors", "out.safetensors", "style.safetensors",
+    ]  # fmt: skip
+    merge(made, "unproven", verify=False)
+
+
+def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path) -> None:
+    base = {"block.weight": rand(64, 64, seed=1).bfloat16()}
+    up = {"block.lora_up.weight": rand(64, 4, seed=2) * 0.002, "block.lora_down.weight": rand(4, 64, seed=3) * 0.05}
+    save(base, tmp_path / "b.safetensors")
+    save(up, tmp_path / "a.safetensors")
+    report = lora_merge.merge(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors")
+    assert report.verified is not None
+    assert report.verified["retained"][0]["retained"] < 0.5
+    assert "write --dtype fp32" in report.verified["warnings"][0]
+    report = lora_merge.merge(
+        tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "wide.safetensors", dtype="fp32"
+    )
+    assert report.verified is not None
+    assert abs(report.verified["retained"][0]["retained"] - 1) < 1e-3
+    assert not report.verified["warnings"]
+
+
+def test_the_report_is_json(made: Path) -> None:
+    report = lora_merge.merge(made / "base.safetensors", made / "style.safetensors", made / "json.safetensors")
+    assert json.loads(report.to_json())["verified"]["tensors"] > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("BF16", torch.bfloat16), ("F16", torch.float16), ("F8_E4M3", torch.float8_e4m3fn),
+     ("F8_E5M2", torch.float8_e5m2), ("F32", torch.float32), ("F64", torch.float64)],
+)  # fmt: skip
+def test_decoding_and_rounding_are_the_dtypes_own(name: str, dtype: torch.dtype) -> None:
+    """All 8-bit and 16-bit patterns, and random wider ones, against torch."""
+    count = 2 ** min(16, 8 * dtype.itemsize)
+    patterns = torch.arange(count, dtype=torch.int32)
+    raw = (
+        patterns.to(torch.uint8) if dtype.itemsize == 1
+        else patterns.to(torch.uint16).view(torch.uint8) if dtype.itemsize == 2
+        else torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    )  # fmt: skip
+    values = raw.view(dtype).double()
+    torch.testing.assert_close(
+        torch.from_numpy(floats.decode(raw.numpy().tobytes(), name)), values, rtol=0, atol=0, equal_nan=True
+    )
+    top = floats.PRECISION[name][2]
+    finite = values[values.isfinite() & (values.abs() < top / 2)][:20000]
+    between = finite * (1 + 1e-9) if dtype.itemsize < 4 else finite * (1 + 1e-17)
+    near = finite + 0.499 * torch.from_numpy(floats.step(finite.numpy(), name))
+    for exact in (finite, between, near):
+        want = exact.to(dtype).double()
+        torch.testing.assert_close(torch.from_numpy(floats.rounded(exact.numpy(), name)), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("BF16", torch.bfloat16),
+        ("F16", torch.float16),
+        ("F8_E4M3", torch.float8_e4m3fn),
+        ("F8_E5M2", torch.float8_e5m2),
+    ],
+)
+def test_fp64_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Regression: torch casts by way of fp32, so numbers just beside a midpoint fell to the wrong side."""
+    lower = torch.linspace(-4, 4, 4001, dtype=torch.float64).to(dtype).double()
+    half = 0.5 * torch.from_numpy(floats.step(lower.numpy(), name))
+    special = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e300, 5e-324], dtype=torch.float64)
+    for exact in (lower, lower + half, lower + half * (1 + 1e-12), lower + half * (1 - 1e-12), special[:2]):
+        into = torch.empty(exact.shape, dtype=dtype)
+        convert(exact, into)
+        want = torch.from_numpy(floats.rounded(exact.numpy(), name))
+        torch.testing.assert_close(into.double(), want, rtol=0, atol=0)
+    if dtype.itemsize == 2:
+        into = torch.empty(special.shape, dtype=dtype)
+        convert(special, into)
+        torch.testing.assert_close(into, special.to(dtype), rtol=0, atol=0, equal_nan=True)
