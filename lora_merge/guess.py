@@ -21,8 +21,9 @@ _BLOCK = re.compile(r"_\d+_")
 
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
     """[out, in] of the weight that an adapter module changes, as far as its tensors tell; () if not."""
-    if "up" in slots and "down" in slots:
-        return (slots["up"][0], slots["down"][-1 if len(slots["down"]) == 2 else 1])
+    up, down = slots.get("up", ()), slots.get("down", ())
+    if up and len(down) > 1:
+        return (up[0], down[1])
     if "diff" in slots:
         return slots["diff"][:2]
     return ()
