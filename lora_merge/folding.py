@@ -18,7 +18,7 @@ from .errors import InputError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Placement, Scratch, at_least_fp32, here, land, numbers, stage, stage_indices
+from .placement import Placement, Scratch, at_least_fp32, land, numbers, stage, stage_indices
 from .views import View
 
 STACK_ELEMENTS: Final = {"cpu": 2**20, "other": 2**26}
@@ -65,11 +65,13 @@ class Folder:
         try:
             with torch.no_grad():
                 stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
-                merged = fold(self._base(group, at), stacks)
+                base = self._base(group, at)
+                merged = fold(base, stacks)
         except DoesNotFit as e:  # what only values tell: indices that point outside, …
             raise ShapeMismatch("adapter tensors do not fit the base", f"{blocks[0].target.name}: {e}",
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
-        land(merged, [i.into for i in group])
+        if merged is not base or not _in_place(group, at):
+            land(merged, [i.into for i in group])
         check_range(group)
 
     def _base(self, group: Sequence[Item], at: Placement) -> Tensor:
@@ -77,7 +79,7 @@ class Folder:
         block = group[0].block
         values = [i.base for i in group if i.base is not None]
         if not block.reshaped:
-            if len(values) == 1 and here(values[0], group[0].into, at):
+            if _in_place(group, at):
                 return values[0].unsqueeze(0)
             if not hasattr(self._own, "scratch"):
                 self._own.scratch = Scratch()
@@ -156,6 +158,12 @@ class Folder:
             rows = self.fetch(self.base[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
+
+
+def _in_place(group: Sequence[Item], at: Placement) -> bool:
+    """Whether the base values lie where the result goes, in the compute dtype: no copy is needed in or out."""
+    one = group[0]
+    return len(group) == 1 and one.base is one.into and (at.device.type, at.dtype) == ("cpu", one.into.dtype)
 
 
 def _groups(items: Sequence[Item], limit: int) -> Iterator[list[Item]]:

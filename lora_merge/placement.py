@@ -98,13 +98,8 @@ def stage(tensors: Sequence[Tensor], at: Placement, scratch: Scratch | None = No
     shape = (len(tensors), *tensors[0].shape)
     out = scratch.empty(shape, at) if scratch else torch.empty(shape, dtype=at.dtype)
     for slot, tensor in zip(out, tensors, strict=True):
-        slot.copy_(tensor)
+        slot.copy_(tensor.to(at.device))
     return out
-
-
-def here(values: Tensor, into: Tensor, at: Placement) -> bool:
-    """Whether host values lie where the result goes, in the compute dtype: no copy is needed in or out."""
-    return (at.device.type, at.dtype) == ("cpu", values.dtype) and values.data_ptr() == into.data_ptr()
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
@@ -123,8 +118,7 @@ def land(merged: Tensor, into: Sequence[Tensor]) -> None:
     merged = _ready(merged.detach(), dtype)
     cast = merged if merged.device.type == "cpu" else merged.to(dtype).cpu()
     for target, source in zip(into, cast, strict=True):
-        if target.data_ptr() != source.data_ptr():  # else it was folded where it lies
-            target.copy_(source)
+        target.copy_(source)
 
 
 def convert(source: Tensor, into: Tensor) -> None:
