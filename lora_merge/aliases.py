@@ -22,6 +22,9 @@ NO_TABLE: Final = Table(())
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 """What a norm calls its parameters → what adapters call them."""
 
+MOST_EXPERTS: Final = 4096
+"""A stack of more is no stack of experts; tensors of no bytes may claim any number."""
+
 INNER: Final = ("model.", "transformer.", "bert.", "vit.")
 """First levels that adapters lack if they were trained on the model inside the model with a head."""
 
@@ -64,13 +67,7 @@ class Component:
                 _put(weak, other, place)
             if path.startswith(INNER):
                 _put(weak, path.split(".", 1)[1], place)
-        self.dotted = {**weak, **strong}
-        flat: dict[str, View | None] = {}
-        for path, place in strong.items():
-            _put(flat, _flat(path), place)
-        for path, place in weak.items():
-            _put(self.flat, _flat(path), place)
-        self.flat.update(flat)
+        self.dotted, self.flat = weak | strong, _flattened(weak) | _flattened(strong)
         return self
 
 
@@ -80,9 +77,13 @@ def _put(names: dict[str, View | None], name: str, view: View | None) -> None:
         names[name] = None
 
 
-def _flat(path: str) -> str:
-    module, _, leaf = path.rpartition(".")
-    return f"{module.replace('.', '_')}.{leaf}" if module else path
+def _flattened(names: Mapping[str, View | None]) -> dict[str, View | None]:
+    """The same with the dots of the module paths replaced; None where two modules become one name."""
+    flat: dict[str, View | None] = {}
+    for path, place in names.items():
+        module, dot, leaf = path.rpartition(".")
+        _put(flat, f"{module.replace('.', '_')}{dot}{leaf}", place)
+    return flat
 
 
 def _other_names(path: str) -> Iterator[str]:
@@ -139,17 +140,17 @@ def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, Vi
         if len(shape) == 3:
             yield from _cut_stack(hit, view)
         return
+    names = [".".join(fill(part.path, hit.bound) + hit.tail) for part in row.parts]
     if row.parts[0].transposed:
         if len(shape) == 2:
-            yield ".".join(fill(row.parts[0].path, hit.bound) + hit.tail), None, transposed(view)
+            yield names[0], None, transposed(view)
         return
     if len(row.parts) == 1 and row.parts[0].half is None:  # a renaming, whatever the shape
-        yield ".".join(fill(row.parts[0].path, hit.bound) + hit.tail), None, view
+        yield names[0], None, view
         return
     at = 0
-    for part, rows in zip(row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
-        yield (".".join(fill(part.path, hit.bound) + hit.tail), part.half,
-               rows_of(view, at, at + rows))  # fmt: skip
+    for name, part, rows in zip(names, row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
+        yield name, part.half, rows_of(view, at, at + rows)
         at += rows
 
 
@@ -158,18 +159,14 @@ def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
     count, rows, cols = view.shape
     parts = hit.row.parts
     each, rest = divmod(rows, len(parts))
-    if rest:
+    if rest or not each or count > MOST_EXPERTS:
         return
     stack = whole(view.pieces[0].key, (count * rows, cols))
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
             start = e * rows + i * each
-            yield (
-                ".".join(fill(part.path, bound) + hit.tail),
-                part.half,
-                rows_of(stack, start, start + each),
-            )
+            yield ".".join(fill(part.path, bound) + hit.tail), part.half, rows_of(stack, start, start + each)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
@@ -188,15 +185,12 @@ def _spelled(canonical: Mapping[str, View | None], tables: Iterable[Table]) -> I
     found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)
     for name, view in canonical.items():
         path = tuple(name.split("."))
-        for table in tables if view is not None else ():
-            for hit in table.spelled(path):
-                if view is None:
-                    continue
-                bound, row = hit.bound, hit.row
-                if row.name == row.parts[0].path:
-                    continue  # stored transposed under its own name
-                nth = int(bound.get(row.stack, "0")) if row.stack else 0
-                found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
+        for hit in (hit for table in tables for hit in table.spelled(path)):
+            row, bound = hit.row, hit.bound
+            if view is None or row.name == row.parts[0].path:
+                continue  # fits two places, or is stored transposed under its own name
+            nth = int(bound[row.stack]) if row.stack else 0
+            found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
     for (row, path), parts in found.items():
         made = _together(row, parts)
         if made is not None:

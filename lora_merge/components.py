@@ -80,7 +80,7 @@ def components(
 
 def _prefix(key: str, folders: Collection[str]) -> str | None:
     if folders:
-        return key[: key.index(".") + 1]
+        return next((f"{folder}." for folder in folders if key.startswith(f"{folder}.")), None)
     return next((m[0] for pattern, _ in CONTAINERS if (m := pattern.match(key))), None)
 
 

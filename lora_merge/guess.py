@@ -22,11 +22,7 @@ _BLOCK = re.compile(r"_\d+_")
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
     """[out, in] of the weight that an adapter module changes, as far as its tensors tell; () if not."""
     up, down = slots.get("up", ()), slots.get("down", ())
-    if up and len(down) > 1:
-        return (up[0], down[1])
-    if "diff" in slots:
-        return slots["diff"][:2]
-    return ()
+    return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
 
 
 def seen(modules: Mapping[str, Shape]) -> Seen:

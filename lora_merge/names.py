@@ -30,7 +30,7 @@ PREFIXES: Final = (
     ("lora_unet__",                "denoiser"),  # Wan-Fun
     ("oft_unet_",                  "denoiser"),
     ("lora_transformer_",          "denoiser"),  # OneTrainer, ai-toolkit
-    ("lora_prior_unet_",           "denoiser"),  # Stable Cascade
+    ("lora_prior_unet_",           "prior"),  # Stable Cascade
     ("lora_prior_te_",             "te"),
     ("lora_te_",                   "te"),
     ("lora_te1_",                  "te1"),
@@ -42,7 +42,7 @@ PREFIXES: Final = (
     ("unet.",                      "denoiser"),
     ("transformer.",               "transformer"),
     ("transformer_2.",             "transformer_2"),
-    ("prior.",                     "denoiser"),
+    ("prior.",                     "prior"),
     ("model.diffusion_model.",     "denoiser"),
     ("diffusion_model.",           "denoiser"),
     ("conditional_transformer.",   "denoiser"),
@@ -62,14 +62,17 @@ PREFIXES: Final = (
 
 _ALL_PREFIXES: Final = tuple(prefix for prefix, _ in PREFIXES)
 
+MOST_READINGS: Final = 32
+"""Ways to take prefixes off one name; real names need six."""
+
 ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 """ComfyUI's container of a text encoder, by the encoder's own name."""
 
+DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
+"""What names may speak of that is a denoiser; all but the last expert may be the only one."""
+
 REWRITES: Final = (
-    (
-        re.compile(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.)\.?"),
-        r"\1",
-    ),
+    (re.compile(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), r"\1"),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),
@@ -122,7 +125,7 @@ class Names:
         """What part of a model an adapter's module name speaks of."""
         main = self._parts[0].label if self._parts and self._parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):
-            if hint in ("denoiser", "transformer"):
+            if hint in DENOISERS and hint != "transformer_2":
                 return main
             if hint != "any":
                 return next((p.label for p in self._hinted(hint)), hint)
@@ -167,23 +170,16 @@ class Names:
         for hint, body in _prefixed(name):
             yield hint, body
             for part in self._parts:
-                for prefix in {part.prefix, part.prefix.replace(".", "_")} - {""}:
-                    if body.startswith(prefix):
+                for prefix in (part.prefix, part.prefix.replace(".", "_")):
+                    if prefix and body.startswith(prefix):
                         yield f"@{part.prefix}", body[len(prefix) :]
 
     def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
-        """All places of the components a hint allows; without a hint the denoiser's come first."""
-        parts = self._hinted(hint)
-        groups = (
-            [parts]
-            if hint != "any"
-            else [[p for p in parts if p.role == "denoiser"], [p for p in parts if p.role != "denoiser"]]
-        )
-        for group in groups:
-            found = [part.find(body, parameter) for part in group]
-            if any(known for _, known in found):
-                return [view for view, known in found if known]
-        return []
+        """All places in the components that a hint allows; those of a denoiser come before all others."""
+        found = [(part, *part.find(body, parameter)) for part in self._hinted(hint)]
+        places = [(part, view) for part, view, known in found if known]
+        first = [view for part, view in places if part.role == "denoiser"]
+        return first or [view for _, view in places]
 
     def _hinted(self, hint: str) -> list[Component]:
         if hint[0] == "@":
@@ -192,9 +188,9 @@ class Names:
             return list(self._parts)
         if hint == "vae":
             return [p for p in self._parts if p.label == "vae"]
-        if hint in ("denoiser", "transformer", "transformer_2"):
+        if hint in DENOISERS:
             named = [p for p in self._parts if p.label == hint]
-            return named or ([p for p in self._parts if p.role == "denoiser"] if hint != "transformer_2" else [])
+            return named or [p for p in self._parts if p.role == "denoiser" and hint != "transformer_2"]
         return self._encoders(hint)
 
     def _encoders(self, hint: str) -> list[Component]:
@@ -233,16 +229,15 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
 def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """The modules that do not speak of an encoder, without their prefixes."""
-    readings = {m: list(_prefixed(m)) for m in modules}
-    return {
-        r[-1][1]: modules[m] for m, r in readings.items() if r[-1][0][:2] not in ("te", "va") and r[-1][0][0] != "="
-    }
+    innermost = {module: list(_prefixed(module))[-1] for module in modules}
+    return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
 
 
 def _prefixed(name: str) -> Iterator[tuple[str, str]]:
     """(what it speaks of, the rest) for the name as it is and with known prefixes taken off."""
-    pending, done = [("any", name)], set()
-    while pending:
+    pending: list[tuple[str, str]] = [("any", name)]
+    done: set[tuple[str, str]] = set()
+    while pending and len(done) < MOST_READINGS:
         hint, body = pending.pop(0)
         if (hint, body) in done:
             continue

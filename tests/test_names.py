@@ -545,6 +545,31 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
         names(index(header("native/sd15")), file)
 
 
+# --- hostile names ------------------------------------------------------------------------------------
+
+STRANGE = ("", ".", "..", "a..b", "{i}", "²", "9" * 5000, "0." * 20000, "model." * 20000, "_" * 50000, "transformer.")
+
+
+@pytest.mark.parametrize("name", ["native/flux-dev", "native/sd3", "transformers/mixtral-8x7b", "native/sdxl"])
+def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
+    shapes = {k: s for k, s in header(name).items() if ".0." in k or "embed" in k or "img_in" in k}
+    stems = sorted({k.split(".0.")[0] for k in shapes})[:4]
+    for strange in STRANGE:
+        shapes |= {f"{stem}.{strange}.img_attn.qkv.weight": (3, 3) for stem in stems}
+        shapes |= {strange: (), f"{strange}.weight": (0,)}
+    shapes |= {"model.layers.1.mlp.experts.gate_up_proj": (2**50, 2, 0), "double_blocks.1.img_attn.qkv.weight": (0, 0)}
+    start = time.perf_counter()
+    found = names(index(shapes))
+    for strange in STRANGE:
+        for dialect in DENOISER:
+            try:
+                found.find(called(dialect, strange))
+            except AmbiguousName:
+                continue
+    found.explain(STRANGE, {strange: (1,) for strange in STRANGE})
+    assert time.perf_counter() - start < 10  # 0.8 s
+
+
 # --- views --------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ Path: TypeAlias = tuple[str, ...]
 Bound: TypeAlias = Mapping[str, str]
 
 LAST: Final = "{last}"
+DEEPEST: Final = 8  # segments down to which numbers of blocks are looked for
 
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
 _BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
@@ -169,11 +170,12 @@ class Table:
         self._names: dict[Path, list[tuple[Path, Row, int]]] = {}
         self._parts: dict[Path, list[tuple[Path, Row, int]]] = {}
         for row in rows:
-            self._names.setdefault(_blank(row.name), []).append((row.name, row, 0))
+            self._names.setdefault(_template(row.name), []).append((row.name, row, 0))
             for i, part in enumerate(row.parts):
-                self._parts.setdefault(_blank(part.path), []).append((part.path, row, i))
+                self._parts.setdefault(_template(part.path), []).append((part.path, row, i))
         self.empty = not rows
         self._rows = rows
+        self._longest = max((len(path) for path in (*self._names, *self._parts)), default=0)
 
     def settled(self, names: Iterable[str]) -> Table:
         """The same table for a base of these names: `{last}` has become a number."""
@@ -190,11 +192,27 @@ class Table:
 
     def canonical(self, path: Path) -> Hit | None:
         """The row that covers a name of this spelling."""
-        return next(iter(_lookup(self._names, path)), None)
+        return next(iter(self._lookup(self._names, path)), None)
 
     def spelled(self, path: Path) -> list[Hit]:
         """The rows of which a canonical name is a part."""
-        return _lookup(self._parts, path)
+        return self._lookup(self._parts, path)
+
+    def _lookup(self, table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> list[Hit]:
+        blank = tuple(["#" if is_number(s) else s for s in path[: self._longest]])
+        for n in range(len(blank), 0, -1):
+            rows = table.get(blank[:n])
+            if rows is None:
+                continue
+            hits = [
+                Hit(row, bound, path[n:], part)
+                for template, row, part in rows
+                if (bound := _bind(template, path)) is not None
+            ]
+            if hits:
+                least = min(len(hit.bound) for hit in hits)
+                return [hit for hit in hits if len(hit.bound) == least]  # `.47.` before `.{i}.`
+        return []
 
 
 def fill(path: Path, bound: Bound) -> Path:
@@ -207,8 +225,8 @@ def _highest(names: Iterable[str]) -> dict[Path, int]:
     found: dict[Path, int] = {}
     for name in names:
         path = tuple(name.split("."))
-        for at, segment in enumerate(path):
-            if segment.isdigit():
+        for at, segment in enumerate(path[:DEEPEST]):
+            if is_number(segment):
                 found[path[:at]] = max(found.get(path[:at], 0), int(segment))
     return found
 
@@ -220,25 +238,13 @@ def _at(row: Row, number: str) -> Row:
     return replace(row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts))
 
 
-def _blank(path: Path) -> Path:
-    return tuple(["#" if s.isdigit() or s[0] == "{" else s for s in path])
+def is_number(segment: str) -> bool:
+    """Whether a path segment counts something; keys of hostile files may hold anything."""
+    return segment.isascii() and segment.isdigit() and len(segment) < 10
 
 
-def _lookup(table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> list[Hit]:
-    blank = _blank(path)
-    for n in range(len(path), 0, -1):
-        rows = table.get(blank[:n])
-        if rows is None:
-            continue
-        hits = [
-            Hit(row, bound, path[n:], part)
-            for template, row, part in rows
-            if (bound := _bind(template, path)) is not None
-        ]
-        if hits:
-            least = min(len(hit.bound) for hit in hits)
-            return [hit for hit in hits if len(hit.bound) == least]  # `.47.` before `.{i}.`
-    return []
+def _template(path: Path) -> Path:
+    return tuple("#" if s[0] == "{" or is_number(s) else s for s in path)
 
 
 def _bind(template: Path, path: Path) -> dict[str, str] | None:
