@@ -10,6 +10,7 @@ whole factors LyCORIS trains with √r and stores α = r^1.5: only the metadata 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
@@ -84,7 +85,8 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
 def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
     """c, by the rule above."""
     if "w1" in shapes and "w2" in shapes:
-        return {"scale": 1.0, "rs_scale": alpha ** (1 / 3) if alpha and alpha > 0 else 1.0}
+        known = alpha is not None and 0 < alpha < inf
+        return {"scale": 1.0, "rs_scale": alpha ** (1 / 3) if alpha and known else 1.0}
     scale = alpha_over("w2_b" if "w2_b" in shapes else "w1_b")(alpha, shapes, target)["scale"]
     return {"scale": scale, "rs_scale": scale}
 

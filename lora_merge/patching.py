@@ -11,6 +11,7 @@ from typing import Any
 from .adapter import AdapterFile, Module, Numbers
 from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from .errors import InputError, ShapeMismatch
+from .network_args import network_settings
 from .peft import Rules
 from .views import View, transposed
 
@@ -55,6 +56,8 @@ class Patcher:
         complete, told = module.complete(), self.rules.of(module.name)
         chosen = told.algorithm(module.name, complete)
         candidates = complete if chosen is None else [chosen]
+        if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
+            candidates = []
         reasons = []
         for name, seen in product(candidates, _ways(view, in_out=told.fan_in_fan_out)):
             full = self._with_shared(module, told.shared(name))
@@ -105,7 +108,9 @@ class Patcher:
 
     def _settings(self, name: str, told: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration's settings, and the largest weight that the adapter changes with this formula."""
-        return {**told, **({"widest": self.widest} if "widest" in ALGORITHMS[name].settings else {})}
+        row = ALGORITHMS[name]
+        trained = network_settings(row, self.adapter.index.metadata, str(self.adapter.path))
+        return {**trained, **told, **({"widest": self.widest} if "widest" in row.settings else {})}
 
     def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
         missing = ALGORITHMS[name].missing_settings(settings)
@@ -129,6 +134,10 @@ def _ways(view: View, *, in_out: bool) -> Iterator[View]:
     if in_out and len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed:
         yield transposed(view)
     yield view
+
+
+def _has_all(module: Module, name: str) -> bool:
+    return all(slot in module.slots for slot, required in ALGORITHMS[name].slots.items() if required)
 
 
 def _incomplete(module: Module) -> str:

@@ -30,7 +30,7 @@ LAYERS = {
 CONVS = ("conv1d", "conv2d", "conv3d")
 
 
-def cases() -> list[Any]:
+def table() -> list[tuple[str, tuple[str, ...], dict[str, Any], float, bool]]:
     """(module, layers, options, tolerance, whether its own merge is right)."""
     every = tuple(LAYERS)
     dense = tuple(name for name in LAYERS if name != "grouped")
@@ -39,7 +39,7 @@ def cases() -> list[Any]:
     lora = "locon.LoConModule"
     loha = "loha.LohaModule"
     lokr = "lokr.LokrModule"
-    table = [
+    return [
         (lora, every, {}, exact, True),
         (lora, every, {"rs_lora": True}, exact, True),
         (lora, every, {"use_scalar": True}, exact, True),
@@ -76,9 +76,12 @@ def cases() -> list[Any]:
         ("tlora.TLoraModule", ("linear", "wide"), {"sig_type": "last"}, rounded, True),
         ("tlora.TLoraModule", ("linear", "wide"), {"sig_type": "middle"}, rounded, True),
     ]
+
+
+def cases() -> list[Any]:
     return [
         pytest.param(module, layer, options, tolerance, merges, id=_label(module, layer, options))
-        for module, layers, options, tolerance, merges in table
+        for module, layers, options, tolerance, merges in table()
         for layer in layers
     ]
 
