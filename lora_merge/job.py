@@ -116,12 +116,20 @@ def make_job(
 
 def expand(path: str | Path) -> Path:
     """The path with `~` expanded, made absolute without resolving links."""
-    return Path(path).expanduser().absolute()
+    return _absolute(Path(path).expanduser())
+
+
+def _absolute(path: Path) -> Path:
+    """The path from the root; UsageError where there is no current folder any more."""
+    try:
+        return path.absolute()
+    except FileNotFoundError as e:
+        raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
 
 
 def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
     name = "+".join(p.stem if p.is_file() else p.name for p in (base, *(a.path for a in adapters)))
-    return Path.cwd() / (name if base.is_dir() else f"{name}.safetensors")
+    return _absolute(Path()) / (name if base.is_dir() else f"{name}.safetensors")
 
 
 def _is_pair(value: object) -> bool:

@@ -1,0 +1,69 @@
+"""A process that has imported everything and forks one child for each command line it is given.
+
+Importing torch takes longer than the merges that are killed here. Protocol, one line each: a request in JSON
+(argv, and what to do in the child first), the child's pid, and when it has ended its exit status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+import lora_merge.cli
+import lora_merge.replay
+import lora_merge.run
+
+LIMITS = {"FSIZE": resource.RLIMIT_FSIZE, "DATA": resource.RLIMIT_DATA}
+
+
+def child(request: dict[str, object]) -> int:
+    """Run one command line; its exit code."""
+    log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.chdir(str(request["cwd"]))
+    if request.get("lost"):
+        Path.cwd().rmdir()
+    for name, value in dict(request.get("limits") or {}).items():  # type: ignore[call-overload]
+        resource.setrlimit(LIMITS[name], (value, value))
+    fault = request.get("fault")
+    if fault:
+        call, at, kind, path = fault  # type: ignore[misc]
+        ctypes.CDLL(None).fault_set(call.encode(), at, kind.encode(), path.encode())
+    sys.argv = ["lora-merge", *map(str, request["argv"])]  # type: ignore[call-overload]
+    try:
+        lora_merge.cli.main()
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        return 99
+    return 0
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    running: dict[int, int] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if not pid:
+            code = child(request)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        running[pid] = 1
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()
