@@ -25,7 +25,7 @@ PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 MOST_EXPERTS: Final = 4096
 """A stack of more is no stack of experts; tensors of no bytes may claim any number."""
 
-INNER: Final = ("model.", "transformer.", "bert.", "vit.")
+INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
 """First levels that adapters lack if they were trained on the model inside the model with a head."""
 
 

@@ -215,6 +215,17 @@ def tiny(name: str) -> Any:
         "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8)),
         "phi3": lambda: t.Phi3ForCausalLM(t.Phi3Config(**small, pad_token_id=0)),
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small)),
+        "deit": lambda: t.DeiTForImageClassification(t.DeiTConfig(**vit, image_size=8, patch_size=4)),
+        "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**vit, image_size=8, patch_size=4)),
+        "jamba": lambda: t.JambaForCausalLM(t.JambaConfig(**small, num_experts=3)),
+        "phimoe": lambda: t.PhimoeForCausalLM(t.PhimoeConfig(**small, **moe)),
+        "granite_moe": lambda: t.GraniteMoeForCausalLM(t.GraniteMoeConfig(**small, **moe)),
+        "llava": lambda: t.LlavaForConditionalGeneration(
+            t.LlavaConfig(
+                text_config={**small, "model_type": "llama"},
+                vision_config={**vit, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+            )
+        ),
     }
     return made[name]()
 
@@ -222,7 +233,23 @@ def tiny(name: str) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "qwen3_moe", "gpt_neox", "vit", "clip", "clip_projection", "gpt2", "phi3", "llama"],
+    [
+        "mixtral",
+        "qwen3_moe",
+        "gpt_neox",
+        "vit",
+        "clip",
+        "clip_projection",
+        "gpt2",
+        "phi3",
+        "llama",
+        "deit",
+        "dinov2",
+        "jamba",
+        "phimoe",
+        "granite_moe",
+        "llava",
+    ],
 )
 def test_names_in_memory_are_where_transformers_stores_them(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
