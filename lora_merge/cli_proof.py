@@ -13,7 +13,7 @@ from .showing import carry_out, conclude, describe, show_proof, silent
 
 def add_to(app: typer.Typer) -> None:
     """Make them commands of the application."""
-    for command in (verify, replay, unmerge):
+    for command in (verify, replay, unmerge, doctor):
         app.command()(command)
 
 
@@ -74,3 +74,17 @@ def unmerge(
     from .replay import refuse_to_unmerge
 
     refuse_to_unmerge(expand(made))
+
+
+def doctor(
+    folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+) -> None:
+    """Say whether this machine can merge: versions, devices, every formula, the disk. Exit 0 if all is well."""
+    from .doctor import examine, lines
+    from .job import expand
+
+    found = examine(expand(folder))
+    for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
+        typer.echo(line)
+    raise typer.Exit(1 if found["problems"] else 0)

@@ -121,9 +121,11 @@ def weight(example: Example) -> Array:
     return np.random.default_rng(5).standard_normal((example.shape[0], int(np.prod(example.shape[1:]))))
 
 
-def given(name: str, example: Example, base: Array, rows: Array | None = None) -> Given:
+def given(
+    name: str, example: Example, base: Array, rows: Array | None = None, stored: dict[str, Array] | None = None
+) -> Given:
     """The example as the reference formulas take it, for some rows of ΔW or all."""
-    row, stored = ALGORITHMS[name], tensors(name, example)
+    row, stored = ALGORITHMS[name], dict(tensors(name, example) if stored is None else stored)
     if row.derive is not None:
         shapes = {slot: value.shape for slot, value in stored.items()}
         derived = row.derive(shapes, example.shape, example.settings)

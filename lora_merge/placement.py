@@ -60,6 +60,13 @@ def at_least_fp32(at: Placement) -> Placement:
     return at if at.dtype.itemsize >= 4 else Placement(at.device, torch.float32)
 
 
+def present() -> list[str]:
+    """Every device here, as --device takes it."""
+    found = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()) if torch.cuda.is_available())]
+    found += [f"xpu:{n}" for n in range(torch.xpu.device_count()) if torch.xpu.is_available()]
+    return found + ["mps"] * torch.backends.mps.is_available()
+
+
 def _fastest() -> str:
     if torch.cuda.is_available():
         return "cuda"

@@ -1,0 +1,68 @@
+"""The examination of the machine. Run: pytest tests/test_doctor.py"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge import doctor
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.doctor import MIXTURES, deviation, examine, lines
+from lora_merge.placement import Placement
+from lora_merge.reference import REFERENCE, Reference
+
+
+def test_a_sound_machine_is_well(tmp_path: Path) -> None:
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert found["problems"] == []
+    (cpu,) = (d for d in found["devices"] if d["device"] == "cpu")
+    assert {"F32", "BF16", "F16", "F8_E4M3"} <= set(cpu["dtypes"])
+    assert cpu["algorithms"] == len(ALGORITHMS)
+    assert cpu["worst"]["F64"] < 1e-9
+    for mode in ("direct", "buffered"):
+        assert found["disk"][mode]["write"] > 0
+        assert found["disk"][mode]["read"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert lines(found)[-1] == "all is well"
+    json.dumps(found)
+
+
+def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {**REFERENCE, "lokr": Reference(lambda g: np.zeros((len(g.rows), g.cols)))}
+    monkeypatch.setattr(doctor, "REFERENCE", MappingProxyType(broken))
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert [p for p in found["problems"] if p.startswith("cpu: lokr in F32 is off by")]
+    assert all("lokr" in p for p in found["problems"])
+    assert "problem" in lines(found)[-1]
+
+
+def test_a_folder_that_is_not_there_or_full_is_a_problem(tmp_path: Path) -> None:
+    assert "no folder" in examine(tmp_path / "none", disk_bytes=1 << 20)["problems"][0]
+    assert "are free" in examine(tmp_path, disk_bytes=1 << 60)["problems"][0]
+
+
+@pytest.mark.parametrize("stored", MIXTURES)
+def test_every_formula_takes_every_mixture_of_dtypes(stored: tuple[str, str]) -> None:
+    for name in ALGORITHMS:
+        assert deviation(name, Placement(torch.device("cpu"), torch.float32), stored) < doctor.TOLERANCE["F32"], name
+
+
+def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "lora_merge", "doctor", "--json"]
+    done = subprocess.run([*run, str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["problems"]
+
+
+@pytest.mark.gpu
+def test_every_cuda_device_is_well(tmp_path: Path) -> None:
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert [d for d in found["devices"] if d["device"].startswith("cuda")]
+    assert found["problems"] == []

@@ -1,0 +1,185 @@
+"""Provenance: what an output says about itself, and the same bytes again. Run: pytest tests/test_recipe.py"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lora_merge
+from lora_merge.checkpoint import open_checkpoint
+from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
+from lora_merge.header import parse_file
+from lora_merge.recipe import KEY, LEGACY, find, read_recipe
+from lora_merge.replay import plan_again, prove, refuse_to_unmerge
+from lora_merge.run import run
+
+from .support import kohya, load, metadata, save, sd1
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    base = sd1()
+    kept = {"format": "pt", "author": "somebody", "sshs_model_hash": "stale", "modelspec.hash_sha256": "stale"}
+    save(base, tmp_path / "base.safetensors", kept)
+    save(kohya(base), tmp_path / "style.safetensors")
+    return tmp_path
+
+
+def merged(folder: Path, name: str = "out", **options: Any) -> Path:
+    out = folder / f"{name}.safetensors"
+    lora_merge.merge(folder / "base.safetensors", [(folder / "style.safetensors", 0.7)], out, **options)
+    return out
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_an_output_says_how_it_was_made(files: Path) -> None:
+    found = metadata(merged(files, dtype="bf16", strength_for=[("te", 0.5)]))
+    recipe = json.loads(found[KEY])
+    assert recipe["version"] == lora_merge.__version__
+    assert recipe["base"]["files"][0]["sha256"] == sha(files / "base.safetensors")
+    assert recipe["base"]["files"][0]["size"] == (files / "base.safetensors").stat().st_size
+    (adapter,) = recipe["adapters"]
+    assert adapter["files"][0]["sha256"] == sha(files / "style.safetensors")
+    assert (adapter["strength"], adapter["parts"]) == (0.7, [["te", 0.5]])
+    assert (recipe["dtype"], recipe["compute_dtype"], recipe["unmatched"]) == ("bf16", "fp32", "error")
+    assert found["author"] == "somebody"
+    assert found["modelspec.merged_from"] == "base.safetensors, style.safetensors"
+    assert not {"sshs_model_hash", "modelspec.hash_sha256"} & set(found)
+
+
+def test_web_uis_find_their_own_entries(files: Path) -> None:
+    """The keys that AUTOMATIC1111's merger writes: JSON objects, models by their SHA-256."""
+    found = metadata(merged(files))
+    recipe, models = json.loads(found["sd_merge_recipe"]), json.loads(found["sd_merge_models"])
+    hashes = {name: sha(files / name) for name in ("base.safetensors", "style.safetensors")}
+    assert recipe["primary_model_hash"] == hashes["base.safetensors"]
+    assert recipe["multiplier"] == 0.7
+    assert {v["name"]: k for k, v in models.items()} == hashes
+    start = (files / "base.safetensors").read_bytes()[LEGACY[0] :][: LEGACY[1]]
+    assert models[hashes["base.safetensors"]]["legacy_hash"] == hashlib.sha256(start).hexdigest()[:8]
+
+
+def test_a_merge_into_a_merge_remembers_the_first(files: Path) -> None:
+    first = merged(files, "first")
+    second = files / "second.safetensors"
+    lora_merge.merge(first, files / "style.safetensors", second)
+    recipe = json.loads(metadata(second)[KEY])
+    assert recipe["base"]["recipe"] == json.loads(metadata(first)[KEY])
+    assert sha(files / "base.safetensors") in json.loads(metadata(second)["sd_merge_models"])
+    assert prove(second, full=True)["proven"]
+
+
+def test_the_same_merge_has_the_same_bytes_whatever_the_machine_gives_it(files: Path) -> None:
+    """Threads, memory bound (and so windows), other name of the output, another folder."""
+    wanted, env = sha(merged(files)), dict(os.environ)
+    for n, (threads, memory) in enumerate((("1", "8MiB"), ("2", "16MiB"), ("3", "1GiB"))):
+        argv = [files / "base.safetensors", f"{files / 'style.safetensors'}:0.7", "-o", files / f"t{n}.safetensors"]
+        subprocess.run(
+            [sys.executable, "-m", "lora_merge", *argv, "-q", "--max-memory", memory], check=True, cwd="/",
+            env={**env, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )  # fmt: skip
+        assert sha(files / f"t{n}.safetensors") == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16", "strength_for": [("te", 0.5), ("re:attn1", 2.0)]}])
+def test_a_replay_gives_the_same_bytes(files: Path, options: dict[str, Any]) -> None:
+    out = merged(files, **options)
+    (files / "deep").mkdir()
+    (files / "style.safetensors").rename(files / "deep" / "style.safetensors")
+    run(plan_again(out, files / "again.safetensors", [files / "deep"]))
+    assert sha(files / "again.safetensors") == sha(out)
+
+
+def test_a_replay_needs_its_inputs(files: Path) -> None:
+    out = merged(files)
+    tensors = load(files / "style.safetensors")
+    (files / "style.safetensors").unlink()
+    with pytest.raises(InputError, match=r"the input 'style\.safetensors' is not found"):
+        plan_again(out, files / "again.safetensors")
+    save({k: v * 2 for k, v in tensors.items()}, files / "style.safetensors")
+    with pytest.raises(VerificationFailed, match="older or newer"):
+        plan_again(out, files / "again.safetensors")
+    with pytest.raises(UsageError, match="no such folder"):
+        plan_again(out, files / "again.safetensors", [files / "none"])
+
+
+def test_folders_and_name_tables_are_replayed(files: Path) -> None:
+    """A PEFT folder is one input; its configuration belongs to it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = files / "peft"
+    folder.mkdir()
+    save(
+        {f"base_model.model.layer.lora_{s}.weight": torch.ones(*d) for s, d in (("A", (2, 8)), ("B", (8, 2)))},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"layer.weight": torch.eye(8)}, files / "linear.safetensors")
+    out = files / "linear-out.safetensors"
+    lora_merge.merge(files / "linear.safetensors", folder, out)
+    run(plan_again(out, files / "again.safetensors"))
+    assert sha(files / "again.safetensors") == sha(out)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8}))
+    with pytest.raises(MergeError):
+        prove(out)
+
+
+def test_unmerging_is_refused_with_advice(files: Path) -> None:
+    out = merged(files)
+    with pytest.raises(UsageError, match="cannot be taken back") as refusal:
+        refuse_to_unmerge(out)
+    assert sha(files / "base.safetensors") in refusal.value.fix
+    with pytest.raises(InputError, match="says nothing"):
+        refuse_to_unmerge(files / "base.safetensors")
+
+
+GOOD = {"name": "b", "files": [{"name": "b.safetensors", "size": 1, "sha256": "0" * 64}]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "{" * 10_000, json.dumps({"version": "1", "base": GOOD, "adapters": []}),
+     *(json.dumps({"version": "1", "base": {"name": "b", "files": [{"name": n, "size": 1, "sha256": ""}]},
+                   "adapters": [{**GOOD, "strength": 1, "parts": []}], "dtype": "keep", "compute_dtype": "fp32",
+                   "unmatched": "error"})
+       for n in ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "a\0b", 7)),
+     json.dumps({"version": "1", "base": GOOD, "adapters": [{**GOOD, "strength": True, "parts": []}], "dtype": "keep",
+                 "compute_dtype": "fp32", "unmatched": "error"}),
+     json.dumps({"version": 1, "base": GOOD, "adapters": 5})],
+)  # fmt: skip
+def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
+    path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
+    with pytest.raises(InputError, match="the recipe is damaged"):
+        read_recipe(open_checkpoint(path))
+
+
+def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
+    out = merged(files)
+    recipe = json.loads(parse_file(out).metadata[KEY])
+    for change in ({"dtype": "int4"}, {"compute_dtype": ""}, {"unmatched": "maybe"}):
+        save(load(out), out, {KEY: json.dumps({**recipe, **change})})
+        with pytest.raises(MergeError):
+            prove(out)
+
+
+def test_the_search_is_bounded_and_stays_below_its_folders(files: Path, tmp_path: Path) -> None:
+    out = merged(files)
+    deep = tmp_path / "a" / "b" / "c" / "d" / "e"
+    deep.mkdir(parents=True)
+    (files / "style.safetensors").rename(deep / "style.safetensors")
+    recipe = read_recipe(open_checkpoint(out))
+    with pytest.raises(InputError, match="not found"):
+        find(recipe, [tmp_path])
+    assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
