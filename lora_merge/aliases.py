@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from functools import cached_property
+from typing import Final, TypeAlias
 
 from .algorithms import Shape
 from .architectures import Architecture
@@ -28,6 +29,9 @@ MOST_EXPERTS: Final = 4096
 INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
 """First levels that adapters lack if they were trained on the model inside the model with a head."""
 
+Names: TypeAlias = dict[str, View | None]
+"""Name → place; None if it fits two."""
+
 
 @dataclass
 class Component:
@@ -42,8 +46,7 @@ class Component:
     number: int = 0  # of a text encoder, where the base counts them
     title: str = ""  # what the base's configuration calls it
     keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
-    dotted: dict[str, View | None] = field(default_factory=dict)  # None: fits two places
-    flat: dict[str, View | None] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
     def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""
@@ -53,33 +56,43 @@ class Component:
         name = f"{module.replace('.', '_')}.{parameter}"
         return self.flat.get(name), name in self.flat
 
-    def build(self, shapes: Mapping[str, Shape]) -> Component:
-        """The name tables filled, from the shapes of the base by key; returns itself."""
+    @property
+    def dotted(self) -> Names:
+        """Parameter path → place, in every spelling."""
+        return self._tables[0]
+
+    @property
+    def flat(self) -> Names:
+        """The same with underscores for dots in the module's path."""
+        return self._tables[1]
+
+    @cached_property
+    def _tables(self) -> tuple[Names, Names]:
+        """Worked out on first use: `inspect`, and text encoders that no adapter speaks of, need none."""
         spellings = self.architecture.spellings if self.architecture else {}
         spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
-        canonical, own = _canonical(self.keys, shapes, spellings.get(self.layout, NO_TABLE))
+        canonical, own = _canonical(self.keys, self.shapes, spellings.get(self.layout, NO_TABLE))
         strong = {**canonical}
         for path, view in [*own, *_spelled(canonical, spellings.values())]:
             _put(strong, path, view)
-        weak: dict[str, View | None] = {}
+        weak: Names = {}
         for path, place in strong.items():
             for other in _other_names(path):
                 _put(weak, other, place)
             if path.startswith(INNER):
                 _put(weak, path.split(".", 1)[1], place)
-        self.dotted, self.flat = weak | strong, _flattened(weak) | _flattened(strong)
-        return self
+        return weak | strong, _flattened(weak) | _flattened(strong)
 
 
-def _put(names: dict[str, View | None], name: str, view: View | None) -> None:
+def _put(names: Names, name: str, view: View | None) -> None:
     there = names.setdefault(name, view)
     if there is not view and there != view:
         names[name] = None
 
 
-def _flattened(names: Mapping[str, View | None]) -> dict[str, View | None]:
+def _flattened(names: Names) -> Names:
     """The same with the dots of the module paths replaced; None where two modules become one name."""
-    flat: dict[str, View | None] = {}
+    flat: Names = {}
     for path, place in names.items():
         module, dot, leaf = path.rpartition(".")
         _put(flat, f"{module.replace('.', '_')}{dot}{leaf}", place)
@@ -101,9 +114,9 @@ def _other_names(path: str) -> Iterator[str]:
 
 def _canonical(
     keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
-) -> tuple[dict[str, View | None], list[tuple[str, View]]]:
+) -> tuple[Names, list[tuple[str, View]]]:
     """(canonical name → where it lies, the tensors' own names where those are different ones)."""
-    found: dict[str, View | None] = {}
+    found: Names = {}
     halves: dict[str, dict[int, View]] = defaultdict(dict)
     own: list[tuple[str, View]] = []
     for body, key in keys.items():
@@ -179,7 +192,7 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
     return [width if p.sized else each for p in row.parts]
 
 
-def _spelled(canonical: Mapping[str, View | None], tables: Iterable[Table]) -> Iterator[tuple[str, View]]:
+def _spelled(canonical: Names, tables: Iterable[Table]) -> Iterator[tuple[str, View]]:
     """(name, view) for everything that some spelling calls one weight and that is there as a whole."""
     tables = [t for t in tables if not t.empty]
     found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)

@@ -53,7 +53,7 @@ UNSURE: Final = ("clip", "unknown")
 def components(
     shapes: Mapping[str, Shape], config: Mapping[str, Any], folders: Collection[str], extra: Architecture | None
 ) -> list[Component]:
-    """All networks of a base, the denoiser (or only network) first; name tables not built yet.
+    """All networks of a base, the denoiser (or only network) first.
 
     `folders` are the sub-folders of a pipeline, of which keys say `<folder>.<name>`. InputError if the user's
     architecture `extra` is none of them.
@@ -73,6 +73,8 @@ def components(
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct what it says under layouts, or leave --map out")  # fmt: skip
+    for component in made:
+        component.shapes = shapes
     made.sort(key=lambda c: c.role != "denoiser")  # stable
     _label(made)
     return made

@@ -215,7 +215,7 @@ def names(index: Index, extra: Path | None = None) -> Names:
     """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
     shapes = {name: info.shape for name, info in index.tensors.items()}
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
-    return Names([part.build(shapes) for part in parts], shapes)
+    return Names(parts, shapes)
 
 
 def guess(modules: Mapping[str, Shape]) -> str:
