@@ -1,29 +1,54 @@
-"""SHA-256 of the inputs, fed with the bytes that are read for the merge anyway."""
+"""SHA-256 of the inputs, fed with the bytes that are read for the merge anyway.
+
+A digest cannot be split over cores, so with a fast disk and several cores it is what the whole merge waits for. It
+therefore starts before the first window does: while torch is imported, the beginning of the base is hashed already.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import TracebackType
 from typing import Final
 
 from .checkpoint import Reader
 from .reader import MEMORY
 
-GAP_BYTES: Final = 4 * 2**20  # per read, where the merge skipped something
+PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would wait for the import's lock too often
+GAP: Final = 4 * 2**20  # the same where the merge skipped something
 
 
 class Digests:
-    """One running digest per file. Bytes may be fed in any pieces; what was not fed is read."""
+    """One running digest per file, from `with` on. Bytes of the base may be fed in any pieces; the rest is read."""
 
-    def __init__(self, reader: Reader, sizes: dict[Path, int]) -> None:
-        self._reader, self._sizes = reader, sizes
-        self._digests = {path: hashlib.sha256() for path in sizes}
-        self._at = dict.fromkeys(sizes, 0)
+    def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path]) -> None:
+        self.reader, self._base = reader, base
+        self._others = [p for p in dict.fromkeys(others) if p not in base]
+        self._sizes = {path: path.stat().st_size for path in (*base, *self._others)}
+        self._digests = {path: hashlib.sha256() for path in self._sizes}
+        self._at = dict.fromkeys(self._sizes, 0)
+        self._fed, self._closed = Event(), Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
+
+    def __enter__(self) -> Digests:
+        """Begin with the base, until it is fed; then all of the adapters."""
+        self._ahead = self._thread.submit(self._read_ahead)
+        self._rest = self._thread.submit(self._read_others)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._fed.set()
+        self._closed.set()
+        self._thread.shutdown(cancel_futures=True)
 
     def feed(self, file: Path, offset: int, data: memoryview) -> None:
         """Bytes of `file` from `offset` on; what lies before them is read, what is known already skipped."""
-        if file not in self._at or offset >= MEMORY:  # made in memory: read from the file where its bytes lie
+        if file not in self._base or offset >= MEMORY:  # made in memory: read from the file where its bytes lie
             return
+        self._meet()
         self._read_up_to(file, offset)
         fresh = data[max(self._at[file] - offset, 0) :]
         self._digests[file].update(fresh)
@@ -31,12 +56,28 @@ class Digests:
 
     def hexdigest(self, file: Path) -> str:
         """The digest of the whole file; reads whatever was not fed."""
+        self._meet()
+        self._rest.result()
         self._read_up_to(file, self._sizes[file])
         return self._digests[file].hexdigest()
 
-    def _read_up_to(self, file: Path, end: int) -> None:
-        while self._at[file] < end:
-            gap = bytearray(min(GAP_BYTES, end - self._at[file]))
-            self._reader.read_into(memoryview(gap), file, self._at[file])
-            self._digests[file].update(gap)
-            self._at[file] += len(gap)
+    def _meet(self) -> None:
+        self._fed.set()
+        self._ahead.result()
+
+    def _read_ahead(self) -> None:
+        for file in self._base:
+            self._read_up_to(file, self._sizes[file], PIECE, self._fed)
+
+    def _read_others(self) -> None:
+        for file in self._others:
+            self._read_up_to(file, self._sizes[file], GAP, self._closed)
+
+    def _read_up_to(self, file: Path, end: int, most: int = GAP, until: Event | None = None) -> None:
+        """Not into pages, so through the page cache: what is read here is read once more, for the merge."""
+        buffer = memoryview(bytearray(max(0, min(most, end - self._at[file]))))
+        while self._at[file] < end and not (until and until.is_set()):
+            piece = buffer[: end - self._at[file]]
+            self.reader.read_into(piece, file, self._at[file])
+            self._digests[file].update(piece)
+            self._at[file] += len(piece)

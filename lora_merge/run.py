@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import __version__
 from .checkpoint import Reader
+from .digests import Digests
 from .disk import copy_file
 from .formats import replacing
 from .job import COMPUTE_DTYPES, DTYPES
-from .placement import Placement, place
 from .planning import Plan, coverage
 from .report import Report, peak_memory
 from .sidefiles import configured
 from .verify import verify
-from .writing import Writing
+
+if TYPE_CHECKING:
+    from .placement import Placement
 
 Progress: TypeAlias = Callable[[int], object]
 """Called with the number of bytes just written."""
@@ -42,7 +44,6 @@ def run_together(
     Yields the number of each plan with its report, or with what went wrong with it alone, as it gets its name.
     What concerns all of them is raised.
     """
-    at = place(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
     outputs = [_Output(n, plan) for n, plan in enumerate(plans)]
     with ExitStack() as stack:
         for o in outputs:
@@ -52,7 +53,13 @@ def run_together(
         if ready:
             indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
             reader = stack.enter_context(Reader(indexes))
-            work = Writing([o.plan for o in ready], reader, at, [o.part for o in ready], progress)
+            inputs = [p for o in ready for p in o.plan.inputs]
+            digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs))
+            from .placement import place  # a second of torch, in which the digests get on
+            from .writing import Writing
+
+            at = place(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
+            work = Writing([o.plan for o in ready], [o.part for o in ready], digests, at, progress)
             work.run()
             for n, failure in work.failed.items():
                 ready[n].fail(failure)

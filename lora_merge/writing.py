@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .checkpoint import Reader
 from .digests import Digests
 from .disk import PAGE, Writer, aligned_buffer
 from .factors import Factors, view_bytes
@@ -71,15 +70,15 @@ class Writing:
     """One run of plans, of one layout and one placement, into the folders or files `parts`."""
 
     def __init__(
-        self, plans: Sequence[Plan], reader: Reader, at: Placement, parts: Sequence[Path],
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, at: Placement,
         progress: Callable[[int], object],
     ) -> None:  # fmt: skip
-        self.plans, self.parts, self.reader, self.progress = plans, parts, reader, progress
+        self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
+        self.reader = reader = digests.reader
         files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
         self.factors = Factors(reader, files)
         self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold")
         self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds)
-        self.digests = Digests(reader, {p: p.stat().st_size for plan in plans for p in plan.inputs})
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.seconds = {"read": 0.0, "hash": 0.0, "fold": 0.0, "write": 0.0}
