@@ -165,7 +165,7 @@ class Matcher:
             self._replace_rows(info, view, meant.rows)
         elif view.pieces not in self.set:  # PEFT writes some parameters twice
             self.set.add(view.pieces)
-            self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), view)
+            self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
 
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]

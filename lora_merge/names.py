@@ -22,7 +22,7 @@ from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
 from .explain import absence, likely_reason, other_variant
 from .guess import architectures, described, seen
-from .views import View
+from .views import View, transposed
 
 PREFIXES: Final = (
     # names begin with             and speak of
@@ -115,6 +115,16 @@ class Names:
             if views:
                 return views[0]
         return None
+
+    def value(self, view: View) -> View:
+        """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.
+
+        They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
+        """
+        piece = view.pieces[0]
+        part = self._keys[piece.key]
+        own = part.dotted.get(piece.key.removeprefix(part.prefix))
+        return transposed(view) if piece.transposed and own == view else view
 
     def component(self, key: str) -> str:
         """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""

@@ -358,6 +358,18 @@ def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:
     assert view == View((Piece("transformer.h.0.attn.c_attn.weight", 0, 768, 2304, transposed=True),), (2304, 768))
 
 
+def test_a_stored_value_of_a_conv1d_is_taken_as_it_is() -> None:
+    gpt2, clip = base("transformers/gpt2"), base("native/openclip-bigg-text")
+    key = "transformer.h.0.attn.c_proj.weight"
+    view = gpt2.find(f"base_model.model.{key.removesuffix('.weight')}")
+    assert view is not None
+    assert view.pieces[0].transposed
+    assert gpt2.value(view) == whole(key, (768, 768))
+    projection = clip.find("text_projection", "weight")
+    assert projection is not None
+    assert clip.value(projection) == projection  # the adapter's own is [out, in], the base's is not
+
+
 def test_unknown_model_with_any_prefix() -> None:
     shapes = {f"body.blocks.{i}.some_layer.weight": (4, 3) for i in range(12)}
     for stored in ("model.diffusion_model.", "", "net.", "transformer."):
