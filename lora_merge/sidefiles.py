@@ -38,8 +38,12 @@ def output_name(file: Path, base: Index) -> str:
     relative = file.relative_to(base.path)
     if relative.suffix == ".safetensors":
         return relative.as_posix()
-    name = relative.name.replace("pytorch_model", "model")
-    return relative.with_name(Path(name).stem + ".safetensors").as_posix()
+    return relative.with_name(Path(_renamed(relative.name)).stem + ".safetensors").as_posix()
+
+
+def _renamed(name: str) -> str:
+    """transformers' name for pickled weights → its name for safetensors; diffusers has one name for both."""
+    return "model" + name.removeprefix("pytorch_model") if name.startswith("pytorch_model") else name
 
 
 def index_files(base: Index, sizes: Mapping[str, tuple[Path, int]]) -> Iterator[tuple[str, bytes]]:
@@ -56,7 +60,7 @@ def index_files(base: Index, sizes: Mapping[str, tuple[Path, int]]) -> Iterator[
         metadata = content.setdefault("metadata", {})
         metadata["total_size"] = sum(sizes[name][1] for name in members)
         relative = path.relative_to(base.path)
-        name = relative.name.replace("pytorch_model", "model").replace(".bin.index", ".safetensors.index")
+        name = _renamed(relative.name).replace(".bin.index", ".safetensors.index")
         yield relative.with_name(name).as_posix(), (json.dumps(content, indent=2) + "\n").encode()
 
 

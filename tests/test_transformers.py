@@ -1,0 +1,123 @@
+"""Tiny transformers models, a PEFT adapter on them, and the files of merge_and_unload against ours.
+
+Files are compared, not modules, so that what transformers renames and fuses in memory is tested too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+
+from .support import Tensors, load
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+LLM = SMALL | dict(num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0)
+MOE = LLM | dict(num_local_experts=4, num_experts_per_tok=2)
+
+MODELS: dict[str, tuple[str, str, dict[str, Any], list[str] | str]] = {
+    # name: (class, configuration, arguments, layers)
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLM, ["q_proj", "v_proj", "down_proj", "lm_head"]),
+    "mistral": ("MistralForCausalLM", "MistralConfig", LLM | dict(head_dim=8), ["k_proj", "gate_proj"]),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", LLM, ["q_proj", "o_proj", "up_proj"]),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", LLM | dict(head_dim=8), ["q_proj", "o_proj", "up_proj"]),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", LLM | dict(head_dim=8, tie_word_embeddings=True), ["q_proj", "down_proj"]),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", LLM, ["qkv_proj", "gate_up_proj"]),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=100, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False), ["c_attn", "c_proj", "c_fc"]),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL | dict(tie_word_embeddings=False), ["query_key_value", "dense_h_to_4h"]),
+    "bert": ("BertModel", "BertConfig", SMALL, ["query", "value", "dense"]),
+    "vit": ("ViTForImageClassification", "ViTConfig", {k: v for k, v in SMALL.items() if k != "vocab_size"} | dict(image_size=32, patch_size=8), ["q_proj", "v_proj", "query", "value"]),
+    "t5": ("T5ForConditionalGeneration", "T5Config", dict(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4), ["q", "v", "wi", "wo"]),
+    "clip text": ("CLIPTextModel", "CLIPTextConfig", SMALL | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), ["q_proj", "fc1"]),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", dict(
+        vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=16, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    ), ["q_proj", "fc2"]),
+}  # fmt: skip
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": dict(use_rslora=True),
+    "dora": dict(use_dora=True),
+    "patterns": dict(rank_pattern={r"layers\.0\..*": 3}, alpha_pattern={r"layers\.1\..*": 9}),
+}
+
+
+def build(name: str) -> Any:
+    kind, config, arguments, _ = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**arguments))
+
+
+def compare(model: Any, config: Any, folder: Path) -> None:
+    """Save the base, train (at random), save the adapter, merge both ways, compare the files."""
+    model.save_pretrained(folder / "base", max_shard_size="40KB")
+    tuned = peft.get_peft_model(model, config)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    tuned.save_pretrained(folder / "adapter")
+    lora_merge.merge(folder / "base", folder / "adapter", folder / "ours")
+    tuned.merge_and_unload().save_pretrained(folder / "theirs")
+    ours, theirs = _all(folder / "ours"), _all(folder / "theirs")
+    assert set(ours) == set(theirs)
+    changed = 0
+    before = _all(folder / "base")
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, atol=2e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        changed += not torch.equal(before[key], value)
+    assert changed
+
+
+def _all(folder: Path) -> Tensors:
+    return {k: t for f in sorted(folder.glob("*.safetensors")) for k, t in load(f).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_equal_those_of_merge_and_unload(name: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False)
+    compare(build(name), config, tmp_path)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_options_of_the_configuration(name: str, option: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False, **OPTIONS[option])
+    compare(build(name), config, tmp_path)
+
+
+def test_embeddings_heads_and_biases(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], init_lora_weights=False)
+    compare(build("llama"), config, tmp_path / "a")
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], bias="all", init_lora_weights=False)
+    compare(build("qwen2"), config, tmp_path / "b")
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], trainable_token_indices=[3, 50, 99], init_lora_weights=False)
+    compare(build("llama"), config, tmp_path / "c")
+
+
+EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE | dict(head_dim=8)),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    "gpt oss": ("GptOssForCausalLM", "GptOssConfig", MOE | dict(head_dim=8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]], ids="+".join)
+def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> None:
+    kind, config, arguments = EXPERTS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
+    found = [n.rpartition(".")[0].split("layers.0.")[1] for n, _ in model.named_parameters() if "layers.0." in n and n.endswith("experts.gate_up_proj")]
+    lora = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=[f"{found[0]}.{p}" for p in parameters], init_lora_weights=False
+    )
+    compare(model, lora, tmp_path)
