@@ -68,7 +68,7 @@ def _fit(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
 
 
 def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
-    """ΔW in the shape of `base`, whose values are not read."""
+    """ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
     up = t.up.reshape(-1, *t.up.shape[-3:]).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
     if t.up.dim() == 5:
         return (t.down.transpose(2, 3) @ up.transpose(2, 3)).reshape(base.shape)

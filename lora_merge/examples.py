@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .algorithms import ALGORITHMS, Shape
+from .algorithms import ALGORITHMS, Shape, flat
 from .reference import Given
 from .reference.floats import Array
 
@@ -142,4 +142,6 @@ def given(
     def weights(entries: Array | None) -> Array:
         return base if entries is None else base[entries]
 
-    return Given(read, weights, frozenset(stored), example.numbers, settings, example.shape, chosen)
+    return Given(
+        read, weights, frozenset(stored), example.numbers, settings, example.shape, chosen, flat(example.shape)
+    )

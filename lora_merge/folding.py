@@ -121,6 +121,7 @@ class Folder:
             first.use.piece.transposed,
             stage([self._view(s.use.patch.view, at) for s in slices], at) if first.needs_view else None,
             slice(*first.taken) if first.taken is not None else None,
+            patch.view.matrix if first.taken is not None else None,
             self._magnitude(slices, at),
         )
 

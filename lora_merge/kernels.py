@@ -22,7 +22,8 @@ class Stack:
     rows: slice  # rows of the block that it changes
     transposed: bool = False  # the formula sees these rows as columns
     view: Tensor | None = None  # [n, out, cols] what the formula was trained on, where that is more than `rows`
-    taken: slice | None = None  # the rows of that view's ΔW that belong to this block
+    taken: slice | None = None  # the rows of the whole ΔW that belong to this block
+    whole: tuple[int, int] | None = None  # (out, cols) of that ΔW, where it is more than `rows`
     magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
 
     @property
@@ -51,6 +52,8 @@ def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
 def change(s: Stack, base: Tensor) -> Tensor:
     """F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
     seen = s.region(base) if s.view is None else s.view
+    if s.view is None and s.whole is not None:  # its values are not read, but its shape may be
+        seen = base.new_zeros(()).expand(len(base), *s.whole)
     change = s.algorithm.delta(seen, s.tensors)
     if s.magnitude is not None:
         axis, magnitude = s.magnitude

@@ -72,7 +72,7 @@ DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
 """What names may speak of that is a denoiser; all but the last expert may be the only one."""
 
 REWRITES: Final = (
-    (re.compile(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), r"\1"),
+    (re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), ""),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),

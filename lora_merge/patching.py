@@ -75,7 +75,7 @@ class Patcher:
             raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
                              "export or download it again")  # fmt: skip
         raise ShapeMismatch("adapter tensors do not fit the base",
-                            f"{self.adapter.path}: {module.where} {_shapes(module)}: {reasons[0]}",
+                            f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}",
                             "merge into the checkpoint that the adapter was trained on")  # fmt: skip
 
     def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:

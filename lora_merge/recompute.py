@@ -236,7 +236,7 @@ class Recomputation:
 
         slots = frozenset(patch.module.slots) | frozenset(derived)
         base = partial(self._view, patch)
-        return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows)
+        return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _view(self, patch: Patch, rows: Array | None) -> Array:
         """Rows of the weight as the adapter saw it, gathered from its pieces."""

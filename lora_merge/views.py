@@ -42,6 +42,12 @@ class View:
     pieces: tuple[Piece, ...]
     shape: Shape
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
+        first = self.pieces[0]
+        return sum(p.rows for p in self.pieces), first.stop - first.start if first.transposed else first.cols
+
 
 def whole(key: str, shape: Shape) -> View:
     """A stored tensor as it is."""

@@ -90,22 +90,32 @@ def test_files_equal_those_of_merge_and_unload(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_options_of_the_configuration(name: str, option: str, tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False, **OPTIONS[option])
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=MODELS[name][3], init_lora_weights=False, **OPTIONS[option]
+    )
     compare(build(name), config, tmp_path)
 
 
 def test_embeddings_heads_and_biases(tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2,
+        lora_alpha=6,
+        target_modules=["q_proj", "embed_tokens"],
+        modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )
     compare(build("llama"), config, tmp_path / "a")
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], bias="all", init_lora_weights=False)
     compare(build("qwen2"), config, tmp_path / "b")
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], trainable_token_indices=[3, 50, 99], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj"], trainable_token_indices=[3, 50, 99], init_lora_weights=False
+    )
     compare(build("llama"), config, tmp_path / "c")
 
 
 EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE | dict(head_dim=8)),
-    "qwen3 moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)),
     "gpt oss": ("GptOssForCausalLM", "GptOssConfig", MOE | dict(head_dim=8)),
 }  # fmt: skip
 
@@ -116,8 +126,16 @@ def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> No
     kind, config, arguments = EXPERTS[name]
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
-    found = [n.rpartition(".")[0].split("layers.0.")[1] for n, _ in model.named_parameters() if "layers.0." in n and n.endswith("experts.gate_up_proj")]
+    found = [
+        n.rpartition(".")[0].split("layers.0.")[1]
+        for n, _ in model.named_parameters()
+        if "layers.0." in n and n.endswith("experts.gate_up_proj")
+    ]
     lora = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=[f"{found[0]}.{p}" for p in parameters], init_lora_weights=False
+        r=2,
+        lora_alpha=6,
+        target_modules=["q_proj"],
+        target_parameters=[f"{found[0]}.{p}" for p in parameters],
+        init_lora_weights=False,
     )
     compare(model, lora, tmp_path)

@@ -23,6 +23,7 @@ class Given:
     settings: Mapping[str, Any]
     shape: tuple[int, ...]  # of the weight
     rows: Array  # of ΔW that are asked for
+    matrix: tuple[int, int]  # (rows, cols) of the weight as a matrix
 
     def __getitem__(self, slot: str) -> Array:
         """A whole stored tensor."""
@@ -45,12 +46,12 @@ class Given:
     @property
     def out(self) -> int:
         """Rows of the weight."""
-        return self.shape[0] if self.shape else 1
+        return self.matrix[0]
 
     @property
     def cols(self) -> int:
         """Columns of the flattened weight."""
-        return int(np.prod(self.shape[1:], dtype=np.int64))
+        return self.matrix[1]
 
 
 Formula: TypeAlias = Callable[[Given], Array]
