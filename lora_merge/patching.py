@@ -74,9 +74,9 @@ class Patcher:
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
                              "export or download it again")  # fmt: skip
-        raise ShapeMismatch("adapter tensors do not fit the base",
-                            f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}",
-                            "merge into the checkpoint that the adapter was trained on")  # fmt: skip
+        where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
+        fix = "merge into the checkpoint that the adapter was trained on"
+        raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
         row = ALGORITHMS[name]
