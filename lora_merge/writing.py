@@ -147,7 +147,8 @@ class Writing:
         for c in turn.change.converts:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
             convert(source, view_bytes(out[c.at : c.at + c.bytes], c.to_dtype, (c.count,)))
-        self.folder.fold([_item(f, out, base if f.apart else image) for f in turn.change.folds])
+        kept = None if turn.last else image  # the last turn folds where the base values lie
+        self.folder.fold([_item(f, out, base if f.apart else kept) for f in turn.change.folds])
 
     def write(self, turn: Turn) -> None:
         """The finished window to the disk."""
@@ -209,12 +210,17 @@ def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
             yield at, end
 
 
-def _item(f: Fold, out: memoryview, base: memoryview) -> Item:
-    """The block's base values and the place of its result, as tensors on the buffers that hold them."""
+def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
+    """The block's base values and the place of its result, as tensors on the buffers that hold them.
+
+    Without `base` the values lie where the result goes.
+    """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
     into = view_bytes(out[f.at : f.at + f.nbytes], block.target.dtype, shape)
     source = block.target.source
     if source is None:
         return Item(block, None, into)
+    if base is None:
+        return Item(block, into, into)
     values = view_bytes(base[f.source : f.source + f.source_bytes], source.dtype, (-1,) if block.reshaped else shape)
     return Item(block, values, into)
