@@ -217,14 +217,17 @@ class Matcher:
                 f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",
                 self.names.explain(list(result.unmatched), shapes),
             )
-        if doubt := self.names.doubt(shapes):
-            result.notes.append(doubt)
         if result.unmatched and unmatched == "error":
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
                 f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",
                 f"{self.names.explain(list(result.unmatched), shapes)}; or leave them out with --unmatched skip",
             )
+        if doubt := self.names.doubt(shapes):
+            if unmatched == "error":
+                raise FitError("the adapter looks made for another variant of the model", f"{path}: {doubt}",
+                               "use the base it was trained on, or merge all the same with --unmatched skip")  # fmt: skip
+            result.notes.append(doubt)
 
 
 def check_replacements(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
