@@ -60,8 +60,8 @@ class Algorithm:
     shared: frozenset[str] = frozenset()
     """Required slots that a file may hold once for all modules."""
     decomposes: bool = False
-    """Whether it inverts, factorises or transforms, which torch does in float32 and float64 only:
-    the caller hands over at least float32, whatever the compute dtype."""
+    """Whether it inverts, factorises or transforms, where torch knows no 16-bit floats and float32 loses
+    digits: the caller hands over float64 (float32 on devices without), whatever the compute dtype."""
     and_bias: bool = False
     """Whether the formula holds for the module's bias as well, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None

@@ -18,7 +18,7 @@ from .algorithms import ALGORITHMS
 from .disk import DIRECT_ON, Mode, Writer, aligned_buffer, failure, file_system, free_bytes
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
-from .placement import TORCH_DTYPES, Placement, at_least_fp32, host, numbers, place, present, stage, stage_indices
+from .placement import TORCH_DTYPES, Placement, host, numbers, place, precise, present, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
 
@@ -140,7 +140,7 @@ def computed(  # noqa: PLR0913, PLR0917
 ) -> Array:  # fmt: skip
     """The production formula's ΔW [out, cols] for an example, computed at a placement, from dtypes as stored."""
     row = ALGORITHMS[name]
-    at = at_least_fp32(at) if row.decomposes else at
+    at = precise(at) if row.decomposes else at
     given_tensors = tensors(name, example) if kept is None else kept
     slots = {
         slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])

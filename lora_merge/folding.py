@@ -18,7 +18,7 @@ from .errors import InputError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Placement, Scratch, at_least_fp32, land, numbers, stage, stage_indices
+from .placement import Placement, Scratch, land, numbers, precise, stage, stage_indices
 from .views import View
 
 STACK_ELEMENTS: Final = {"cpu": 2**20, "other": 2**26}
@@ -92,9 +92,9 @@ class Folder:
         return out.reshape(len(group), block.last - block.first, block.cols)
 
     def _precise(self, block: Block) -> Placement:
-        """The placement, in at least fp32 where a formula factorises or inverts."""
+        """The placement, in fp64 where a formula factorises or inverts."""
         rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-        return at_least_fp32(self.at) if any(r.decomposes for r in rows) else self.at
+        return precise(self.at) if any(r.decomposes for r in rows) else self.at
 
     def stack(self, slices: Sequence[Slice], at: Placement) -> Stack:
         """The same slice of n blocks as one Stack."""

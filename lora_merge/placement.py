@@ -55,9 +55,12 @@ def place(device: str, dtype: str) -> Placement:
     return Placement(where, TORCH_DTYPES[dtype])
 
 
-def at_least_fp32(at: Placement) -> Placement:
-    """The same place in fp32 or better."""
-    return at if at.dtype.itemsize >= 4 else Placement(at.device, torch.float32)
+def precise(at: Placement) -> Placement:
+    """The same place in fp64, or in fp32 where it computes no fp64.
+
+    Inverses and decompositions in fp32 would round up to 1 % of an fp16 output's elements differently.
+    """
+    return Placement(at.device, torch.float32 if at.device.type in ("mps", "xpu") else torch.float64)
 
 
 def present() -> list[str]:
