@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Final
 
 from .adapter import AdapterFile, Module
 from .algorithms import ALGORITHMS, Shape, flat
@@ -23,6 +24,10 @@ from .peft import Plain
 from .views import Piece, View, rows_of
 
 SHOWN = 5  # how many names an error message lists
+
+EMBEDDINGS: Final = ("model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte", "shared",
+                     "model.decoder.embed_tokens", "model.shared", "gpt_neox.embed_in")  # fmt: skip
+"""Where transformers' models keep the input embeddings that a tied head uses."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,23 @@ class Matcher:
         """The parameter of a module, by any of the names that the configuration may mean."""
         targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         found = (self.names.find(*_apart(target)) for target in targets)
-        return next((view for view in found if view is not None), None)
+        return next((view for view in found if view is not None), None) or self._tied(name, parameter)
+
+    def _tied(self, name: str, parameter: str) -> View | None:
+        """The input embeddings, for the head of a model that has no other weight for it.
+
+        merge_and_unload adds to the shared tensor, so both ends change; PEFT 0.21, tuners/lora/model.py.
+        """
+        if parameter != "weight" or not name.endswith("lm_head"):
+            return None
+        for shared in EMBEDDINGS:
+            view = self.names.find(shared)
+            if view is not None:
+                self.result.notes.append(
+                    f"{name}: the head is tied to {view.pieces[0].key}, so the input embeddings change too"
+                )
+                return view
+        return None
 
     def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
         """(rows, columns), each the largest of the weights whose formula wants to know."""
