@@ -246,8 +246,9 @@ class Matcher:
             )
         if doubt := self.names.doubt(shapes):
             if unmatched == "error":
-                raise FitError("the adapter looks made for another variant of the model", f"{path}: {doubt}",
-                               "use the base it was trained on, or merge all the same with --unmatched skip")  # fmt: skip
+                what = "the adapter looks made for another variant of the model"
+                fix = "use the base it was trained on, or merge all the same with --unmatched skip"
+                raise FitError(what, f"{path}: {doubt}", fix)
             result.notes.append(doubt)
 
 
