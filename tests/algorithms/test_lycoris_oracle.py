@@ -14,7 +14,6 @@ from pipeline import merge_module
 from torch import Tensor, nn
 
 lycoris = pytest.importorskip("lycoris.modules", reason="lycoris-lora is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYERS = {
     "linear": lambda: nn.Linear(24, 36),
