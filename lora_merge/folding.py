@@ -50,7 +50,7 @@ class Folder:
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
         groups = list(_groups(items, STACK_ELEMENTS["cpu" if self.at.device.type == "cpu" else "other"]))
-        if self.pool is None or len(groups) < 2:
+        if self.pool is None:
             for group in groups:
                 self._fold(group)
             return

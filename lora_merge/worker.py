@@ -47,9 +47,9 @@ def main() -> None:
 def spread(task: Task) -> Pass:
     """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
     if task.this.workers > 1:
-        import torch
+        from .placement import share_cores
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // task.this.workers))
+        share_cores(task.this.workers)
     entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)
     return replace(task.this, entries=entries)
 

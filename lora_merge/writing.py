@@ -16,7 +16,7 @@ from .digests import Digests
 from .disk import PAGE, Writer, aligned_buffer
 from .factors import Factors, view_bytes
 from .folding import Folder, Item
-from .placement import Placement, convert, threads
+from .placement import Placement, convert, one_core, threads
 from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
@@ -77,7 +77,7 @@ class Writing:
         self.reader = reader = digests.reader
         files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
         self.factors = Factors(reader, files)
-        self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold")
+        self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds)
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}

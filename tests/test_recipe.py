@@ -183,3 +183,25 @@ def test_the_search_is_bounded_and_stays_below_its_folders(files: Path, tmp_path
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path])
     assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
+
+
+def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
+    """Regression: 2 threads within a matrix product gave other bytes than 1 for six layers of a real model."""
+    import threading
+
+    import torch
+
+    from lora_merge.placement import one_core
+
+    before, seen = torch.get_num_threads(), []
+
+    def work() -> None:
+        one_core()
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == before
+    if sys.platform.startswith("linux"):
+        assert seen == [1]
