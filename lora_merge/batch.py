@@ -17,7 +17,7 @@ from .outcome import JobReport, failed
 from .passes import Pass
 from .publish import remove_stale
 from .run import Progress
-from .survey import TOGETHER, Sketch, survey
+from .survey import TOGETHER, Sketch, check_space, survey
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Batch:
 
     def _run(self, crew: Crew, name: str, progress: Progress) -> Iterator[JobReport]:
         by = find(name)
+        check_space(self.sketches, crew.workers or 1)
         lost: set[int] = set()  # jobs without an output
         for s in self.sketches:
             if s.error is not None:

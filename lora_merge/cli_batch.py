@@ -52,7 +52,7 @@ def batch(
     find(executor)
     made = make_batch(jobs, workers=workers, overwrite=overwrite)
     if dry_run:
-        _dry_run(made, as_json=as_json)
+        _dry_run(made, workers or 1, as_json=as_json)
         return
     _announce(made, quiet=quiet or as_json)
     ended: list[JobReport] = []
@@ -77,8 +77,10 @@ def _announce(made: Batch, *, quiet: bool) -> None:
                    f"{sum(s.done for s in made.sketches)} done already, {_broken(made)} that cannot run")  # fmt: skip
 
 
-def _dry_run(made: Batch, *, as_json: bool) -> None:
-    """Every job with what would happen to it; fails as the run would, where jobs cannot run."""
+def _dry_run(made: Batch, workers: int, *, as_json: bool) -> None:
+    """Every job with what would happen to it; fails as the run would, where jobs or the disk cannot do it."""
+    from .survey import check_space
+
     for s in made.sketches:
         if as_json:
             typer.echo(json.dumps(_sketch(s), ensure_ascii=False))
@@ -90,6 +92,7 @@ def _dry_run(made: Batch, *, as_json: bool) -> None:
         _announce(made, quiet=False)
     if _broken(made):
         raise _failure(_broken(made), len(made.sketches), "planned")
+    check_space(made.sketches, workers)
 
 
 def _recipe(s: Sketch) -> str:
