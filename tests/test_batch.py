@@ -1,0 +1,439 @@
+"""Batches: what single merges give, once per job, in the face of failures, other processes and the kill signal."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import random
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lora_merge
+from lora_merge import disk, header, passes, survey, writing
+from lora_merge.batch import make_batch
+from lora_merge.claims import claim_path, claimed
+from lora_merge.cli import app
+from lora_merge.disk import Writer
+from lora_merge.errors import ResourceError, UsageError
+from lora_merge.outcome import JobReport
+from lora_merge.reader import Reader
+
+from .support import assert_rounded, expected, kohya, load, rand, save, sd1
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with a base and two adapters."""
+    base = sd1()
+    save(base, tmp_path / "base.safetensors")
+    save(kohya(base), tmp_path / "ink.safetensors")
+    save(kohya(base, te=False, rank=2, seed=7), tmp_path / "oil.safetensors")
+    return tmp_path
+
+
+def job(models: Path, output: str, *adapters: str, **options: Any) -> dict[str, Any]:
+    return {
+        "base": str(models / "base.safetensors"), "adapters": [str(models / a) for a in adapters or ("ink.safetensors:0.5",)],
+        "output": str(models / "out" / output), **options,
+    }  # fmt: skip
+
+
+def grid(models: Path, count: int, **options: Any) -> list[dict[str, Any]]:
+    return [job(models, f"{n}.safetensors", f"ink.safetensors:{n / 8}", **options) for n in range(1, count + 1)]
+
+
+def run(jobs: Any, **options: Any) -> list[JobReport]:
+    return list(lora_merge.run_batch(jobs, **options))
+
+
+def fates(reports: list[JobReport]) -> list[str]:
+    return [r.status for r in sorted(reports, key=lambda r: r.number)]
+
+
+def strays(folder: Path) -> list[str]:
+    return [p.name for p in folder.rglob("*") if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, dtype: str) -> None:
+    jobs = [
+        job(models, "a", "ink.safetensors:0.5", dtype=dtype), job(models, "b", "ink.safetensors", dtype=dtype),
+        job(models, "c", "oil.safetensors:-2", dtype=dtype), job(models, "d", "ink.safetensors:0", dtype=dtype),
+        job(models, "e", "oil.safetensors", "ink.safetensors:0.3", dtype=dtype),
+    ]  # fmt: skip
+    assert fates(run(jobs)) == ["merged"] * 5
+    for one, entry in zip(jobs, make_batch(jobs).sketches, strict=True):
+        alone = replace(entry.entry.job, output=models / "alone", overwrite=True)
+        lora_merge.merge(alone.base, list(alone.adapters), alone.output, dtype=dtype, overwrite=True)
+        assert Path(one["output"]).read_bytes() == (models / "alone").read_bytes()
+    base, ink, oil = (load(models / f"{n}.safetensors") for n in ("base", "ink", "oil"))
+    for name, adapters in (("a", [(ink, 0.5)]), ("e", [(oil, 1.0), (ink, 0.3)])):
+        exact = expected(base, adapters)
+        for key, got in load(models / "out" / name).items():
+            assert_rounded(got, exact[key])
+    assert not strays(models)
+
+
+def test_the_base_is_read_once_within_the_memory_of_one_merge(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, read, taken = models / "base.safetensors", Counter[str](), [0]
+    read_into, aligned = Reader.read_into, disk.aligned_buffer
+
+    def counted(self: Reader, buffer: memoryview, file: Path, offset: int) -> None:
+        read[file.name] += len(buffer)
+        read_into(self, buffer, file, offset)
+
+    def allocated(size: int) -> memoryview:
+        taken[0] += size
+        return aligned(size)
+
+    monkeypatch.setattr(Reader, "read_into", counted)
+    monkeypatch.setattr(writing, "aligned_buffer", allocated)
+    bytes_alone = []
+    for count in (1, 6):
+        shutil.rmtree(models / "out", ignore_errors=True)
+        read.clear()
+        taken[0] = 0
+        assert fates(run(grid(models, count, verify=False))) == ["merged"] * count
+        assert read[base.name] <= base.stat().st_size
+        bytes_alone.append(taken[0])
+    assert bytes_alone[1] <= 4 * base.stat().st_size + 2**16  # four windows, each at most the whole of this base
+    assert bytes_alone[0] > 0
+
+
+def test_a_second_run_redoes_nothing(models: Path) -> None:
+    jobs = grid(models, 3)
+    assert fates(run(jobs)) == ["merged"] * 3
+    before = {p: p.stat().st_mtime_ns for p in (models / "out").iterdir()}
+    assert fates(run(jobs)) == ["skipped"] * 3
+    (models / "out" / "2.safetensors").unlink()
+    assert fates(run(jobs)) == ["skipped", "merged", "skipped"]
+    unchanged = [p for p, t in before.items() if p.stat().st_mtime_ns == t]
+    assert len(unchanged) == 2
+    (models / "ink.safetensors").rename(models / "renamed.safetensors")
+    renamed = [{**j, "adapters": [a.replace("ink", "renamed") for a in j["adapters"]]} for j in jobs]
+    assert fates(run(renamed)) == ["skipped"] * 3  # the same by size and hash, whatever it is called
+
+
+@pytest.mark.parametrize("change", ["strength", "dtype", "content", "foreign", "truncated"])
+def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change: str) -> None:
+    jobs, output = grid(models, 2), models / "out" / "1.safetensors"
+    run(jobs)
+    if change == "strength":
+        jobs[0]["adapters"] = [str(models / "ink.safetensors:0.9")]
+    elif change == "dtype":
+        jobs[0]["dtype"] = "fp32"
+    elif change == "content":
+        ink = load(models / "ink.safetensors")
+        save({k: t + 1 for k, t in ink.items()}, models / "ink.safetensors")  # same size, other bytes
+    elif change == "foreign":
+        save({"w": torch.ones(3)}, output)
+    else:
+        output.write_bytes(output.read_bytes()[:-5])
+    other = 1 if change == "content" else 0
+    before = output.read_bytes()
+    reports = run(jobs)
+    assert fates(reports) == ["failed", "failed" if other else "skipped"]
+    assert all(isinstance(r.error, UsageError) and "--overwrite" in r.error.fix for r in reports if not r.ok)
+    assert output.read_bytes() == before
+    assert fates(run(jobs, overwrite=True)) == ["merged", "merged" if other else "skipped"]
+    assert fates(run(jobs)) == ["skipped"] * 2
+
+
+def test_failures_stay_in_their_job(models: Path) -> None:
+    broken = kohya(sd1(), seed=3)
+    next(iter(broken.values()))[0] = float("nan")
+    save(broken, models / "nan.safetensors")
+    save({"lora_unet_no_such_place.lora_up.weight": rand(4, 2), "lora_unet_no_such_place.lora_down.weight": rand(2, 4)},
+         models / "alien.safetensors")  # fmt: skip
+    jobs = [
+        job(models, "a"), job(models, "b", "nan.safetensors"), job(models, "c", "ink.safetensors:0.7"),
+        job(models, "d", "alien.safetensors"), job(models, "e", "missing.safetensors"),
+    ]  # fmt: skip
+    reports = run(jobs)
+    assert fates(reports) == ["merged", "failed", "merged", "failed", "failed"]
+    codes = {r.number: r.error.exit_code for r in reports if r.error}
+    assert codes == {2: 3, 4: 4, 5: 3}
+    assert {r.number for r in reports[:2]} == {4, 5}, "what the plan finds is told before anything is written"
+    assert sorted(p.name for p in (models / "out").iterdir()) == ["a", "c"]
+    shutil.rmtree(models / "out")
+    quick = run(jobs, fail_fast=True)
+    assert [r.status for r in quick] == ["failed"]
+    assert not (models / "out").exists()
+
+
+def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "PAUSE", 0)
+    write, left = Writer.write, Counter({"1.safetensors": 2, "2.safetensors": 9})
+
+    def stumbling(self: Writer, data: memoryview) -> None:
+        name = next((n for n in left if n in self.path.name), None)
+        if name is not None and left[name] > 0:
+            left[name] -= 1
+            raise disk.failure(OSError(errno.EIO, "Input/output error"), self.path, 0) from OSError(errno.EIO, "EIO")
+        write(self, data)
+
+    monkeypatch.setattr(Writer, "write", stumbling)
+    reports = run(grid(models, 3))
+    assert fates(reports) == ["merged", "failed", "merged"]
+    assert {r.number: r.tries for r in reports} == {1: 3, 2: 3, 3: 1}
+    assert left["2.safetensors"] == 6
+    assert sorted(p.name for p in (models / "out").iterdir()) == ["1.safetensors", "3.safetensors"]
+
+
+def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = writing.Writing._make
+
+    def buggy(self: writing.Writing, turn: writing.Turn) -> None:
+        if self.plans[turn.plan].job.output.name == "2.safetensors":
+            raise ZeroDivisionError("planted")
+        make(self, turn)
+
+    monkeypatch.setattr(writing.Writing, "_make", buggy)
+    reports = run(grid(models, 3))
+    assert fates(reports) == ["merged", "failed", "merged"]
+    error = next(r.error for r in reports if r.error)
+    assert "ZeroDivisionError: planted" in error.what
+    assert "buggy" in error.fix, "the traceback"
+
+
+@pytest.mark.parametrize(
+    ("second", "word"),
+    [("one", "place of another"), ("x/../one", "place of another"), ("one/inside", "inside the output")],
+)
+def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: str) -> None:
+    with pytest.raises(UsageError, match="place of another") as caught:
+        run([job(models, "one"), job(models, second, "oil.safetensors")])
+    assert word in f"{caught.value.what} {caught.value.where}"
+
+
+def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
+    last = {**job(models, "last", "oil.safetensors:0.5"), "base": str(models / "out" / "first")}
+    reports = run([last, job(models, "first", dtype="fp32")])
+    assert [(r.number, r.status) for r in reports] == [(2, "merged"), (1, "merged")]
+    base, ink, oil = (load(models / f"{n}.safetensors") for n in ("base", "ink", "oil"))
+    exact = expected(base, [(ink, 0.5), (oil, 0.5)])
+    for key, got in load(models / "out" / "last").items():
+        assert got.dtype in (torch.float32, torch.int64)
+        assert_rounded(got, exact[key])
+    assert fates(run([last, job(models, "first", dtype="fp32")])) == ["skipped"] * 2
+
+
+def test_a_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}
+    broken = kohya(sd1(), seed=3)
+    next(iter(broken.values()))[0] = float("inf")
+    save(broken, models / "inf.safetensors")
+    assert fates(run([last, job(models, "first", "inf.safetensors")])) == ["failed", "failed"]
+    assert fates(run([last, job(models, "first", "missing.safetensors")])) == ["failed", "failed"]
+    assert not strays(models)
+
+
+def test_circles_and_outputs_as_adapters_are_refused(models: Path) -> None:
+    a = {**job(models, "a"), "base": str(models / "out" / "b")}
+    b = {**job(models, "b"), "base": str(models / "out" / "a")}
+    with pytest.raises(UsageError, match="wait for each other"):
+        run([a, b, job(models, "c")])
+    with pytest.raises(UsageError, match="wait for each other"):
+        run([{**job(models, "x"), "output": str(models / "base.safetensors"), "overwrite": True}])
+    reports = run([job(models, "a"), job(models, "c", "out/a")])
+    assert fates(reports) == ["merged", "failed"]
+    assert any(r.error and "adapter is the output" in r.error.what for r in reports)
+
+
+def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = make_batch(grid(models, 1)).size
+    monkeypatch.setattr(disk, "free_bytes", lambda _: int(2.5 * size))
+    assert fates(run(grid(models, 2))) == ["merged"] * 2
+    shutil.rmtree(models / "out")
+    with pytest.raises(ResourceError, match="no space"):
+        run(grid(models, 3))
+    assert not (models / "out").exists()
+
+
+def test_ten_thousand_jobs_are_planned_in_seconds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Counter[str]()
+    parse = header.parse_file
+
+    def counted(path: Path) -> header.Header:
+        opened[path.name] += 1
+        return parse(path)
+
+    monkeypatch.setattr("lora_merge.checkpoint.parse_file", counted)
+    steps = [n / 1000 for n in range(2500)]
+    started = time.process_time()
+    made = make_batch({"version": 1, "jobs": [{
+        "base": str(models / "base.safetensors"), "adapters": [{"path": str(models / "{a}.safetensors"), "strength": "{s}"}],
+        "dtype": dtype, "matrix": {"a": ["ink", "oil"], "s": steps}, "output": str(models / f"out/{dtype}" / "{a}-{s}"),
+    } for dtype in ("keep", "bf16")]})  # fmt: skip
+    assert time.process_time() - started < 10
+    assert len(made.sketches) == 10_000
+    assert all(s.runs for s in made.sketches)
+    assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
+
+
+def test_an_output_that_another_process_makes_is_waited_for(models: Path) -> None:
+    jobs, reports = grid(models, 2), list[JobReport]()
+    with claimed(models / "out" / "1.safetensors") as ours:
+        assert ours
+        thread = threading.Thread(target=lambda: [reports.append(r) for r in lora_merge.run_batch(jobs)])
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not reports and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert fates(reports) == ["merged"]
+        time.sleep(0.3)
+        assert thread.is_alive()
+    thread.join(30)
+    assert fates(reports) == ["merged"] * 2
+    assert not strays(models)
+
+
+def test_what_dead_processes_left_is_removed(models: Path) -> None:
+    jobs = grid(models, 2)
+    run(jobs)
+    claim_path(models / "out" / "1.safetensors").write_text("host:1\n")
+    part = models / "out" / ".1.safetensors.0123456789ab.lora-merge.part"
+    part.write_bytes(b"half")
+    assert fates(run(jobs)) == ["skipped"] * 2
+    assert not strays(models)
+
+
+def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int) -> None:
+    survey.TOGETHER = together
+    for name in ("lora_merge.batch", "lora_merge.survey"):
+        sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
+    with Path(lines).open("a", encoding="utf-8") as f:
+        for report in lora_merge.run_batch(jobs):
+            print(report.to_json(), file=f, flush=True)
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Any]:
+    """Processes that start at once, from one that has imported everything."""
+    if sys.platform == "win32":
+        pytest.skip("no fork server")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lora_merge.run", "lora_merge.batch", __name__])
+    return context
+
+
+def test_two_processes_share_the_work(models: Path, children: Any) -> None:
+    jobs = grid(models, 12)
+    running = [children.Process(target=_run_in_child, args=(jobs, str(models / f"{n}.jsonl"), 2)) for n in range(2)]
+    for child in running:
+        child.start()
+    for child in running:
+        child.join(60)
+    reports = [[json.loads(t) for t in (models / f"{n}.jsonl").read_text().splitlines()] for n in range(2)]
+    statuses = Counter(r["status"] for some in reports for r in some)
+    assert statuses == {"merged": 12, "skipped": 12}
+    assert not strays(models)
+
+
+def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(models: Path, children: Any) -> None:
+    jobs, out = grid(models, 6), models / "out"
+
+    def child() -> Any:
+        process = children.Process(target=_run_in_child, args=(jobs, str(models / "lines"), 2))
+        process.start()
+        return process
+
+    child().join()  # the first one also starts the server
+    wanted = {p.name: p.read_bytes() for p in out.iterdir()}
+    shutil.rmtree(out)
+    started = time.monotonic()
+    child().join()
+    whole = time.monotonic() - started
+    moments, chance = Counter[int](), random.Random(6)
+    for _ in range(20):
+        shutil.rmtree(out, ignore_errors=True)
+        (models / "lines").unlink(missing_ok=True)
+        process = child()
+        time.sleep(chance.uniform(0.05, 1.0) * whole)
+        process.kill()
+        process.join()
+        there = {p.name: p.stat() for p in out.glob("*.safetensors")} if out.exists() else {}
+        moments[len(there)] += 1
+        reports = run(jobs)
+        assert {r.status for r in reports} <= {"merged", "skipped"}
+        assert {Path(r.output).name for r in reports if r.status == "skipped"} == set(there), "redoes nothing"
+        assert {n: p.read_bytes() for n in wanted if (p := out / n).exists()} == wanted
+        assert all((out / n).stat().st_mtime_ns == s.st_mtime_ns for n, s in there.items())
+        assert not strays(models)
+    assert len(moments) > 1, "the moments were spread over the run"
+
+
+def test_the_command(models: Path) -> None:
+    (models / "jobs.yaml").write_text("""\
+version: 1
+defaults: {base: base.safetensors}
+jobs:
+  - {adapters: ["{a}:{s}"], matrix: {a: [ink.safetensors, oil.safetensors], s: [0.5, 1.0]}, output: "out/{a.stem}-{s}"}
+  - {adapters: [missing.safetensors], output: out/x}
+""")
+    command, runner = ["batch", str(models / "jobs.yaml")], CliRunner()
+    dry = runner.invoke(app, [*command, "--dry-run"])
+    assert "would write" in dry.stdout
+    assert "cannot run" in dry.stdout
+    assert not (models / "out").exists()
+    done = runner.invoke(app, [*command, "--report", str(models / "report.jsonl")])
+    assert getattr(done.exception, "exit_code", None) == 7
+    assert "did you mean ink.safetensors" in done.stdout
+    assert "jobs.yaml:5" in done.stdout
+    assert done.stdout.count("] merged  ") == 4
+    lines = [json.loads(t) for t in (models / "report.jsonl").read_text().splitlines()]
+    assert Counter(one["status"] for one in lines) == {"merged": 4, "failed": 1}
+    assert all(one["report"]["written"] > 0 for one in lines if one["status"] == "merged")
+    again = runner.invoke(app, [*command, "--json"])
+    assert Counter(json.loads(t)["status"] for t in again.stdout.splitlines()) == {"skipped": 4, "failed": 1}
+    told = runner.invoke(app, [*command, "--dry-run", "--json"])
+    assert Counter(json.loads(t)["status"] for t in told.stdout.splitlines()) == {"done": 4, "failed": 1}
+    assert json.loads(runner.invoke(app, ["batch", "--schema"]).stdout)["properties"]["jobs"]
+    assert isinstance(runner.invoke(app, ["batch"]).exception, UsageError)
+    assert isinstance(runner.invoke(app, [*command, "--executor", "slurm"]).exception, UsageError)
+    assert isinstance(runner.invoke(app, [*command, "--workers", "0"]).exception, UsageError)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_files_in_configs_work(models: Path, path: Path) -> None:
+    shutil.copy(path, models)
+    for folder, names in {
+        "models": {"base": "base"}, "loras": {"style": "ink", "detail": "oil"},
+        "customers": dict.fromkeys(("acme", "globex", "initech", "umbrella"), "ink"),
+    }.items():  # fmt: skip
+        (models / folder).mkdir()
+        for name, source in names.items():
+            shutil.copy(models / f"{source}.safetensors", models / folder / f"{name}.safetensors")
+    reports = run(models / path.name)
+    expected_jobs = {"one-merge": 1, "strength-grid": 5, "many-customers": 4, "folder-of-adapters": 2}
+    assert fates(reports) == ["merged"] * expected_jobs[path.stem]
+    for report in reports:
+        assert report.report is not None
+        assert report.report.verified is not None
+        assert load(Path(report.output))
+    if path.stem == "many-customers":
+        merged, base = load(models / "out" / "umbrella.safetensors"), load(models / "base.safetensors")
+        ink, oil = load(models / "ink.safetensors"), load(models / "oil.safetensors")
+        te = [k for k in base if k.startswith("cond_stage") and "q_proj" in k]
+        assert te
+        for key in te:
+            assert_rounded(merged[key], expected(base, [(ink, 1.0)])[key])
+        assert oil
+
+
+def test_four_configs_are_shipped() -> None:
+    assert len(list(CONFIGS.glob("*.yaml"))) == 4

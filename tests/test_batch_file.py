@@ -1,0 +1,247 @@
+"""Jobs files: what they mean, and that every mistake in them is told at once, with its line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_merge.errors import InputError, MergeError, UsageError
+from lora_merge.job import COMPUTE_DTYPES, DTYPES
+from lora_merge.jobs_file import Entry, load
+from lora_merge.jobs_schema import JobsFile, Options
+from lora_merge.templates import NoSuchName, render, render_output
+from lora_merge.yaml_lines import parse
+
+
+def read(folder: Path, text: str) -> tuple[Entry, ...]:
+    (folder / "jobs.yaml").write_text(text, encoding="utf-8")
+    return load(folder / "jobs.yaml")
+
+
+def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str:
+    with pytest.raises(kind) as caught:
+        read(folder, text)
+    assert caught.value.fix
+    return f"{caught.value.what}\n{caught.value.where}"
+
+
+def test_the_file_of_the_contract(tmp_path: Path) -> None:
+    entries = read(tmp_path, """\
+version: 1
+defaults: {dtype: bf16, device: auto}
+jobs:
+  - base: models/sdxl.safetensors
+    adapters: [loras/style.safetensors, {path: loras/detail.safetensors, strength: 0.6}]
+    output: out/styled.safetensors
+  - base: models/sdxl.safetensors
+    adapters: [{path: "loras/{style}.safetensors", strength: "{s}"}]
+    matrix: {style: [ink, oil, photo], s: [0.5, 0.75, 1.0]}
+    output: "out/{style}-{s}.safetensors"
+""")  # fmt: skip
+    assert len(entries) == 10
+    assert [a.strength for a in entries[0].job.adapters] == [1.0, 0.6]
+    assert {e.job.dtype for e in entries} == {"bf16"}
+    assert all(e.job.base == tmp_path / "models/sdxl.safetensors" for e in entries)
+    grid = {(e.job.adapters[0].path.stem, e.job.adapters[0].strength): e.job.output.name for e in entries[1:]}
+    assert grid == {(a, s): f"{a}-{s}.safetensors" for a in ("ink", "oil", "photo") for s in (0.5, 0.75, 1.0)}
+    assert entries[1].where == "jobs.yaml:7 (jobs[1])"
+
+
+def test_values_are_filled_in_as_they_are_written(tmp_path: Path) -> None:
+    entries = read(tmp_path, """\
+version: 1
+jobs:
+  - {base: b, adapters: ["{a}:{s}"], output: "{a}-{s}", matrix: {a: [no, 007, 2024-01-01], s: [0.50, 1e-1]}}
+""")  # fmt: skip
+    assert [e.job.output.name for e in entries] == [
+        f"{a}-{s}" for a in ("no", "007", "2024-01-01") for s in ("0.50", "1e-1")
+    ]
+    assert [e.job.adapters[0].strength for e in entries[:2]] == [0.5, 0.1]
+
+
+def test_options_of_a_job_beat_the_defaults(tmp_path: Path) -> None:
+    one, two = read(tmp_path, """\
+version: 1
+defaults: {base: b, adapters: [a], dtype: fp16, strength_for: {te: 0.5}, max_memory: 512MiB}
+jobs:
+  - {output: one}
+  - {output: two, dtype: bf16, strength_for: {unet: 2}, adapters: [{path: c, strength_for: {te1: 0}}]}
+""")  # fmt: skip
+    assert (one.job.dtype, two.job.dtype) == ("fp16", "bf16")
+    assert one.job.adapters[0].parts == (("te", 0.5),)
+    assert two.job.adapters[0].parts == (("te1", 0.0), ("unet", 2.0))
+    assert one.job.max_memory == 512 * 2**20
+
+
+def test_exclude_leaves_combinations_out(tmp_path: Path) -> None:
+    entries = read(tmp_path, """\
+version: 1
+jobs:
+  - base: b
+    adapters: ["{a}"]
+    output: "{a}{n}"
+    matrix: {a: [x, y], n: [1, 2, 3], exclude: [{a: x, n: 2}, {n: 3}]}
+""")  # fmt: skip
+    assert [e.job.output.name for e in entries] == ["x1", "y1", "y2"]
+
+
+def test_patterns(tmp_path: Path) -> None:
+    (tmp_path / "loras").mkdir()
+    for name in ("b.safetensors", "a.safetensors", "notes.txt"):
+        (tmp_path / "loras" / name).touch()
+    text = """\
+version: 1
+jobs:
+  - {base: m, adapters: ["{f}"], output: "out/{f.stem}", matrix: {f: {glob: "loras/*.safetensors"}}}
+"""
+    assert [e.job.adapters[0].path.name for e in read(tmp_path, text)] == ["a.safetensors", "b.safetensors"]
+    assert "matches" in refused(tmp_path, text.replace("loras/*", "lora/*"))
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    told = refused(tmp_path, """\
+version: 1
+defalts: {}
+jobs:
+  - base: m
+    adaptrs: [a]
+    output: o
+  - base: m
+    adapters: [{path: "{styl}", strength: "{s}"}]
+    matrix: {style: [a], s: [0.5, x], exclude: [{s: 7}]}
+    output: "{style}-{s}"
+  - {base: m, adapters: [{pth: a}], output: o2, dtype: bf61}
+  - {base: 3, adapters: [], output: o3, overwrite: 1, max_memory: []}
+""")  # fmt: skip
+    for line, *words in (
+        (2, "defalts", "did you mean defaults?"),
+        (5, "jobs[0].adaptrs", "did you mean adapters?"),
+        (8, "{styl}", "did you mean style?"),
+        (8, "strength", "becomes 'x'"),
+        (9, "exclude[0].s", "7 is no value of s"),
+        (11, "adapters[0].pth", "did you mean path?"),
+        (11, "dtype", "did you mean bf16?"),
+        (12, "jobs[3].base", "text"),
+        (12, "jobs[3].overwrite", "true or false"),
+    ):
+        found = [t for t in told.splitlines() if f"jobs.yaml:{line} " in t and all(w in t for w in words)]
+        assert found, (line, words, told)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "empty"),
+        ("# nothing\n", "empty"),
+        ("[]", "table"),
+        ("just text", "table"),
+        ("version: 1\n", "required"),
+        ("version: 1\njobs: []\n", "empty"),
+        ("version: 2\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
+        ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
+        ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),
+        ("version: 1\nversion: 1\njobs: []", "twice"),
+        ("version: 1\njobs: [{base: b, output: o}]", "adapters"),
+        ("version: 1\njobs: [{base: b, adapters: ['{x}'], output: o}]", "no matrix"),
+        ("version: 1\njobs: [{base: b, adapters: [{path: a, strength: .nan}], output: o}]", "finite"),
+        ("version: 1\njobs: [{base: b, adapters: [{path: 'a:1', strength: 2}], output: o}]", "twice"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: '{x', matrix: {x: [1]}}]", "single"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: '{x.size}', matrix: {x: [1]}}]", "stem"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [[1]]}}]", "one value"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {tee: 1}}]", "tee"),
+        ("version: 1\njobs: !!python/object/apply:os.getcwd []", "tag"),
+        ("version: 1\njobs: {a: 1}", "list"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:
+    assert word in refused(tmp_path, text)
+
+
+def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
+    letters = "abcdefghijkl"
+    lists = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip(letters, letters[1:], strict=False)
+    )
+    merges = "a: &a {x: 1}\n" + "".join(
+        f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n"
+        for old, new in zip(letters, letters[1:], strict=False)
+    )
+    values = ", ".join(map(str, range(1000)))
+    product = f"version: 1\njobs: [{{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: [{values}], y: [{values}]}}}}]"
+    started = time.monotonic()
+    for text in (lists, merges, "a: &a [*a]", "[" * 100_000, "{" * 100_000, "- " * 5000 + "1"):
+        refused(tmp_path, text, InputError)
+    assert "1000000 combinations" in refused(tmp_path, product)
+    assert time.monotonic() - started < 10
+    (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="UTF-8"):
+        load(tmp_path / "jobs.yaml")
+    with pytest.raises(InputError):
+        load(tmp_path / "none.yaml")
+    with pytest.raises(InputError):
+        load(tmp_path)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    entries = read(tmp_path, """\
+version: 1
+jobs:
+  - &first {base: b, adapters: [&x {path: a, strength: 0.5}], output: one}
+  - {<<: *first, output: two}
+  - {base: b, adapters: [*x, *x], output: three}
+""")  # fmt: skip
+    assert [e.job.output.name for e in entries] == ["one", "two", "three"]
+    assert [len(e.job.adapters) for e in entries] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("value", ["../x", "/x", "~", "a/../../x", "..", "a\0"])
+def test_values_do_not_lead_an_output_elsewhere(value: str) -> None:
+    with pytest.raises(NoSuchName):
+        render_output("{v}/o", {"v": value})
+
+
+def test_literal_paths_lead_anywhere() -> None:
+    assert render_output("../{v}/o", {"v": "x/y"}) == "../x/y/o"
+    assert render_output("/{v}", {"v": "x"}) == "/x"
+    with pytest.raises(NoSuchName):
+        render_output("out/.{v}/o", {"v": "."})
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.text(max_size=30))
+def test_values_are_never_templates_themselves(value: str) -> None:
+    assert render("a{x}b{{c}}", {"x": value}) == f"a{value}b{{c}}"
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.text(alphabet="ab:-[]{}&*<>!|'\" \n#1.?,%\t", max_size=60))
+def test_any_text_is_a_document_or_a_merge_error(text: str) -> None:
+    try:
+        parse(text, "t")
+    except MergeError as e:
+        assert e.what
+        assert e.fix
+
+
+def test_plain_data_and_jobs_are_taken_too(tmp_path: Path) -> None:
+    (made,) = load([{"base": str(tmp_path / "b"), "adapters": ["a"], "output": str(tmp_path / "o")}])
+    (again,) = load([made.job], overwrite=True)
+    assert again.job.base == tmp_path / "b"
+    assert again.job.overwrite
+    with pytest.raises(UsageError, match="mistake"):
+        load([{"bse": "b"}])
+
+
+def test_the_schema_and_the_options_say_the_same() -> None:
+    schema = json.dumps(JobsFile.model_json_schema())
+    assert '"matrix"' in schema
+    fields = {name: str(f.annotation) for name, f in Options.model_fields.items()}
+    for table, field in ((("keep", *DTYPES), "dtype"), (tuple(COMPUTE_DTYPES), "compute_dtype")):
+        literal = next(a for a in get_args(Options.model_fields[field].annotation) if get_args(a))
+        assert get_args(literal) == table, fields
