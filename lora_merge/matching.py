@@ -16,6 +16,7 @@ from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .guess import weight_shape
+from .growth import grown
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .names import Names
@@ -48,6 +49,7 @@ class Matched:
     uses: dict[str, list[Use]] = field(default_factory=dict)  # base key → uses
     replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
     created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
+    grown: dict[str, Shape] = field(default_factory=dict)  # base key → its larger shape
     modules: int = 0  # how many modules found their place
     unmatched: dict[str, str] = field(default_factory=dict)  # module → reason
     components: dict[str, int] = field(default_factory=dict)  # component → modules
@@ -92,7 +94,11 @@ class Matcher:
         if view is None:
             self.result.unmatched[module.where] = "no such module in the base"
             return
-        patch = self._patch(module, view)
+        larger = grown(module, view, self.adapter, self.patcher.read)
+        if larger is not view:
+            self.result.grown[view.pieces[0].key] = larger.shape
+            self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+        patch = self._patch(module, larger)
         if patch is None:
             return
         self._add(patch)
@@ -261,6 +267,12 @@ def check_replacements(refs: Sequence[Adapter], matched: Sequence[Matched]) -> N
                 raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
                                "merge the adapters one after the other")  # fmt: skip
             seen[key] = number
+    sizes = {key: shape for one in matched for key, shape in one.grown.items()}
+    for key, shape in sizes.items():
+        uses = [u for m in matched for u in m.uses.get(key, ())]
+        if any(u.patch.view.shape != shape for u in uses):
+            raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
+                           "merge the adapters one after the other, the one that makes it larger first")  # fmt: skip
 
 
 def _with_view(patch: Patch, view: View) -> Patch:

@@ -28,6 +28,7 @@ from .sidefiles import index_files, output_name, side_files, stored_name
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
+
 @dataclass(frozen=True)
 class Target:
     """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
@@ -154,13 +155,18 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
     uses: dict[str, list[Use]] = {}
     replaced: dict[str, TensorInfo] = {}
     created: dict[str, tuple[Shape, str]] = {}
+    grown: dict[str, Shape] = {}
     for one in matched:
         replaced.update(one.replaced)
+        grown.update(one.grown)
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
     for key, info in base.tensors.items():
-        yield info.file, _target(job, key, info, replaced.get(key, info), tuple(uses.get(key, ())))
+        target = _target(job, key, info, replaced.get(key, info), tuple(uses.get(key, ())))
+        if target.uses and key in grown:  # at strength 0 it stays as it is
+            target = replace(target, shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
+        yield info.file, target
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced:
             sibling = base.tensors[beside]

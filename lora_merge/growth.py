@@ -1,0 +1,44 @@
+"""Weights that an adapter makes larger: the base then stands in the low corner of zeros.
+
+Either the file says so (`reshape_weight`; ComfyUI comfy/weight_adapter/base.py), or it is a control LoRA of Black
+Forest Labs, whose `img_in` takes twice the channels (ComfyUI comfy/lora_convert.py). Anything else that does not
+fit is refused: a wider adapter mostly is one for another model.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+from .adapter import AdapterFile, Module, Numbers
+from .algorithms import Shape
+from .errors import FitError
+from .views import View, whole
+
+CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
+"""Tensors that only control LoRAs have together."""
+
+
+def grown(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> View:
+    """The weight at the size that the adapter gives it; `view` itself where that is its own.
+
+    FitError if it would shrink, or if it is no whole tensor of the base.
+    """
+    shape = _wanted(module, view, adapter, read)
+    if shape == view.shape:
+        return view
+    piece, where = view.pieces[0], f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
+    if len(shape) != len(view.shape) or any(a < b for a, b in zip(shape, view.shape, strict=True)):
+        raise FitError("the adapter makes a weight smaller", where, "merge into the model it was trained on")
+    if len(view.pieces) > 1 or piece.transposed or (piece.stop - piece.start) * piece.cols != prod(view.shape):
+        raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")
+    return whole(piece.key, shape)
+
+
+def _wanted(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> Shape:
+    if "reshape" in module.shared:
+        return tuple(int(n) for n in read(module.shared["reshape"]))
+    control = module.name == "img_in" and all(key in adapter.index.tensors for key in CONTROL)
+    if control and module.parameter == "weight" and {"up", "down"} <= set(module.slots):
+        return module.slots["up"].shape[0], module.slots["down"].shape[1]
+    return view.shape
