@@ -38,8 +38,9 @@ def reports(passes: Sequence[Pass], workers: int | None, address: str | None) ->
 
 def _connect(ray: Any, address: str | None) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", include_dashboard=False)
-    except TypeError:  # a running cluster takes no settings
+        if address is not None and ":" in address:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, OSError, RuntimeError, ValueError) as e:
         raise ResourceError(f"no Ray cluster answers: {str(e).splitlines()[0]}", f"--ray-address {address}",

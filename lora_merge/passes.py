@@ -41,22 +41,25 @@ def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -
     """Every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the pass."""
     entries = [_bounded(e, this.workers) for e in this.entries]
     with ExitStack() as claims:
-        mine: list[Entry] = []
+        held: dict[int, ExitStack] = {}
+        left: list[Entry] = []
         for e in entries:
+            held[e.number] = claims.enter_context(ExitStack())
             try:
-                if claims.enter_context(claimed(e.job.output, wait=this.wait)):
-                    mine.append(e)
-                else:
-                    yield JobReport(e.number, e.where, str(e.job.output), "taken", worker=here())
+                if held[e.number].enter_context(claimed(e.job.output, wait=this.wait)):
+                    left.append(e)
+                    continue
+                report = JobReport(e.number, e.where, str(e.job.output), "taken", worker=here())
             except Exception as failure:  # noqa: BLE001  # reported as this job's end
-                yield failed(e, failure)
-        left = mine
+                report = failed(e, failure)
+            yield report
         for attempt in range(1, TRIES + 1):
             again: list[Entry] = []
             for entry, report in _once(left, opened, progress, attempt):
                 if attempt < TRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
                 else:
+                    held[entry.number].close()  # before it is told: who dies later leaves no claim of it
                     yield report
             left = again
             if not left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -166,11 +167,11 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:
 def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
     letters = "abcdefghijkl"
     lists = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip(letters, letters[1:], strict=False)
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in pairwise(letters)
     )
     merges = "a: &a {x: 1}\n" + "".join(
         f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n"
-        for old, new in zip(letters, letters[1:], strict=False)
+        for old, new in pairwise(letters)
     )
     values = ", ".join(map(str, range(1000)))
     product = f"version: 1\njobs: [{{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: [{values}], y: [{values}]}}}}]"

@@ -1,0 +1,166 @@
+"""Executors: the same bytes wherever passes run, also when a worker dies in the middle of a job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lora_merge
+from lora_merge import executors
+from lora_merge.errors import MergeError, UsageError
+from lora_merge.executors import EXECUTORS, executor
+from lora_merge.outcome import JobReport
+
+from .support import kohya, rand, save, sd1
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    base = sd1()
+    save(base, tmp_path / "base.safetensors")
+    save(kohya(base), tmp_path / "ink.safetensors")
+    return tmp_path
+
+
+def jobs(models: Path, count: int, out: str = "out") -> list[dict[str, Any]]:
+    return [
+        {"base": str(models / "base.safetensors"), "adapters": [str(models / f"ink.safetensors:{n / 8}")],
+         "output": str(models / out / f"{n}.safetensors")}
+        for n in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def heavy(models: Path) -> None:
+    """More bytes, so that a job takes long enough to be killed in."""
+    base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(12)}
+    save(base, models / "base.safetensors")
+
+
+def strays(folder: Path) -> list[str]:
+    return [p.name for p in folder.rglob("*") if p.name.startswith(".")]
+
+
+def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = executors._start
+
+    def recorded() -> subprocess.Popen[bytes]:
+        started.append(start())
+        return started[-1]
+
+    monkeypatch.setattr(executors, "_start", recorded)
+    reports: list[JobReport] = []
+    killed = False
+    for report in lora_merge.run_batch(jobs(models, 20), workers=2):
+        reports.append(report)
+        if not killed:  # the first pass of one worker has just ended: the next one is under way
+            pid = int(report.worker.rpartition(":")[2])
+            next(p for p in started if p.pid == pid).kill()
+            killed = True
+    assert Counter(r.status for r in reports) + Counter() in (
+        Counter(merged=20), Counter(merged=20 - (again := sum(r.status == "skipped" for r in reports)), skipped=again),
+    )  # fmt: skip
+    assert sorted(r.number for r in reports) == list(range(1, 21))
+    assert len({r.worker for r in reports}) >= 2
+    assert len(started) >= 3
+    assert all(p.poll() is not None for p in started)
+    list(lora_merge.run_batch(jobs(models, 20, "here")))
+    for n in range(1, 21):
+        assert (models / "out" / f"{n}.safetensors").read_bytes() == (models / "here" / f"{n}.safetensors").read_bytes()
+    assert not strays(models)
+
+
+def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(executors, "_start", lambda: subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ))  # fmt: skip
+    reports = list(lora_merge.run_batch(jobs(models, 2), workers=2))
+    assert [r.status for r in reports] == ["failed"] * 2
+    assert all(r.error is not None and "signal 9" in r.error.what for r in reports)
+
+
+def test_unknown_executors_and_a_missing_ray_are_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="slurm"):
+        executor("slurm")
+    assert set(EXECUTORS) == {"local", "ray"}
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match="Ray is not installed") as caught:
+        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+    assert "lora-merge[ray]" in caught.value.fix
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Ray head with two CPUs."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray = str(Path(sys.executable).parent / "ray")
+    folder = tmp_path_factory.mktemp("r")
+    subprocess.run(
+        [ray, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats",
+         f"--port={(port := 20000 + os.getpid() % 20000)}", f"--temp-dir=/tmp/{folder.name}-{os.getpid()}"],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    yield f"127.0.0.1:{port}"
+    subprocess.run([ray, "stop", "--force"], capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models: Path, cluster: str) -> None:
+    heavy(models)
+    mine = jobs(models, 20)
+    victims: list[int] = []
+
+    def kill_one() -> None:
+        """The process that holds the first claim it sees, while it is at work."""
+        deadline = time.monotonic() + 120
+        while not victims and time.monotonic() < deadline:
+            for claim in (models / "out").glob(".*.claim") if (models / "out").exists() else ():
+                text = claim.read_text().strip() if claim.exists() else ""
+                if ":" in text and any((models / "out").glob(".*.part")):
+                    victims.append(int(text.rpartition(":")[2]))
+                    os.kill(victims[0], 9)
+                    return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    reports = list(lora_merge.run_batch(mine, executor="ray", ray_address=cluster, workers=2))
+    thread.join()
+    assert victims, "a worker was killed"
+    assert sorted(r.number for r in reports) == list(range(1, 21))
+    assert all(r.ok for r in reports), [r.error for r in reports if r.error]
+    workers = {r.worker for r in reports}
+    assert len(workers) >= 2
+    assert not any(w.endswith(f":{victims[0]}") for w in workers)
+    list(lora_merge.run_batch(jobs(models, 20, "here")))
+    for n in range(1, 21):
+        assert (models / "out" / f"{n}.safetensors").read_bytes() == (models / "here" / f"{n}.safetensors").read_bytes()
+    assert not strays(models)
+    again = list(lora_merge.run_batch(mine, executor="ray", ray_address=cluster))
+    assert [r.status for r in again] == ["skipped"] * 20
+    shutil.rmtree(models / "out")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_cluster_at_the_address_is_told(models: Path) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(MergeError, match="no Ray cluster"):
+        list(lora_merge.run_batch(jobs(models, 1), executor="ray", ray_address="127.0.0.1:1"))
