@@ -26,6 +26,9 @@ IGNORED: Final = (
 """Key prefix → why tensors under it are not merged."""
 
 
+WRAPPED: Final = ".linear"
+"""Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
+
 Numbers: TypeAlias = Callable[[TensorInfo], tuple[float, ...]]
 """All elements of a small stored tensor: from its file, or from memory."""
 
@@ -117,6 +120,7 @@ def group(index: Index) -> AdapterFile:
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[TensorInfo] = []
     ignored: dict[str, str] = {}
+    bare: dict[str, TensorInfo] = {}
     for key, info in index.tensors.items():
         reason = next((why for prefix, why in IGNORED if key.startswith(prefix)), None)
         if reason is not None:
@@ -127,6 +131,9 @@ def group(index: Index) -> AdapterFile:
             strange.append(info)
             continue
         name, row = found
+        if row.ending == ".weight":  # of (IA)³, if its `on_input` is there too
+            bare[name] = info
+            continue
         one = groups.setdefault((name, row.parameter), _Group())
         if row.slot in SHARED:
             one.shared[row.slot] = info
@@ -135,6 +142,12 @@ def group(index: Index) -> AdapterFile:
             raise _twice(index.path, one.slots[row.slot], info)
         one.slots[row.slot] = info
         one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
+    for name, info in bare.items():
+        owner = groups.get((name, "weight"))
+        if owner is not None and "on_input" in owner.slots:
+            owner.slots["diff"] = info
+        else:
+            strange.append(info)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
     if len(plain) == len(groups) and "peft_type" not in index.config:  # PEFT may save whole parameters only
@@ -147,13 +160,15 @@ def group(index: Index) -> AdapterFile:
     used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
     lonely = [info for (name, _), g in groups.items() if name not in used for info in g.shared.values()]
     strange += [info for info in lonely if info not in strange]
+    wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
+    for info in [i for i in strange if i.name.rpartition(".")[0] in wrapped]:
+        strange.remove(info)
+        ignored[info.name] = "the base's own tensor inside a wrapped layer"
     return AdapterFile(index.path, index, modules, tuple(strange), ignored)
 
 
 def _is_adapter(g: _Group) -> bool:
     """Whether the group is more than a parameter of a model whose name happens to end like a suffix."""
-    if g.algorithms == ("ia3",):
-        return "on_input" in g.slots
     return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
 
 

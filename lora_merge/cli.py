@@ -69,6 +69,10 @@ def merge(
     map_file: Annotated[
         str | None, typer.Option("--map", help="Name table (YAML) for a model that is not known.")
     ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="What a file does not tell, e.g. lora_alpha=16 (LLMs-from-scratch)."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     max_memory: Annotated[str, typer.Option(help="Bound on weights in flight, e.g. 512MiB.")] = "1GiB",
@@ -87,6 +91,7 @@ def merge(
         base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
         strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
         max_memory=max_memory, verify=verify, map=map_file,
+        setting=[_setting(s) for s in setting or []],
     )  # fmt: skip
     plan = make_plan(job)
     say = silent if as_json or quiet else typer.echo
@@ -154,6 +159,17 @@ def _part(text: str) -> tuple[str, float]:
         return (part, float(value)) if equals else _no_part(text)
     except ValueError:
         return _no_part(text)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _no_part(text: str) -> tuple[str, float]:

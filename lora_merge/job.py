@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from .algorithms import ALGORITHMS
 from .errors import UsageError
 
 DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
@@ -56,6 +57,8 @@ class Job:
     max_memory: int = 2**30
     verify: bool = True
     map: Path | None = None
+    setting: tuple[tuple[str, Any], ...] = ()
+    """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
 
 
 def _covers(part: str, component: str) -> bool:
@@ -108,6 +111,7 @@ def make_job(
     if options.get("unmatched", "error") not in ("error", "skip"):
         raise UsageError(f"unmatched={options['unmatched']!r}", "--unmatched", "use error or skip")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
+    options["setting"] = _settings(options.get("setting") or {})
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
     out = expand(output) if output else _default_output(base, refs)
@@ -160,6 +164,21 @@ def _part(part: str, factor: float) -> tuple[str, float]:
     if not math.isfinite(factor):
         raise UsageError(f"strength {factor} is not finite", f"--strength-for {part}", "use a number such as 0.5")
     return part, float(factor)
+
+
+def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Sorted, with lists frozen to tuples; UsageError for a name that no formula asks for."""
+    known = {name for row in ALGORITHMS.values() for name in row.settings} - {"widest"}
+    found = dict(given)
+    for name in found:
+        if name not in known:
+            fix = f"use one of {', '.join(sorted(known))}"
+            raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
+    return tuple(sorted((name, _frozen(value)) for name, value in found.items()))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:

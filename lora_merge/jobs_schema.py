@@ -85,6 +85,7 @@ class Options(_Strict):
     overwrite: bool | None = None
     verify: bool | None = None
     map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")
+    setting: dict[str, Any] | None = Field(default=None, description="What a file does not tell, as lora_alpha: 16.")
     strength_for: dict[str, Strength] | None = Field(default=None, description="Factors for every adapter.")
 
 

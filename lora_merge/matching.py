@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-from .adapter import AdapterFile, Module
+from .adapter import WRAPPED, AdapterFile, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
@@ -122,6 +122,8 @@ class Matcher:
     def _named(self, name: str, parameter: str) -> View | None:
         """The parameter of a module, by any of the names that the configuration may mean."""
         targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
+        if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
+            targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
         found = (self.names.find(*_apart(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._tied(name, parameter)
 

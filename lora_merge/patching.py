@@ -47,6 +47,7 @@ class Patcher:
     def __init__(self, number: int, adapter: AdapterFile, rules: Rules, numbers: Numbers) -> None:
         self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
+        self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
 
     def patch(self, module: Module, view: View) -> Patch:
         """The patch for a module on the weight it was trained on.
@@ -110,12 +111,13 @@ class Patcher:
         """The configuration's settings, and the largest weight that the adapter changes with this formula."""
         row = ALGORITHMS[name]
         trained = network_settings(row, self.adapter.index.metadata, str(self.adapter.path))
-        return {**trained, **told, **({"widest": self.widest} if "widest" in row.settings else {})}
+        stated = {k: v for k, v in self.given.items() if k in row.settings}
+        return {**trained, **told, **stated, **({"widest": self.widest} if "widest" in row.settings else {})}
 
     def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
         missing = ALGORITHMS[name].missing_settings(settings)
         if missing:
-            raise DoesNotFit(f"no configuration says {', '.join(missing)}")
+            raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
         check = ALGORITHMS[name].check_settings
         if check is not None:
             check(settings, shapes, shape)

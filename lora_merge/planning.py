@@ -126,6 +126,7 @@ def match(
     matched = []
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
+        patcher.given = dict(job.setting)
         matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
     check_replacements(job.adapters, matched)
     return tuple(matched)

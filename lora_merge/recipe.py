@@ -64,6 +64,8 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
     earlier = _parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         found["base"]["recipe"] = earlier
+    if job.setting:
+        found["setting"] = dict(job.setting)
     if job.map is not None:
         found["map"] = {"name": job.map.name, "text": job.map.read_text(encoding="utf-8")}
     return found
@@ -187,7 +189,9 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     )
     if not adapters:
         raise ValueError("it names no adapter")
-    options = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
+    options: dict[str, Any] = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
+    if "setting" in value:
+        options["setting"] = dict(value["setting"])
     table = value.get("map", {"name": "", "text": None})
     map_text = None if table["text"] is None else _text(table["text"])
     return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, _text(table["name"]), map_text)

@@ -300,3 +300,44 @@ def _refused(result: tuple[int, str, str], code: int, folder: Path, named: str) 
     assert err.count("error: ") == 1 and "Traceback" not in err
     assert named in err
     assert not list(folder.glob("*o.safetensors*")) and not list(folder.glob(".*.part"))
+
+
+# ---------------------------------------------------------------- what files do not tell
+
+
+def test_llms_from_scratch_need_their_alpha_and_its_rule(run: Run, tmp_path: Path) -> None:
+    base = {"trf_blocks.0.att.W_query.weight": rand(6, 4), "out_head.weight": rand(9, 4)}
+    adapter = {f"trf_blocks.0.att.W_query.lora.{n}": rand(*s) for n, s in (("A", (4, 2)), ("B", (2, 6)))}
+    adapter["trf_blocks.0.att.W_query.linear.weight"] = rand(6, 4)  # the file holds the wrapped layer too
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    code, _, err = run(*files, "-o", tmp_path / "o.safetensors")
+    assert code == 4 and "--setting lora_alpha=VALUE" in err
+    product = (adapter["trf_blocks.0.att.W_query.lora.A"] @ adapter["trf_blocks.0.att.W_query.lora.B"]).T
+    for more, factor in (([], 8.0), (["--setting", "over_rank=false"], 16.0)):
+        arguments = (*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--setting", "lora_alpha=16", *more)
+        code, _, err = run(*arguments)
+        assert code == 0, err
+        assert torch.equal(load(tmp_path / "o.safetensors")["out_head.weight"], base["out_head.weight"])
+        got = load(tmp_path / "o.safetensors")["trf_blocks.0.att.W_query.weight"]
+        torch.testing.assert_close(got, base["trf_blocks.0.att.W_query.weight"] + factor * product)
+
+
+def test_litgpt_needs_the_parts_of_its_fused_weight(run: Run, tmp_path: Path) -> None:
+    base = {"transformer.h.0.attn.attn.weight": rand(16, 8)}
+    adapter = {"transformer.h.0.attn.attn.lora_A": rand(4, 8), "transformer.h.0.attn.attn.lora_B": rand(12, 2)}
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    assert run(*files, "-o", tmp_path / "o.safetensors")[0] == 4
+    code, _, err = run(*files, "-o", tmp_path / "o.safetensors", "--setting", "parts=[[0,8],[12,16]]")
+    assert code == 0, err
+    a, b = adapter["transformer.h.0.attn.attn.lora_A"], adapter["transformer.h.0.attn.attn.lora_B"]
+    delta = torch.zeros(16, 8)
+    delta[0:8], delta[12:16] = b[:8] @ a[:2], b[8:] @ a[2:]
+    torch.testing.assert_close(
+        load(tmp_path / "o.safetensors")["transformer.h.0.attn.attn.weight"],
+        base["transformer.h.0.attn.attn.weight"] + delta,
+    )
+
+
+@pytest.mark.parametrize("text", ["nonsense=1", "lora_alpha"])
+def test_settings_that_nobody_asks_for(run: Run, tmp_path: Path, model: Path, style: Path, text: str) -> None:
+    assert run(model, style, "-o", tmp_path / "o.safetensors", "--setting", text)[0] == 2
