@@ -142,12 +142,7 @@ def group(index: Index) -> AdapterFile:
             raise _twice(index.path, one.slots[row.slot], info)
         one.slots[row.slot] = info
         one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
-    for name, info in bare.items():
-        owner = groups.get((name, "weight"))
-        if owner is not None and "on_input" in owner.slots:
-            owner.slots["diff"] = info
-        else:
-            strange.append(info)
+    strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
     if len(plain) == len(groups) and "peft_type" not in index.config:  # PEFT may save whole parameters only
@@ -165,6 +160,18 @@ def group(index: Index) -> AdapterFile:
         strange.remove(info)
         ignored[info.name] = "the base's own tensor inside a wrapped layer"
     return AdapterFile(index.path, index, modules, tuple(strange), ignored)
+
+
+def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Give every bare `.weight` that is (IA)³'s to its module; returns those that are not."""
+    others = []
+    for name, info in bare.items():
+        owner = groups.get((name, "weight"))
+        if owner is not None and "on_input" in owner.slots:
+            owner.slots["diff"] = info
+        else:
+            others.append(info)
+    return others
 
 
 def _is_adapter(g: _Group) -> bool:

@@ -15,8 +15,8 @@ from .adapter import WRAPPED, AdapterFile, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
-from .guess import weight_shape
 from .growth import grown
+from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .names import Names
