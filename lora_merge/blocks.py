@@ -57,7 +57,7 @@ class Block:
             tuple(
                 (s.low, s.high, s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())),
                  s.use.patch.settings, s.use.patch.magnitude, s.use.piece.transposed, s.start is None, s.taken,
-                 s.use.patch.view.shape if s.needs_view else None)
+                 s.use.patch.view.shape if s.taken is not None else None)
                 for s in self.slices
             ),
         )  # fmt: skip

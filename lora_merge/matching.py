@@ -26,8 +26,10 @@ from .views import Piece, View, rows_of
 
 SHOWN = 5  # how many names an error message lists
 
-EMBEDDINGS: Final = ("model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte", "shared",
-                     "model.decoder.embed_tokens", "model.shared", "gpt_neox.embed_in")  # fmt: skip
+EMBEDDINGS: Final = (
+    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
+    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
+)
 """Where transformers' models keep the input embeddings that a tied head uses."""
 
 
