@@ -9,7 +9,7 @@ stored as (r, out). LyCORIS lycoris/modules/loha.py; the scale applies once, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Scalar
+
+ROWS: Final = 2**20  # numbers in the rows that are added at a time: 4 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,15 @@ def delta(base: Tensor, t: LohaTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW; two full-size intermediates instead of three."""
+    """acc += strength · ΔW, some rows at a time: the two halves of all rows would not stay in the caches."""
     rows, cols = _first(t)
-    acc.addcmul_((rows * (t.scale * strength)) @ cols, _second(t))
+    others, width = (t.w2_a, t.w2_b) if t.t2 is None else (t.w2_a.transpose(1, 2), tucker(t.t2, t.w2_b))
+    rows = rows * (t.scale * strength)
+    step = max(1, ROWS // max(acc.shape[2], 1))  # of the width alone, so that results do not depend on n
+    for first in range(0, acc.shape[1], step):
+        count = min(step, acc.shape[1] - first)
+        part = rows.narrow(1, first, count) @ cols
+        acc.narrow(1, first, count).addcmul_(part, others.narrow(1, first, count) @ width)
 
 
 def _first(t: LohaTensors) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def merge(
     output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
     dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
     compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; or cuda:0,cuda:1.")] = "auto",
     strength: Annotated[list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")] = None,
     strength_for: Annotated[
         list[str] | None,
@@ -76,6 +76,7 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     max_memory: Annotated[str, typer.Option(help="Bound on weights in flight, e.g. 512MiB.")] = "1GiB",
+    max_vram: Annotated[str | None, typer.Option(help="Bound on a device's memory in use, e.g. 4GiB.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Prove the written file.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
@@ -90,7 +91,7 @@ def merge(
     job = make_job(
         base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
         strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
-        max_memory=max_memory, verify=verify, map=map_file,
+        max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
         setting=[_setting(s) for s in setting or []],
     )  # fmt: skip
     plan = make_plan(job)

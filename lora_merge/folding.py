@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from threading import local
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,15 +16,12 @@ from torch import Tensor
 from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import Block, Slice
 from .checkpoint import TensorInfo
-from .errors import InputError, ShapeMismatch
+from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Placement, Scratch, land, numbers, precise, stage, stage_indices
+from .placement import Lane, Placement, exact_products, land, numbers, precise, stack_elements, stage, stage_indices
 from .views import View
-
-STACK_ELEMENTS: Final = {"cpu": 2**20, "other": 2**26}
-"""At most this many numbers in one batched call: the caches' size on a CPU, plenty of work on a GPU."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -39,17 +38,20 @@ class Item:
 
 @dataclass(frozen=True)
 class Folder:
-    """Folds blocks at one placement. `fetch` gives stored tensors, of the adapters and of `base`."""
+    """Folds blocks at one placement, or at several. `fetch` gives stored tensors, of the adapters and of `base`."""
 
-    at: Placement
+    at: tuple[Placement, ...]
     fetch: Fetch
     base: Mapping[str, TensorInfo]
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
-    _own: local = field(default_factory=local)  # each thread's scratch memory
+    max_vram: int | None = None
+    notes: list[str] = field(default_factory=list)  # what the user should know
+    _own: local = field(default_factory=local)  # each thread's lane
+    _lanes: Iterator[int] = field(default_factory=count)
 
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
-        groups = list(_groups(items, STACK_ELEMENTS["cpu" if self.at.device.type == "cpu" else "other"]))
+        groups = list(_groups(items, stack_elements(self.at, self.max_vram)))
         if self.pool is None:
             for group in groups:
                 self._fold(group)
@@ -60,41 +62,61 @@ class Folder:
             done.result()
 
     def _fold(self, group: Sequence[Item]) -> None:
-        blocks = [i.block for i in group]
-        at = self._precise(blocks[0])
+        lane = self._lane()
+        at = _precise(lane.at, group[0].block)
         try:
-            with torch.no_grad():
-                stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
-                base = self._base(group, at)
-                merged = fold(base, stacks)
+            with torch.no_grad(), exact_products() if at.device.type == "cuda" else nullcontext(), lane.turn():
+                self._fold_at(group, at, lane)
         except DoesNotFit as e:  # what only values tell: indices that point outside, …
-            raise ShapeMismatch("adapter tensors do not fit the base", f"{blocks[0].target.name}: {e}",
+            raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
-        if merged is not base or not _in_place(group, at):
-            land(merged, [i.into for i in group])
-        check_range(group)
+        except torch.cuda.OutOfMemoryError as e:
+            if len(group) == 1:
+                raise ResourceError(f"out of memory on {at.device}", group[0].block.target.name,
+                                    "end what else uses the device, or use --device cpu") from e  # fmt: skip
+        else:
+            check_range(group)
+            return
+        # Outside `except`: while an exception is handled, its frames hold the memory that is missing.
+        lane.recover()
+        self._note(f"{at.device} was short of memory: smaller batches were used")
+        half = len(group) // 2
+        self._fold(group[:half])
+        self._fold(group[half:])
 
-    def _base(self, group: Sequence[Item], at: Placement) -> Tensor:
+    def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> None:
+        blocks = [i.block for i in group]
+        stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
+        base = self._base(group, at, lane)
+        merged = fold(base, stacks)
+        if merged is not base or not _in_place(group, at):
+            land(merged, [i.into for i in group], lane)
+
+    def _lane(self) -> Lane:
+        """The calling thread's lane; threads share the placements out among them."""
+        if not hasattr(self._own, "lane"):
+            self._own.lane = Lane(self.at[next(self._lanes) % len(self.at)])
+        lane: Lane = self._own.lane
+        return lane
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _base(self, group: Sequence[Item], at: Placement, lane: Lane) -> Tensor:
         """[n, rows, cols] in the compute dtype, to be overwritten; smaller bases stand in the low corner of zeros."""
         block = group[0].block
         values = [i.base for i in group if i.base is not None]
         if not block.reshaped:
             if _in_place(group, at):
                 return values[0].unsqueeze(0)
-            if not hasattr(self._own, "scratch"):
-                self._own.scratch = Scratch()
-            return stage(values, at, self._own.scratch)
+            return stage(values, at, lane)
         out = torch.zeros((len(group), *block.target.shape), dtype=at.dtype, device=at.device)
         for slot, item in zip(out, group, strict=True):
             if item.base is not None and item.block.target.source is not None:
                 source = item.block.target.source
                 slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
         return out.reshape(len(group), block.last - block.first, block.cols)
-
-    def _precise(self, block: Block) -> Placement:
-        """The placement, in fp64 where a formula factorises or inverts."""
-        rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-        return precise(self.at) if any(r.decomposes for r in rows) else self.at
 
     def stack(self, slices: Sequence[Slice], at: Placement) -> Stack:
         """The same slice of n blocks as one Stack."""
@@ -159,6 +181,12 @@ class Folder:
             rows = self.fetch(self.base[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
+
+
+def _precise(at: Placement, block: Block) -> Placement:
+    """The placement, in fp64 where a formula factorises or inverts."""
+    rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
+    return precise(at) if any(r.decomposes for r in rows) else at
 
 
 def _in_place(group: Sequence[Item], at: Placement) -> bool:

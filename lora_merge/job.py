@@ -55,6 +55,7 @@ class Job:
     unmatched: Unmatched = "error"
     overwrite: bool = False
     max_memory: int = 2**30
+    max_vram: int | None = None
     verify: bool = True
     map: Path | None = None
     setting: tuple[tuple[str, Any], ...] = ()
@@ -78,11 +79,11 @@ def split_strength(text: str) -> tuple[str, float | None]:
         return text, None
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
     if match is None or match[2] == "i":
-        raise UsageError(f"{text!r} is no size", "--max-memory", "write it like 512MiB or 4GB")
+        raise UsageError(f"{text!r} is no size", option, "write it like 512MiB or 4GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -112,6 +113,8 @@ def make_job(
         raise UsageError(f"unmatched={options['unmatched']!r}", "--unmatched", "use error or skip")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
     options["setting"] = _settings(options.get("setting") or {})
+    if options.get("max_vram") is not None:
+        options["max_vram"] = parse_size(options["max_vram"], "--max-vram")
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
     out = expand(output) if output else _default_output(base, refs)

@@ -24,7 +24,7 @@ from .matching import Use
 from .names import names
 from .patching import Patcher
 from .peft import rules
-from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, stage
+from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, places, stage
 from .planning import Target, match, outputs
 from .views import Piece, View
 
@@ -41,7 +41,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     base = held.index("state dict", state_dict)
     paths, files = held.adapters(adapters)
     job = make_job("state dict", paths, "state dict", **options)
-    at = place(job.device, COMPUTE_DTYPES[job.compute_dtype])
+    at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     lookup = names(base, job.map)
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ class LoadedAdapter:
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = Factors(reader, frozenset(self.file.index.files))
             part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, None, None)
-            stack = Folder(at, factors.fetch, {}).stack([part], at)
+            stack = Folder((at,), factors.fetch, {}).stack([part], at)
             return host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
 
     def _module(self, name: str) -> Module:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from typing import Any, ClassVar, Final
 
 import torch
@@ -29,12 +31,24 @@ TORCH_DTYPES: Final = {
 FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
 
+CPU_STACK: Final = 2**20
+DEVICE_STACK: Final = 2**26
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where and how exactly the formulas are computed."""
 
     device: torch.device
     dtype: torch.dtype
+
+
+def places(devices: str, dtype: str) -> tuple[Placement, ...]:
+    """The placements for `--device`, one or a list with commas, of one kind; ResourceError if one is not here."""
+    found = tuple(place(d.strip(), dtype) for d in devices.split(","))
+    if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
+        raise ResourceError(f"{devices!r} is no list of devices to share the work", "--device", "write cuda:0,cuda:1")
+    return found
 
 
 def place(device: str, dtype: str) -> Placement:
@@ -80,20 +94,34 @@ def _fastest() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-class Scratch:
-    """Memory for the values that are being folded, kept from block to block; one per thread.
+class Lane:
+    """One thread's way to a device: memory that is kept from block to block, and on CUDA a stream of its own.
 
-    A new tensor for every block costs as much again as the cast into it: the system zeroes its pages.
+    A new tensor for every block costs as much again as the cast into it: the system zeroes its pages. On CUDA, one
+    lane's bytes go up while another computes and a third's come down; transfers need pinned memory for that.
     """
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
+    def __init__(self, at: Placement) -> None:
+        self.at = at
+        on_cuda = at.device.type == "cuda" and torch.cuda.is_available()  # fake tensors know cuda where there is none
+        self.stream = torch.cuda.Stream(at.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._memory: dict[str, Tensor] = {}
 
-    def empty(self, shape: Sequence[int], at: Placement) -> Tensor:
-        """Uninitialised [shape]; what an earlier call gave is overwritten."""
-        count, old = prod(shape), self._memory
-        if old is None or old.numel() < count or old.dtype != at.dtype or old.device != at.device:
-            self._memory = old = torch.empty(count, dtype=at.dtype, device=at.device)
+    def turn(self) -> AbstractContextManager[Any]:
+        """What is done inside is queued on the lane's stream."""
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def recover(self) -> None:
+        """After a failure: wait for what is still queued, and give unused memory back to the device."""
+        if self.stream:
+            self.stream.synchronize()
+            torch.cuda.empty_cache()
+
+    def host(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised [shape] on the host; what an earlier call gave for this use is overwritten."""
+        count, old = prod(shape), self._memory.get(use)
+        if old is None or old.numel() < count or old.dtype != dtype:
+            old = self._memory[use] = torch.empty(count, dtype=dtype, pin_memory=self.stream is not None)
         return old[:count].view(*shape)
 
 
@@ -109,10 +137,11 @@ def share_cores(workers: int) -> None:
     torch.set_num_threads(1)
 
 
-def threads(at: Placement) -> int:
-    """How many blocks to fold side by side: one per core that torch leaves idle within an operation."""
-    if at.device.type != "cpu":
-        return 1
+def threads(at: Sequence[Placement]) -> int:
+    """How many blocks to fold side by side: on a CPU one per core that torch leaves idle within an operation, on
+    other devices one going up, one computed, one coming down."""
+    if at[0].device.type != "cpu":
+        return 3 * len(at)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // _Sharing.workers // (1 if _omp_set_num_threads() else torch.get_num_threads()))
 
@@ -134,15 +163,56 @@ def _omp_set_num_threads() -> Any:
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 
-def stage(tensors: Sequence[Tensor], at: Placement, scratch: Scratch | None = None) -> Tensor:
-    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move)."""
-    if at.device.type != "cpu":
-        return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
+def stack_elements(at: Sequence[Placement], max_vram: int | None) -> int:
+    """At most how many numbers go into one batched call: the caches' size on a CPU, plenty of work elsewhere.
+
+    In flight are three lanes with the stored values, the base, ΔW and two temporaries of its size: 24 bytes each.
+    """
+    if at[0].device.type == "cpu":
+        return CPU_STACK
+    return DEVICE_STACK if max_vram is None else max(1, min(DEVICE_STACK, max_vram // (3 * 24)))
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """fp32 products in fp32 on CUDA, also where the user has allowed TF32, whose ten bits lose small changes.
+
+    The switch is the process's: it is turned only where it has to be, and turned back when nobody needs it any more.
+    """
+    with _switch:
+        if not _exact_users:
+            _exact_users.append(torch.get_float32_matmul_precision())
+            if _exact_users[0] != "highest":
+                torch.set_float32_matmul_precision("highest")
+        _exact_users.append("")
+    try:
+        yield
+    finally:
+        with _switch:
+            _exact_users.pop()
+            if len(_exact_users) == 1 and (before := _exact_users.pop()) != "highest":
+                torch.set_float32_matmul_precision(before)
+
+
+_switch = Lock()
+_exact_users: list[str] = []  # the user's setting, then one entry for each that needs the other
+
+
+def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) -> Tensor:
+    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move).
+
+    With a lane, its memory is used: the result on a CPU, and the way there on CUDA, are overwritten by the next call.
+    """
     shape = (len(tensors), *tensors[0].shape)
-    out = scratch.empty(shape, at) if scratch else torch.empty(shape, dtype=at.dtype)
+    if at.device.type == "cpu":
+        out = lane.host("values", shape, at.dtype) if lane else torch.empty(shape, dtype=at.dtype)
+    elif lane is None or lane.stream is None:
+        return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
+    else:
+        out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out, tensors, strict=True):
-        slot.copy_(tensor.to(at.device))
-    return out
+        slot.copy_(tensor.to(out.device))
+    return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
@@ -155,11 +225,17 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
 
-def land(merged: Tensor, into: Sequence[Tensor]) -> None:
-    """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer per tensor."""
+def land(merged: Tensor, into: Sequence[Tensor], lane: Lane | None = None) -> None:
+    """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer for all."""
     dtype = into[0].dtype
-    merged = _ready(merged.detach(), dtype)
-    cast = merged if merged.device.type == "cpu" else merged.to(dtype).cpu()
+    cast = _ready(merged.detach(), dtype)
+    if cast.device.type != "cpu":
+        cast = cast.to(dtype)
+        if lane is None or lane.stream is None:
+            cast = cast.cpu()
+        else:
+            cast = lane.host("down", cast.shape, dtype).copy_(cast, non_blocking=True)
+            lane.stream.synchronize()
     for target, source in zip(into, cast, strict=True):
         target.copy_(source)
 

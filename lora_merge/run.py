@@ -21,7 +21,7 @@ from .sidefiles import configured
 from .verify import verify
 
 if TYPE_CHECKING:
-    from .placement import Placement
+    from .writing import Writing
 
 Progress: TypeAlias = Callable[[int], object]
 """Called with the number of bytes just written."""
@@ -55,10 +55,10 @@ def run_together(
             reader = stack.enter_context(Reader(indexes))
             inputs = [p for o in ready for p in o.plan.inputs]
             digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs))
-            from .placement import place  # a second of torch, in which the digests get on
+            from .placement import places  # a second of torch, in which the digests get on
             from .writing import Writing
 
-            at = place(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
+            at = places(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
             work = Writing([o.plan for o in ready], [o.part for o in ready], digests, at, progress)
             work.run()
             for n, failure in work.failed.items():
@@ -66,7 +66,7 @@ def run_together(
         for o in outputs:
             report = None
             if o.failure is None:
-                report = o.attempt(lambda o=o: o.publish(reader, at, work.seconds))  # type: ignore[misc]
+                report = o.attempt(lambda o=o: o.publish(reader, work))  # type: ignore[misc]
             yield o.number, report or o.failure or AssertionError("neither done nor failed")
 
 
@@ -102,7 +102,7 @@ class _Output:
         )
         _prepare(plan, self.part)
 
-    def publish(self, reader: Reader, at: Placement, stages: dict[str, float]) -> Report:
+    def publish(self, reader: Reader, work: Writing) -> Report:
         """Prove the finished output and give it its name."""
         plan, job = self.plan, self.plan.job
         reader.check_unchanged(plan.inputs)
@@ -111,9 +111,9 @@ class _Output:
         return Report(
             output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
             tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
-            seconds=time.monotonic() - self.started, device=str(at.device), dtype=job.dtype,
-            compute_dtype=job.compute_dtype, stages=stages, peak_memory=peak_memory(), verified=proof,
-            version=__version__,
+            seconds=time.monotonic() - self.started, device=",".join(str(p.device) for p in work.folder.at),
+            dtype=job.dtype, compute_dtype=job.compute_dtype, stages=work.seconds, peak_memory=peak_memory(),
+            verified=proof, version=__version__, notes=tuple(work.folder.notes),
         )  # fmt: skip
 
 

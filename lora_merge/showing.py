@@ -54,6 +54,8 @@ def conclude(done: Report, say: Any) -> None:
     """A few lines after the work."""
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
+    for note in done.notes:
+        say(f"note     {note}")
     if done.verified is not None:
         show_proof(done.verified, say)
 

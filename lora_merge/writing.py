@@ -70,7 +70,7 @@ class Writing:
     """One run of plans, of one layout and one placement, into the folders or files `parts`."""
 
     def __init__(
-        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, at: Placement,
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, at: tuple[Placement, ...],
         progress: Callable[[int], object],
     ) -> None:  # fmt: skip
         self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
@@ -78,7 +78,7 @@ class Writing:
         files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
         self.factors = Factors(reader, files)
         self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds)
+        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds, plans[0].job.max_vram)
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.seconds = {"read": 0.0, "hash": 0.0, "fold": 0.0, "write": 0.0}

@@ -23,9 +23,18 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.folding import Folder, Item
 from lora_merge.header import TensorInfo
 from lora_merge.kernels import Stack, fold
-from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
+from lora_merge.placement import (
+    FILE_DTYPES,
+    Placement,
+    exact_products,
+    land,
+    numbers,
+    places,
+    stack_elements,
+    stage,
+)  # fmt: skip
 
-from .support import Tensors, assert_rounded, rand
+from .support import Tensors, assert_rounded, rand, save
 
 ROOT = Path(__file__).parent.parent
 STORED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -128,7 +137,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, held.numbers)
     everything = weights | factors
-    folder = Folder(at, lambda info: everything[info.name], base.tensors)
+    folder = Folder((at,), lambda info: everything[info.name], base.tensors)
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
@@ -240,3 +249,77 @@ def test_a_real_gpu_gives_the_numbers_of_the_cpu() -> None:
         for key, value in exact(model(base), linear(adapter), 1.0).items():
             assert merged[key].device.type == "cpu"
             assert_rounded(merged[key], value)
+
+
+# ------------------------------------------------ several blocks at a time, several devices, too little memory
+
+
+def _merge(folder: Path, name: str, **options: object) -> bytes:
+    base = {f"layer.{n}.weight": rand(1100, 1000 + n % 2, seed=n).half() for n in range(6)}
+    adapter = {
+        f"layer.{n}.{slot}": t for n in range(6)
+        for slot, t in {"lora_up.weight": rand(1100, 8), "lora_down.weight": rand(8, 1000 + n % 2)}.items()
+    }  # fmt: skip
+    lora_merge.merge(save(base, folder / "b"), save(adapter, folder / "a"), folder / name, verify=False, **options)
+    return (folder / name).read_bytes()
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for count, within in ((1, 1), (1, 2), (4, 1)):
+        monkeypatch.setattr("lora_merge.writing.threads", lambda _, count=count: count)
+        before = torch.get_num_threads()
+        torch.set_num_threads(within)
+        results.append(_merge(tmp_path, f"{count}-{within}"))
+        torch.set_num_threads(before)
+    assert results[0] == results[1] == results[2]
+
+
+def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_merge.placement.CPU_STACK", 2**23)
+    whole = _merge(tmp_path, "whole")
+
+    def short(base: Tensor, stacks: list[Stack]) -> Tensor:
+        if base.shape[0] > 2:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return fold(base, stacks)
+
+    monkeypatch.setattr("lora_merge.folding.fold", short)
+    assert _merge(tmp_path, "parts") == whole
+    options = {"verify": False, "overwrite": True}
+    report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
+    assert report.notes == ("cpu was short of memory: smaller batches were used",)
+
+    def never(base: Tensor, stacks: list[Stack]) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("lora_merge.folding.fold", never)
+    with pytest.raises(lora_merge.MergeError, match="out of memory"):
+        lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
+
+
+def test_tf32_is_off_for_our_products_and_back_when_all_of_them_are_done() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with exact_products():
+            with exact_products():
+                assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_batches_stay_within_the_bound_on_device_memory() -> None:
+    cuda = (Placement(torch.device("cuda"), torch.float32),)
+    assert stack_elements(cuda, None) == 2**26
+    assert stack_elements(cuda, 2**30) * 3 * 24 <= 2**30
+    assert stack_elements((Placement(torch.device("cpu"), torch.float32),), 1) == 2**20
+
+
+@pytest.mark.parametrize("device", ["cpu,cpu", "cpu,cuda:0", "cuda:0,cuda:0", "nonsense,cpu"])
+def test_lists_of_devices_that_cannot_share_the_work_are_refused(device: str) -> None:
+    with pytest.raises(lora_merge.MergeError):
+        places(device, "F32")

@@ -35,7 +35,10 @@ def sd_mecha(base: Path, adapter: Path, out: Path) -> None:
     import sd_mecha as library
 
     model = library.model(base)
-    recipe = library.add_difference(model, library.convert(library.model(adapter), model), alpha=STRENGTH)
+    delta = library.convert(library.model(adapter), model)
+    # Its wrapper `sd_mecha.add_difference` compares a merge space that a conversion does not have; this is what it wraps.
+    add = library.extensions.merge_methods.resolve("add_difference")
+    recipe = add(model, delta, alpha=STRENGTH) | model
     library.merge(recipe, output=out, threads=os.cpu_count())
 
 
