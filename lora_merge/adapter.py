@@ -29,6 +29,11 @@ IGNORED: Final = (
 WRAPPED: Final = ".linear"
 """Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
 
+READABLE: Final = frozenset(
+    ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+)
+"""Dtypes that the formulas take; the format has more, which nothing trains adapters in."""
+
 Numbers: TypeAlias = Callable[[TensorInfo], tuple[float, ...]]
 """All elements of a small stored tensor: from its file, or from memory."""
 
@@ -126,6 +131,9 @@ def group(index: Index) -> AdapterFile:
         if reason is not None:
             ignored[key] = reason
             continue
+        if info.dtype not in READABLE:
+            raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",
+                             "export the adapter in fp32 or bf16")  # fmt: skip
         found = split(key)
         if found is None:
             strange.append(info)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final
 
 from .adapter import WRAPPED, AdapterFile, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
+from .doubles import EMBEDDINGS, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .growth import grown
 from .guess import weight_shape
@@ -25,12 +25,6 @@ from .peft import Plain
 from .views import Piece, View, rows_of
 
 SHOWN = 5  # how many names an error message lists
-
-EMBEDDINGS: Final = (
-    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
-    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
-)
-"""Where transformers' models keep the input embeddings that a tied head uses."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,7 @@ class Matcher:
         self.patcher, self.adapter, self.ref, self.names, self.base = patcher, patcher.adapter, ref, names, base
         self.result = Matched(self.adapter)
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
+        self.doubles = Doubles(self.adapter.path)
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
@@ -113,6 +108,8 @@ class Matcher:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
         name, number = part(module.name)
         view = self._named(name, module.parameter)
+        if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
+            view = self.names.find(*_apart(name))
         if view is None or number is None:
             return view
         heights = {part(m.name)[1]: _height(m) for m in self.adapter.modules if part(m.name)[0] == name}
@@ -159,6 +156,7 @@ class Matcher:
             return None
 
     def _add(self, patch: Patch) -> None:
+        self.doubles.check(patch)
         start, components = 0, set()
         for piece in patch.view.pieces:
             component = self.names.component(piece.key)

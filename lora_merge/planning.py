@@ -179,8 +179,9 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
 def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:
     dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
     if uses and dtype not in FLOATS:
-        raise ShapeMismatch("an adapter changes a tensor of whole numbers", f"{name} is {info.dtype}",
-                            "merge into the unquantised model")  # fmt: skip
+        kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
+        raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{name} is {info.dtype}",
+                            "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     shape = source.shape if source is not None else info.shape
     return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses)
 

@@ -188,15 +188,18 @@ class Recomputation:
         return decode(raw, target.dtype).reshape(len(rows), cols)
 
     def _base(self, target: Target, rows: Array, cols: int) -> Array:
-        """Rows of the base tensor; zeros around it where the output is larger, or where there is none."""
+        """Rows of the base tensor; zeros where there is none."""
         source = target.source
-        if source is None:
-            return np.zeros((len(rows), cols))
-        if source.shape == target.shape:
+        if source is not None and source.shape == target.shape:
             return self.stored(source, (source.nbytes // max(1, cols * ITEM_BYTES[source.dtype]), cols), rows)
-        padded = np.zeros(target.shape)
-        padded[tuple(slice(0, d) for d in source.shape)] = self.stored(source, source.shape)
-        return padded.reshape(-1, cols)[rows]
+        return self._padded(source, target.shape).reshape(-1, cols)[rows]
+
+    def _padded(self, info: TensorInfo | None, shape: Shape) -> Array:
+        """The stored tensor, if there is one, in the low corner of zeros."""
+        padded = np.zeros(shape)
+        if info is not None:
+            padded[tuple(slice(0, d) for d in info.shape)] = self.stored(info, info.shape)
+        return padded
 
     def _change(self, use: Use, rows: Array) -> Array:
         """ΔW at strength 1 for rows of the stored tensor, in its own orientation."""
@@ -247,8 +250,8 @@ class Recomputation:
             if not len(inside):
                 continue
             info, width = self.plan.base.tensors.get(piece.key), piece.cols
-            if info is None:
-                parts.append(np.zeros((len(inside), width)))
+            if info is None or piece.stop * width > prod(info.shape):
+                parts.append(self._padded(info, patch.view.shape).reshape(-1, width)[piece.start + inside])
                 continue
             shape = (prod(info.shape) // max(width, 1), width)
             if piece.transposed:

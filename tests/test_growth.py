@@ -80,3 +80,16 @@ def test_two_adapters_that_disagree_about_the_size_are_refused() -> None:
     plain = {"img_in.lora_A.weight": rand(2, 4), "img_in.lora_B.weight": rand(12, 2)}
     with pytest.raises(FitError, match="larger"):
         lora_merge.merge_state_dict(flux(), [control(), plain])
+
+
+def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: Path) -> None:
+    weight, up, down, magnitude = rand(6, 4), rand(8, 2), rand(2, 5), rand(8, 1, seed=4).abs() + 1
+    lora = {"m.a.lora_up.weight": up, "m.a.lora_down.weight": down, "m.a.dora_scale": magnitude}
+    lora["m.a.reshape_weight"] = torch.tensor([8, 5])
+    base = save({"m.a.weight": weight}, tmp_path / "b.safetensors")
+    lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors", verify=True)
+    v = torch.zeros(8, 5).double()
+    v[:6, :4] = weight
+    v += up.double() @ down.double()
+    exact = magnitude * v / v.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(load(tmp_path / "o.safetensors")["m.a.weight"].double(), exact, rtol=0, atol=2e-6)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.errors import MergeError
+from lora_merge.errors import InputError, MergeError
 
 from .support import UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
@@ -187,3 +187,30 @@ def test_merging_in_memory_equals_merging_files(files: tuple[Path, Path], tmp_pa
     for key, value in load(tmp_path / "out.safetensors").items():
         assert torch.equal(merged[key], value)
     assert all(torch.equal(state[k], kept[k]) for k in kept)
+
+
+def test_one_module_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    lora = {f"{name}.lora_up.weight": rand(6, 2) for name in ("m.a", "lycoris_m_a")}
+    lora |= {f"{name}.lora_down.weight": rand(2, 4) for name in ("m.a", "lycoris_m_a")}
+    base = save({"m.a.weight": rand(6, 4)}, tmp_path / "b.safetensors")
+    with pytest.raises(InputError, match="change the same weight"):
+        lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("norm.bias", "set_weight"), ("norm.weight", "diff"), ("norm.scale", "diff")]
+)
+def test_whole_values_may_stand_behind_a_parameter(key: str, kind: str) -> None:
+    base = {"norm.weight": rand(5), "norm.bias": rand(5, seed=1), "norm.scale": rand(5, seed=2)}
+    merged = lora_merge.merge_state_dict(base, {f"{key}.{kind}": rand(5, seed=3)})
+    exact = rand(5, seed=3) + (base[key] if kind == "diff" else 0)
+    torch.testing.assert_close(merged[key], exact)
+    assert all(torch.equal(merged[k], base[k]) for k in base if k != key)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = save({"m.a.weight": rand(6, 4)}, tmp_path / "b.safetensors")
+    lora = {"m.a.lora_up.weight": rand(6, 2).to(dtype), "m.a.lora_down.weight": rand(2, 4)}
+    with pytest.raises(InputError, match="an adapter tensor of"):
+        lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
