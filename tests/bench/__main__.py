@@ -1,7 +1,7 @@
 """`python -m tests.bench`: full-size merges, ours and others', in turn; medians, ratios, JSON.
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
-`dtypes` (fp32 ↔ bf16), `start` (what a tiny merge and a large plan cost). About 60 GB of disk for all of them
+`dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost). About 60 GB of disk for all of them
 with `--keep`, else at most 55 GB at a time.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from lora_merge.disk import file_system
 
-from . import inputs
+from . import batch, inputs
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -190,7 +190,7 @@ def start(b: Bench) -> None:
 
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
-    "start": start,
+    "start": start, "batch": batch.suite,
 }  # fmt: skip
 
 
