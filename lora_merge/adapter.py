@@ -7,7 +7,7 @@ plan tries it as a whole replacement parameter and names it otherwise). No torch
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +153,7 @@ def group(index: Index) -> AdapterFile:
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
-    if len(plain) == len(groups) and "peft_type" not in index.config:  # PEFT may save whole parameters only
+    if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         raise InputError(
             "this file holds no adapter tensors",
             f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
@@ -180,6 +180,14 @@ def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, Tenso
         else:
             others.append(info)
     return others
+
+
+def _says_nothing(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
+    """Whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has too."""
+    tensors = [
+        info for key, g in groups.items() if key not in plain for info in (*g.slots.values(), *g.shared.values())
+    ]
+    return all(info.name.endswith("_norm.scale") for info in tensors)
 
 
 def _is_adapter(g: _Group) -> bool:

@@ -29,6 +29,10 @@ from .sidefiles import index_files, output_name, side_files, stored_name
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
+EMBEDDED: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "shared.weight")
+"""Endings of the tensors with a row per token."""
+
+
 @dataclass(frozen=True)
 class Target:
     """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
@@ -82,7 +86,18 @@ class Plan:
     @property
     def changed(self) -> int:
         """How many output tensors differ from the base by an adapter."""
-        return sum(1 for f in self.files for t in f.targets if t.uses or t.source is None)
+        own = self.base.tensors
+        targets = (t for f in self.files for t in f.targets)
+        return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
+
+    @property
+    def vocabulary(self) -> tuple[int, int] | None:
+        """Rows of the input embeddings in the base and in the output, if an adapter brings others; else None."""
+        for t in (t for f in self.files for t in f.targets if t.name.endswith(EMBEDDED)):
+            old = self.base.tensors.get(t.name)
+            if old is not None and old.shape[:1] != t.shape[:1]:
+                return old.shape[0], t.shape[0]
+        return None
 
     @property
     def is_folder(self) -> bool:

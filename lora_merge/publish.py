@@ -68,6 +68,9 @@ def replacing(
                 path.rmdir()
 
 
+PICKLES: Final = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+
+
 def check_output(
     target: Path,
     inputs: Iterable[Path] = (),
@@ -89,6 +92,8 @@ def check_output(
 
 
 def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
+    if not folder and target.suffix.lower() in PICKLES:
+        raise UsageError("outputs are never pickles", str(target), "name it .safetensors")
     if not os.path.lexists(target):
         blocking = next((p for p in target.parents if os.path.lexists(p)), None)
         if blocking is not None and not blocking.is_dir():

@@ -130,6 +130,6 @@ def _prepare(plan: Plan, part: Path) -> None:
     for name in plan.sides:
         if Path(name).name == "config.json":
             content = (plan.base.path / name).read_bytes()
-            (part / name).write_bytes(configured(content, DTYPES.get(plan.job.dtype)))
+            (part / name).write_bytes(configured(content, DTYPES.get(plan.job.dtype), plan.vocabulary))
         else:
             copy_file(plan.base.path / name, part / name)

@@ -64,17 +64,23 @@ def index_files(base: Index, sizes: Mapping[str, tuple[Path, int]]) -> Iterator[
         yield relative.with_name(name).as_posix(), (json.dumps(content, indent=2) + "\n").encode()
 
 
-def configured(content: bytes, dtype: str | None) -> bytes:
-    """A model's config.json, saying the dtype that the weights now have; as it was if there is nothing to say."""
-    if dtype not in CONFIG_DTYPES:
+def configured(content: bytes, dtype: str | None, vocabulary: tuple[int, int] | None = None) -> bytes:
+    """A model's config.json, saying the dtype and size of vocabulary (old, new) that the weights now have.
+
+    As it was if there is nothing to say.
+    """
+    if dtype not in CONFIG_DTYPES and vocabulary is None:
         return content
     try:
         config: dict[str, Any] = json.loads(content)
     except ValueError:
         return content
     for key in ("dtype", "torch_dtype"):
-        if isinstance(config.get(key), str):
+        if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
+    for part in (config, config.get("text_config")):  # of a vision-language model
+        if vocabulary and isinstance(part, dict) and part.get("vocab_size") == vocabulary[0]:
+            part["vocab_size"] = vocabulary[1]
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -214,3 +214,40 @@ def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) 
     lora = {"m.a.lora_up.weight": rand(6, 2).to(dtype), "m.a.lora_down.weight": rand(2, 4)}
     with pytest.raises(InputError, match="an adapter tensor of"):
         lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
+
+
+def test_a_model_is_no_adapter_even_if_it_has_what_a_control_lora_has(tmp_path: Path) -> None:
+    model = {
+        "double_blocks.0.img_attn.norm.key_norm.scale": rand(4),
+        "double_blocks.0.img_attn.qkv.weight": rand(12, 4),
+    }
+    base = save(model, tmp_path / "b.safetensors")
+    with pytest.raises(InputError, match="no adapter tensors"):
+        lora_merge.merge(base, save(model, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "pt", "pth", "bin"])
+def test_outputs_are_never_called_pickles(files: tuple[Path, Path], tmp_path: Path, ending: str) -> None:
+    with pytest.raises(MergeError, match="never pickles"):
+        lora_merge.merge(*files, tmp_path / f"o.{ending}")
+
+
+def test_a_grown_vocabulary_is_in_the_config(tmp_path: Path) -> None:
+    base, peft = tmp_path / "base", tmp_path / "peft"
+    base.mkdir()
+    peft.mkdir()
+    weights = {"model.embed_tokens.weight": rand(10, 4), "model.layers.0.self_attn.q_proj.weight": rand(4, 4)}
+    save(weights, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 10}))
+    prefix = "base_model.model.model."
+    adapter = {
+        f"{prefix}embed_tokens.weight": rand(12, 4, seed=1),
+        f"{prefix}layers.0.self_attn.q_proj.lora_A.weight": rand(2, 4),
+        f"{prefix}layers.0.self_attn.q_proj.lora_B.weight": rand(4, 2),
+    }
+    save(adapter, peft / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": ["embed_tokens"]}
+    (peft / "adapter_config.json").write_text(json.dumps(config))
+    lora_merge.merge(base, peft, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 12
+    assert torch.equal(load(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"], rand(12, 4, seed=1))
