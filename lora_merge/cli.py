@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -199,13 +200,13 @@ def main() -> None:
         app()
     except MergeError as error:
         if debug:
-            raise
+            traceback.print_exc()
         _fail(str(error), error.exit_code)
     except _Stopped as stop:
         _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
     except OSError as error:
         if debug:
-            raise
+            traceback.print_exc()
         where = error.filename or "an input or output"
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
 

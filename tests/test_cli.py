@@ -341,3 +341,11 @@ def test_litgpt_needs_the_parts_of_its_fused_weight(run: Run, tmp_path: Path) ->
 @pytest.mark.parametrize("text", ["nonsense=1", "lora_alpha"])
 def test_settings_that_nobody_asks_for(run: Run, tmp_path: Path, model: Path, style: Path, text: str) -> None:
     assert run(model, style, "-o", tmp_path / "o.safetensors", "--setting", text)[0] == 2
+
+
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, model: Path) -> None:
+    for options, shown in (([], False), (["--debug"], True)):
+        done = cli(model, tmp_path / "absent.safetensors", "-o", tmp_path / "o.safetensors", *options)
+        assert done.returncode == 3
+        assert ("Traceback" in done.stderr) is shown
+        assert "error: file not found" in done.stderr
