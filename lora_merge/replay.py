@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -101,8 +102,7 @@ def _job_of(
         ref if s is None else Adapter(ref.path, s, ref.parts)
         for ref, (_, s) in zip(stated.adapters, adapters, strict=True)
     )
-    return make_job(stated.base, refs, made.path, dtype=stated.dtype, compute_dtype=stated.compute_dtype,
-                    unmatched=stated.unmatched, map=stated.map)  # fmt: skip
+    return replace(stated, adapters=refs)
 
 
 def _dtype(made: Index, base: Index) -> str:

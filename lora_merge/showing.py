@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
@@ -38,8 +40,20 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
                 )
 
 
+def _leave_lost_folder() -> None:
+    """Go to the root if the current folder was deleted: MKL ends the process when it is loaded there.
+
+    Called when every path of the job is absolute already.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir(os.path.sep)
+
+
 def carry_out(plan: Plan, *, quiet: bool) -> Report:
     """Run a plan, with a progress bar on a terminal."""
+    _leave_lost_folder()
     from .run import run
 
     if quiet or not sys.stderr.isatty():
