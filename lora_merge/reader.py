@@ -23,7 +23,6 @@ MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
 
 BLOCK: Final = 8 << 20  # bytes a single read asks for
-PEEK: Final = 1 << 18  # bytes asked of the page cache at once; the system fetches as many when they are not there
 _NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
 
 
@@ -177,9 +176,9 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
     lead = -offset % PAGE
     if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
         return int(_read(file.fd, buffer[: lead or len(buffer)], offset))
-    cached = _from_cache(file, buffer, offset)
-    if cached:
-        return cached
+    last = (len(buffer) // PAGE - 1) * PAGE
+    if _cached(file, buffer[last:], offset + last) and _cached(file, buffer, offset):
+        return int(_read(file.fd, buffer, offset))
     try:
         return os.preadv(file.direct, [buffer[: len(buffer) // PAGE * PAGE]], offset)
     except OSError as e:
@@ -200,28 +199,26 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 def _held(file: _File, size: int) -> bool:
     """Whether the page cache holds most of a file: most of 16 places of it."""
     page = aligned_buffer(PAGE)
-    return sum(_from_cache(file, page, size * i // 16) > 0 for i in range(16)) > 8
+    return sum(_cached(file, page, size * i // 16) for i in range(16)) > 8
 
 
-def _from_cache(file: _File, buffer: memoryview, offset: int) -> int:
-    """Copy what the page cache holds from `offset` on, in whole pages; 0 if it does not hold the first."""
+def _cached(file: _File, page: memoryview, offset: int) -> bool:
+    """Whether the page cache holds the page at `offset`; `page` is overwritten.
+
+    Only ever one page is asked for: asking for more starts reading what is missing, which the next question then
+    finds, so that a whole cold file comes through the cache: 9 s of processor time for 7 GB, not 1.
+    """
     if not file.hints:
-        return 0
-    done = 0
+        return False
     try:
-        while done < len(buffer):
-            step = min(PEEK, len(buffer) - done)
-            got = os.preadv(file.fd, [buffer[done : done + (step if done else PAGE)]], offset + done, _NOWAIT)
-            done += got
-            if got < min(step, PAGE):
-                break
+        return os.preadv(file.fd, [page[:PAGE]], offset, _NOWAIT) == PAGE
     except BlockingIOError:
-        return done // PAGE * PAGE
+        return False
     except OSError as e:
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         file.hints = False
-    return done // PAGE * PAGE
+        return False
 
 
 def unreadable(e: OSError, file: Path, offset: int) -> InputError:
