@@ -170,8 +170,7 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
         f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in pairwise(letters)
     )
     merges = "a: &a {x: 1}\n" + "".join(
-        f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n"
-        for old, new in pairwise(letters)
+        f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in pairwise(letters)
     )
     values = ", ".join(map(str, range(1000)))
     product = f"version: 1\njobs: [{{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: [{values}], y: [{values}]}}}}]"

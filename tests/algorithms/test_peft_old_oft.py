@@ -94,7 +94,9 @@ def test_third_generation_doubles_the_last_term(terms: int, version: str | None,
         skew = torch.zeros(6, 6, dtype=torch.float64)
         skew[tuple(torch.triu_indices(6, 6, 1))] = row
         skew = skew - skew.T
-        blocks.append(torch.eye(6, dtype=torch.float64) + sum(2 * torch.linalg.matrix_power(skew, k) for k in range(1, terms)))
+        blocks.append(
+            torch.eye(6, dtype=torch.float64) + sum(2 * torch.linalg.matrix_power(skew, k) for k in range(1, terms))
+        )
     want = weight @ torch.block_diag(*blocks).T
     told = {"use_cayley_neumann": True, "num_cayley_neumann_terms": terms, "peft_version": version}
     got = ours(weight, saved(tmp_path, {"oft_R.weight": triangle}, r=0, **told))
