@@ -76,6 +76,8 @@ class Patcher:
             raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
                              "export or download it again")  # fmt: skip
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
+        if any("--setting" in r for r in reasons):
+            raise ShapeMismatch("the adapter's file does not tell all that its formula needs", where, reasons[-1])
         fix = "merge into the checkpoint that the adapter was trained on"
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
