@@ -63,8 +63,7 @@ class Module:
         return [
             name
             for name in self.algorithms
-            if name in ALGORITHMS
-            and all(
+            if all(
                 slot in self.slots or slot in ALGORITHMS[name].shared
                 for slot, required in ALGORITHMS[name].slots.items()
                 if required

@@ -15,6 +15,7 @@ from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .doubles import EMBEDDINGS, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
+from .folders import listed
 from .growth import grown
 from .guess import weight_shape
 from .header import TensorInfo
@@ -23,8 +24,6 @@ from .names import Names
 from .patching import Patch, Patcher
 from .peft import Plain
 from .views import Piece, View, rows_of
-
-SHOWN = 5  # how many names an error message lists
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Matcher:
         if patch is None:
             return
         self._add(patch)
-        if getattr(ALGORITHMS[patch.algorithm], "and_bias", False):
+        if ALGORITHMS[patch.algorithm].and_bias:
             bias = self.names.find(module.name, "bias")
             if bias is not None:
                 self._add(_with_view(patch, bias))
@@ -239,17 +238,17 @@ class Matcher:
             worst = self.failures[0]
             same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
             why = self.names.explain([], shapes) if isinstance(worst, ShapeMismatch) else ""
-            raise type(worst)(worst.what, f"{path}: {_some(same)}", why or worst.fix)
+            raise type(worst)(worst.what, f"{path}: {listed(same)}", why or worst.fix)
         if result.modules == 0:
             raise UnmatchedModules(
                 f"no module of the adapter is in the base (0 of {result.total})",
-                f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",
+                f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
                 self.names.explain(list(result.unmatched), shapes),
             )
         if result.unmatched and unmatched == "error":
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
-                f"{path}: {_some(list(result.unmatched))}; the base is {self.names.architecture}",
+                f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
                 f"{self.names.explain(list(result.unmatched), shapes)}; or leave them out with --unmatched skip",
             )
         if doubt := self.names.doubt(shapes):
@@ -295,8 +294,3 @@ def _height(module: Module) -> int:
     if "up" in shapes:
         return shapes["up"][0]
     return prod(shapes["blocks"][:2]) if "blocks" in shapes else 0
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -146,7 +146,7 @@ def _has_all(module: Module, name: str) -> bool:
 
 def _incomplete(module: Module) -> str:
     """Which partner is missing for the closest row of the table."""
-    known = [ALGORITHMS[a] for a in module.algorithms if a in ALGORITHMS]
+    known = [ALGORITHMS[a] for a in module.algorithms]
     gaps = sorted(
         ([s for s, required in row.slots.items() if required and s not in module.slots] for row in known), key=len
     )
