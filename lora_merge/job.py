@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
 from .errors import UsageError
+from .patterns import endless
 
 DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 """`--dtype` → the name the file format uses; `keep` is None."""
@@ -37,7 +38,7 @@ class Adapter:
         """Strength for one base tensor: the adapter's, times every part that covers the tensor."""
         factor = self.strength
         for part, value in self.parts:
-            if re.search(part[3:], key) if part.startswith("re:") else _covers(part, component):
+            if _found(part[3:], key) if part.startswith("re:") else _covers(part, component):
                 factor *= value
         return factor
 
@@ -60,6 +61,12 @@ class Job:
     map: Path | None = None
     setting: tuple[tuple[str, Any], ...] = ()
     """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
+
+
+def _found(pattern: str, key: str) -> bool:
+    if endless(pattern, key):
+        raise UsageError("a tensor name too long to be searched", f"{key[:80]!r} … for {pattern!r}", "use a plain part")
+    return re.search(pattern, key) is not None
 
 
 def _covers(part: str, component: str) -> bool:
@@ -145,7 +152,8 @@ def _is_pair(value: object) -> bool:
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
     if isinstance(value, Adapter):
-        return _checked(Adapter(expand(value.path), value.strength, (*value.parts, *parts)))
+        own = (_part(p, f) for p, f in value.parts)
+        return _checked(Adapter(expand(value.path), value.strength, (*own, *parts)))
     path, strength = value if _is_pair(value) else (value, 1.0)
     return _checked(Adapter(expand(path), float(strength), parts))
 
@@ -158,9 +166,12 @@ def _checked(adapter: Adapter) -> Adapter:
 
 def _part(part: str, factor: float) -> tuple[str, float]:
     if part.startswith("re:"):
+        if endless(part[3:]):
+            raise UsageError("a regular expression too complex to run safely", f"--strength-for {part[:80]}",
+                             "use at most three of * + {, and none after a group")  # fmt: skip
         try:
             re.compile(part[3:])
-        except re.error as e:
+        except (re.error, OverflowError, RecursionError) as e:
             raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
     elif part not in PARTS:
         raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import InputError
+from .patterns import endless
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
@@ -98,10 +99,6 @@ KNOWN_SWITCHES: Final = frozenset(
 )
 """Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
 
-LONGEST_PATTERN: Final = 500  # characters
-MOST_LOOPS: Final = 3  # `*`, `+` or `{` in one pattern: what one loop takes n steps for, k of them take n^k
-NESTED_LOOP: Final = re.compile(r"\)[*+{]")
-
 
 @dataclass(frozen=True)
 class Fields:
@@ -168,8 +165,7 @@ class Fields:
     def matches(self, expression: str, module: str, name: str, key: str) -> bool:
         """Whether the expression made of a file's `key` matches at the start of the module's
         path."""
-        loops = sum(key.count(c) for c in "*+{")
-        if len(key) > LONGEST_PATTERN or loops > MOST_LOOPS or NESTED_LOOP.search(key):
+        if endless(key, module):
             what, fix = "a pattern too complex to run safely", "write out the modules it stands for"
             raise InputError(f"{name} holds {what}", f"{self.where}: {key[:80]!r}", fix)
         try:

@@ -20,6 +20,7 @@ from .errors import InputError, UsageError, VerificationFailed
 from .header import open_regular
 from .job import Adapter, Job, make_job
 from .kinds import quoted
+from .publish import NAME_LIMIT
 
 KEY: Final = "lora_merge.recipe"
 OURS: Final = (KEY, "modelspec.merged_from", "sd_merge_recipe", "sd_merge_models")
@@ -178,7 +179,7 @@ def read_recipe(index: Index) -> Recipe:
         if value is None:
             raise ValueError("it is no JSON object")
         return _recipe_of(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise InputError(f"the recipe is damaged: {e}", f"{index.path}: {KEY}", "give --base and --adapter") from e
 
 
@@ -194,7 +195,8 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
         options["setting"] = dict(value["setting"])
     table = value.get("map", {"name": "", "text": None})
     map_text = None if table["text"] is None else _text(table["text"])
-    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, _text(table["name"]), map_text)
+    name = "" if map_text is None else _file_name(table["name"])
+    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, name, map_text)
 
 
 def _input_of(value: Mapping[str, Any]) -> Input:
@@ -222,6 +224,13 @@ def _inside(value: Any) -> str:
     if path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value or not path.parts:
         raise ValueError(f"{quoted(value)} is no file of an input")
     return str(path)
+
+
+def _file_name(value: Any) -> str:
+    """A name that a file in any folder can have."""
+    if "/" in _inside(value) or len(value.encode()) > NAME_LIMIT or not value.isprintable():
+        raise ValueError(f"{quoted(value)} is no name of a file")
+    return str(value)
 
 
 def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:

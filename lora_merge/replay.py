@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .checkpoint import Index, Reader, open_checkpoint
@@ -73,7 +73,7 @@ def _job(recipe: Recipe, paths: Sequence[Path], output: Path, stack: ExitStack, 
     """The recipe's job; its name table lies in a temporary file until the stack closes."""
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        options["map"] = folder / (PurePosixPath(recipe.map_name).name or "map.yaml")
+        options["map"] = folder / recipe.map_name
         options["map"].write_text(recipe.map_text, encoding="utf-8")
     return recipe.job(paths, output, **options)
 

@@ -73,7 +73,7 @@ class _Outputs:
             if around is not None:
                 clashes.append(f"{e.where} writes inside the output of {around.where}: {e.job.output}")
         if clashes:
-            raise UsageError(f"{len(clashes)} jobs write to the place of another", _listed(clashes),
+            raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes),
                              "give every job an output of its own")  # fmt: skip
 
     def maker(self, path: Path) -> Entry | None:

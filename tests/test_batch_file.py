@@ -156,6 +156,8 @@ jobs:
         ("version: 1\njobs: [{base: b, adapters: [a], output: '{x.size}', matrix: {x: [1]}}]", "stem"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [[1]]}}]", "one value"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {tee: 1}}]", "tee"),
+        ("version: 1\njobs: [{base: b, adapters: [{path: a, strength_for: {tee: 1}}], output: o}]", "tee"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+)+': 1}}]", "too complex"),
         ("version: 1\njobs: !!python/object/apply:os.getcwd []", "tag"),
         ("version: 1\njobs: {a: 1}", "list"),
     ],

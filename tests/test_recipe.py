@@ -148,16 +148,27 @@ def test_unmerging_is_refused_with_advice(files: Path) -> None:
 GOOD = {"name": "b", "files": [{"name": "b.safetensors", "size": 1, "sha256": "0" * 64}]}
 
 
+def told(**changes: Any) -> str:
+    """A sound recipe with some fields in another way."""
+    sound = {"version": "1", "base": GOOD, "adapters": [{**GOOD, "strength": 1, "parts": []}], "dtype": "keep",
+             "compute_dtype": "fp32", "unmatched": "error"}  # fmt: skip
+    return json.dumps({**sound, **changes})
+
+
+def of(**changes: Any) -> dict[str, Any]:
+    """An input with its file described in another way."""
+    return {"name": "b", "files": [{**GOOD["files"][0], **changes}]}  # type: ignore[dict-item]
+
+
+OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", "{" * 10_000, json.dumps({"version": "1", "base": GOOD, "adapters": []}),
-     *(json.dumps({"version": "1", "base": {"name": "b", "files": [{"name": n, "size": 1, "sha256": ""}]},
-                   "adapters": [{**GOOD, "strength": 1, "parts": []}], "dtype": "keep", "compute_dtype": "fp32",
-                   "unmatched": "error"})
-       for n in ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "a\0b", 7)),
-     json.dumps({"version": "1", "base": GOOD, "adapters": [{**GOOD, "strength": True, "parts": []}], "dtype": "keep",
-                 "compute_dtype": "fp32", "unmatched": "error"}),
-     json.dumps({"version": 1, "base": GOOD, "adapters": 5})],
+    ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),
+     told(adapters=[{**GOOD, "strength": True, "parts": []}]), told(adapters=[{**GOOD, "strength": 10**400, "parts": []}]),
+     told(base=of(size=float("inf"))), *(told(base=of(name=n)) for n in OUTSIDE),
+     *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800"))],
 )  # fmt: skip
 def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
     path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
@@ -168,7 +179,11 @@ def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
 def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
     out = merged(files)
     recipe = json.loads(parse_file(out).metadata[KEY])
-    for change in ({"dtype": "int4"}, {"compute_dtype": ""}, {"unmatched": "maybe"}):
+    patterns = ("re:(a+)+$", "re:(", "tee", "re:" + "a*" * 9)
+    for change in (
+        {"dtype": "int4"}, {"compute_dtype": ""}, {"unmatched": "maybe"}, {"setting": {"x": 1}},
+        *({"adapters": [{**recipe["adapters"][0], "parts": [[p, 1]]}]} for p in patterns),
+    ):  # fmt: skip
         save(load(out), out, {KEY: json.dumps({**recipe, **change})})
         with pytest.raises(MergeError):
             prove(out)

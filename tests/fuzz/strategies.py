@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import struct
@@ -45,6 +46,28 @@ changes = st.lists(
     min_size=1,
     max_size=3,
 )
+
+
+@st.composite
+def bent(draw: st.DrawFn, sound: st.SearchStrategy[Any], odd: st.SearchStrategy[Any] = values) -> Any:
+    """A sound value with something odd in up to two places, or one of them absent."""
+    value = copy.deepcopy(draw(sound))
+    for _ in range(draw(st.integers(0, 2))):
+        place: Any = value
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and draw(st.integers(0, 3)):
+                place = place[key]
+            elif draw(st.integers(0, 4)):
+                place[key] = copy.deepcopy(draw(odd))
+                break
+            else:
+                del place[key]
+                break
+    return value
 
 
 def as_json(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:

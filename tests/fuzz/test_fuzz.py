@@ -7,10 +7,12 @@ A short, repeatable part runs with the other tests; `pytest -m fuzz tests/fuzz` 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,14 +22,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.torch import save
 
 import lora_merge
+from lora_merge.batch import make_batch
 from lora_merge.checkpoint import open_checkpoint, quantised, read_bytes
 from lora_merge.errors import MergeError
+from lora_merge.inspection import inspect, lines
+from lora_merge.replay import plan_again, prove, refuse_to_unmerge
+from lora_merge.run import run as carry_out
 
 from . import strategies as s
 
@@ -38,6 +45,7 @@ GROWTH = 300  # MB that all cases together may add to the process
 
 BASE = save({"a.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4, 4), "b.bias": torch.zeros(4)})
 ADAPTER = save({"a.lora_A.weight": torch.ones(2, 4), "a.lora_B.weight": torch.ones(4, 2)})
+MERGED = {"a.weight": torch.full((4, 4), 2.0), "b.weight": torch.zeros(4, 4), "b.bias": torch.zeros(4)}
 ENDINGS = [
     "lora_A.weight", "lora_B.weight", "lora_up.weight", "lora_down.weight", "lora_mid.weight", "alpha", "dora_scale",
     "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b",
@@ -78,14 +86,91 @@ recipe = st.dictionaries(
                                "lora_adapter_metadata", "modelspec.architecture", "ss_network_module"]), s.text),
     st.one_of(s.text, s.nasty, st.one_of(config, s.values).map(lambda v: json.dumps(v))), max_size=4,
 )  # fmt: skip
+yaml_bombs = st.sampled_from(
+    [b"a: *x", b"&a [*a]", b"!!python/object/apply:os.mkdir [executed]", b"- [", b"\xff\xfe", b"x: !!int z",
+     b"a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\nd: [*c,*c]", b"rows:\n  - [a, b]\n", b"'" * 99,
+     b"".join(b"%c: &%c [%s]\n" % (n, n, b",".join([b"*%c" % (n - 1) if n > 97 else b"x"] * 9)) for n in range(97, 110)),
+     b"{" * 5000, b"- " * 5000, b"? " * 5000]
+)  # fmt: skip
 yaml_map = st.one_of(
-    st.sampled_from([b"a: *x", b"&a [*a]", b"!!python/object/apply:os.mkdir [executed]", b"- [", b"\xff\xfe",
-                     b"x: !!int z",
-                     b"a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\nd: [*c,*c]", b"rows:\n  - [a, b]\n", b"'" * 99]),
+    yaml_bombs,
     s.as_json(s.values),
     st.sampled_from(sorted((ROOT / "lora_merge" / "architectures").glob("*.yaml"))).map(Path.read_bytes)
     .flatmap(lambda content: st.one_of(st.just(content), s.damaged(content))),
 )  # fmt: skip
+
+
+def listed(name: str, content: bytes) -> dict[str, Any]:
+    """An input as a recipe names it."""
+    return {
+        "name": name,
+        "files": [{"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}],
+    }
+
+
+PATTERNS = ["te", "unet", "re:a", "re:(a+)+$", "re:(", "re:" + "a*" * 40, "re:" + "(" * 3000]
+OURS = {
+    "version": "0.1.0", "base": listed("base.safetensors", BASE), "dtype": "keep", "compute_dtype": "fp32",
+    "unmatched": "error",
+    "adapters": [{**listed("adapter.safetensors", ADAPTER), "strength": 1.0, "parts": [["re:a", 1.0]]}],
+}  # fmt: skip
+SET = {
+    **OURS, "base": OURS["base"] | {"folder": False, "config": "", "recipe": OURS}, "setting": {"lora_alpha": 2},  # type: ignore[operator]
+    "map": {"name": "m.yaml", "text": (ROOT / "lora_merge" / "architectures" / "vae.yaml").read_text()},
+}  # fmt: skip
+odd = st.one_of(
+    s.values, s.nasty, st.sampled_from([*PATTERNS, "fp16", "skip", "fp64", True, [["te", 1]], {"parts": [[0, 2]]}, "0" * 64]),
+    st.integers(1, 100).map(lambda n: json.loads("[" * n + "]" * n)),
+)  # fmt: skip
+
+
+@st.composite
+def with_recipe(draw: st.DrawFn) -> bytes:
+    """The merge of BASE and ADAPTER, with a recipe that is nearly right."""
+    text = json.dumps(draw(s.bent(st.sampled_from([OURS, OURS, SET]), st.one_of(odd, st.just("deep")))))
+    depth = draw(st.sampled_from([300, 900, 3000, 90_000]))
+    text = text.replace('"deep"', "[" * depth + "]" * depth)
+    if draw(st.integers(0, 9)) == 0:
+        text = draw(s.damaged(text.encode())).decode("latin-1")
+    return save(MERGED, {"lora_merge.recipe": text})
+
+
+JOBS = [
+    {"base": "base.safetensors", "adapters": ["adapter.safetensors:0.5"], "output": ""},
+    {"adapters": [{"path": "{a}", "strength": "{b}", "strength_for": {"te": 1, "re:a": "{b}"}}], "output": "",
+     "matrix": {"a": {"glob": "ad*.safetensors"}, "b": [0.5, 1], "exclude": [{"b": 1}]}},
+    {"base": "{a.stem}.safetensors", "output": "", "dtype": "fp16", "compute_dtype": "fp32", "device": "cpu", "verify": True,
+     "overwrite": True, "unmatched": "skip", "max_memory": "64MiB", "matrix": {"a": ["base"], "b": [1, "x"]},
+     "setting": {"lora_alpha": 1}, "strength_for": {"unet": 0.5}},
+]  # fmt: skip
+FILES = st.builds(
+    lambda some: {
+        "version": 1,
+        "defaults": {"base": "base.safetensors", "adapters": ["adapter.safetensors"]},
+        "jobs": some,
+    },
+    st.lists(st.sampled_from(JOBS), min_size=1, max_size=3),
+)
+outputs = st.sampled_from(["out/o", "out/{a}", "out/{a}-{b}", "out/{a.stem}", "out/x{b}/{a.name}", "out/o/{b}"])
+fields = st.one_of(
+    odd, st.sampled_from(["{a}", "{b}", "{c}", "{a.size}", "{", "out/o", "1GiB", ["../up", "/abs", "~", "", "{a}", "a"], [None],
+                          {"glob": "../*"}, {"glob": "**/*"}, {"glob": "["}, [{"a": 1}], list(range(2000))])
+)  # fmt: skip
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """A nearly right file whose outputs are all in one folder: what a file itself names may be written."""
+    value = draw(s.bent(FILES, fields))
+    for number, job in enumerate(value["jobs"] if isinstance(value.get("jobs"), list) else ()):
+        if isinstance(job, dict):
+            job["output"] = draw(outputs) + draw(st.sampled_from(["", str(number), str(number)]))
+    return value
+
+
+def as_yaml(value: Any) -> bytes:
+    """As YAML, with its own ways of writing numbers and text."""
+    return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -113,6 +198,27 @@ def merged(folder: Path, adapter: str = "adapter", **options: Any) -> None:
     out = folder / "out"
     lora_merge.merge(base, [folder / adapter], out, device="cpu", **options)
     open_checkpoint(out)
+
+
+def retold(folder: Path) -> None:
+    """What every reader of a recipe does with it; none may fail in another way than by a MergeError."""
+    made, out = folder / "made.safetensors", folder / "out"
+    for act in (
+        lambda: list(lines(inspect(made))),
+        lambda: prove(made),
+        lambda: carry_out(plan_again(made, out, device="cpu")),
+        lambda: refuse_to_unmerge(made),
+        lambda: make_batch([{"base": "base.safetensors", "adapters": ["adapter.safetensors"], "output": str(made)}]),
+    ):
+        with contextlib.suppress(MergeError):
+            act()
+    open_checkpoint(made)
+
+
+def batched(folder: Path) -> None:
+    """All jobs run that can; every other has an error of ours."""
+    for report in lora_merge.run_batch(folder / "jobs.yaml"):
+        assert report.ok or "unexpected" not in report.error.what, report.error  # type: ignore[union-attr]
 
 
 TARGETS = {
@@ -178,6 +284,26 @@ TARGETS = {
         {"base": st.just(BASE), "adapter": st.just(ADAPTER), "map.yaml": yaml_map},
         lambda f: merged(f, map=f / "map.yaml"),
     ),
+    "recipe": Target(
+        {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "made.safetensors": with_recipe()},
+        retold,
+    ),
+    "jobs": Target(
+        {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "jobs.yaml": jobs().map(as_yaml)},
+        batched,
+    ),
+    "jobs file": Target(  # planned only: a damaged one may name any output
+        {
+            "base.safetensors": st.just(BASE),
+            "adapter.safetensors": st.just(ADAPTER),
+            "jobs.yaml": st.one_of(
+                yaml_bombs,
+                jobs().map(as_yaml).flatmap(s.damaged),
+                st.sampled_from(sorted((ROOT / "configs").glob("*.yaml"))).map(Path.read_bytes).flatmap(s.damaged),
+            ),
+        },
+        lambda f: make_batch(f / "jobs.yaml"),
+    ),
     "torch archive": Target(
         {"x.pt": st.builds(s.torch_file, s.torch_objects(), zipped=st.booleans())}, lambda f: opened(f, "x.pt")
     ),
@@ -186,6 +312,13 @@ TARGETS = {
         lambda f: opened(f, "x.pt"),
     ),
 }  # fmt: skip
+
+
+def remove(path: Path) -> None:
+    """The file or folder that a merge may write."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:
@@ -211,7 +344,7 @@ def run(name: str, examples: int, number: int) -> None:
                 with contextlib.suppress(MergeError):
                     target.action(folder)
                 assert time.process_time() - started < SLOWEST
-            (folder / "out").unlink(missing_ok=True)
+            remove(folder / "out")
             assert snapshot(Path(root)) == before
 
     check()
