@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from .background import Reports
 from .claims import sweep
 from .errors import MergeError, UsageError
 from .executors import Crew, Executor
@@ -34,19 +35,18 @@ class Batch:
     def run(
         self, crew: Crew | None = None, *, name: str = "local", fail_fast: bool = False,
         progress: Progress = lambda _: None,
-    ) -> Iterator[JobReport]:  # fmt: skip
+    ) -> Generator[JobReport, None, None]:  # fmt: skip
         """Every job's report as it ends; what needs no running comes first. Nothing is raised for a single job.
 
         With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
+        The call itself raises where the disk cannot hold all outputs.
         """
-        for report in self._run(crew or Crew(), name, progress):
-            yield report
-            if fail_fast and report.status == "failed":
-                return
-
-    def _run(self, crew: Crew, name: str, progress: Progress) -> Iterator[JobReport]:
-        by = find(name)
+        crew, by = crew or Crew(), find(name)
         check_space(self.sketches, crew.workers or 1)
+        reports = self._run(crew, by, progress)
+        return _until_failure(reports) if fail_fast else reports
+
+    def _run(self, crew: Crew, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
         lost: set[int] = set()  # jobs without an output
         for s in self.sketches:
             if s.error is not None:
@@ -76,6 +76,13 @@ class Batch:
             if folder.is_dir():
                 remove_stale(folder)
                 sweep(folder)
+
+
+def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, None]:
+    for report in reports:
+        yield report
+        if report.status == "failed":
+            return
 
 
 def _level(ready: Sequence[Sketch], crew: Crew, progress: Progress, by: Executor) -> Iterator[JobReport]:
@@ -122,12 +129,14 @@ def make_batch(
 def run_batch(  # noqa: PLR0913  # the options of the command
     path_or_jobs: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None,
     executor: str = "local", ray_address: str | None = None, overwrite: bool = False, fail_fast: bool = False,
-) -> Iterator[JobReport]:  # fmt: skip
-    """Run the jobs of a file, or a list of Job objects, and yield each job's report as it ends.
+) -> Reports:  # fmt: skip
+    """Run the jobs of a file, or a list of Job objects; gives each job's report as it ends.
 
-    Planning happens in the call, which raises UsageError and the like for mistakes of the file as a whole; the
-    merging while one iterates. A job that fails yields a report with `.error`, and the others go on.
+    The call plans all jobs, raises UsageError and the like for mistakes of the file as a whole, and begins the work,
+    which goes on while one iterates. If nobody takes what the call returns, it waits until all jobs have ended.
+    A job that fails has a report with `.error`, and the others go on.
     """
     find(executor)
     batch = make_batch(path_or_jobs, workers=workers, overwrite=overwrite)
-    return batch.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast)
+    crew = Crew(workers, ray_address)
+    return Reports(lambda progress: batch.run(crew, name=executor, fail_fast=fail_fast, progress=progress))

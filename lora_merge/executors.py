@@ -43,6 +43,8 @@ class Executor:
 
     run: Run
     shared: bool
+    check: Callable[[], None] = lambda: None
+    """UsageError where it is not installed."""
 
 
 def local(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:
@@ -55,6 +57,13 @@ def local(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[Jo
         yield from _Local(passes, crew.workers or 1).reports(progress)
 
 
+def _check_ray() -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError as e:
+        raise UsageError("Ray is not installed", "--executor ray", "pip install 'lora-merge[ray]'") from e
+
+
 def on_ray(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:
     """On a Ray cluster; needs the extra `lora-merge[ray]`."""
     from .on_ray import reports
@@ -63,14 +72,15 @@ def on_ray(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[J
 
 
 EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
-    {"local": Executor(local, shared=True), "ray": Executor(on_ray, shared=False)}
+    {"local": Executor(local, shared=True), "ray": Executor(on_ray, shared=False, check=_check_ray)}
 )
 
 
 def executor(name: str) -> Executor:
-    """The row of the table; UsageError if there is none."""
+    """The row of the table; UsageError if there is none, or if it cannot be used here."""
     if name not in EXECUTORS:
         raise UsageError(f"no executor is called {name!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
+    EXECUTORS[name].check()
     return EXECUTORS[name]
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from .errors import MergeError, ResourceError, UsageError
+from .errors import MergeError, ResourceError
 from .jobs_file import Entry
 from .opened import Opened
 from .outcome import JobReport, failed
@@ -19,13 +19,11 @@ RETRIES: Final = 3  # of a task whose worker or node died; what it finished is s
 def reports(passes: Sequence[Pass], workers: int | None, address: str | None) -> Iterator[JobReport]:
     """Every job's report, pass by pass, at most `workers` of them at a time (default: as the cluster has room).
 
-    UsageError if Ray is not installed, ResourceError if no cluster answers. Each task may use the memory bound
+    ResourceError if no cluster answers. Each task may use the memory bound
     of its jobs, as it may have a machine of its own.
     """
-    try:
-        import ray
-    except ImportError as e:
-        raise UsageError("Ray is not installed", "--executor ray", "pip install 'lora-merge[ray]'") from e
+    import ray
+
     ours = not ray.is_initialized()
     if ours:
         _connect(ray, address)

@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -32,7 +35,8 @@ from lora_merge.reader import Reader
 
 from .support import assert_rounded, expected, kohya, load, rand, save, sd1
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture
@@ -301,6 +305,81 @@ def test_an_output_that_another_process_makes_is_waited_for(models: Path) -> Non
     thread.join(30)
     assert fates(reports) == ["merged"] * 2
     assert not strays(models)
+
+
+def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> None:
+    out = models / "out"
+    lora_merge.run_batch(grid(models, 3))
+    assert len(list(out.iterdir())) == 3
+    with pytest.warns(UserWarning, match="1 jobs of a batch failed .* file not found"):
+        lora_merge.run_batch([job(models, "x", "missing.safetensors"), job(models, "y")])
+    assert len(list(out.iterdir())) == 4
+    with pytest.raises(UsageError):
+        lora_merge.run_batch([{"base": 1}])
+
+
+def test_the_work_goes_on_while_nobody_looks_and_outlives_the_main_thread(models: Path) -> None:
+    code = f"import lora_merge; reports = lora_merge.run_batch({grid(models, 10)!r}, workers=1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(list((models / "out").iterdir())) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["", "kept = "])
+def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(models: Path, call: str) -> None:
+    code = f"import lora_merge\n{call}lora_merge.run_batch({grid(models, 300)!r})"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (models / "out" / "9.safetensors").exists():
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) in (1, -signal.SIGINT)
+    made = list((models / "out").iterdir())
+    assert 0 < len(made) < 300
+    assert not strays(models)
+    assert [r.status for r in run(grid(models, 8))] == ["skipped"] * 8
+
+
+@pytest.mark.parametrize("way", ["close", "with", "drop", "interrupt"])
+def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
+    models: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    entered, go, made = threading.Event(), threading.Event(), writing.Writing._make
+
+    def slow(self: writing.Writing, turn: writing.Turn) -> None:
+        if self.plans[turn.plan].job.output.name != "1.safetensors":
+            entered.set()
+            go.wait(30)
+        made(self, turn)
+
+    monkeypatch.setattr(writing.Writing, "_make", slow)
+    jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
+    reports = lora_merge.run_batch(jobs)
+    assert next(reports).status == "merged"
+    assert entered.wait(30)
+    thread = reports._work
+    threading.Timer(0.2, go.set).start()
+    if way == "close":
+        reports.close()
+        assert not list(reports)
+    elif way == "with":
+        with reports:
+            pass
+    elif way == "interrupt":
+        monkeypatch.setattr(thread, "inbox", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            next(reports)
+    else:
+        del reports
+    thread.join(30)
+    assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
+
+
+class Interrupted(SimpleQueue[Any]):
+    """A queue at which Ctrl-C arrives."""
+
+    def get(self, *_: Any) -> None:
+        raise KeyboardInterrupt
 
 
 def test_what_dead_processes_left_is_removed(models: Path) -> None:
