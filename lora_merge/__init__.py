@@ -6,7 +6,6 @@ The names below are loaded on first use, so that `import lora_merge` and `--help
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,10 +17,7 @@ if TYPE_CHECKING:
     from .planning import Plan
     from .report import Report
 
-try:
-    __version__ = version("lora-merge")
-except PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0+checkout"
+    __version__: str
 
 _HOMES = {
     "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
@@ -49,4 +45,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    if name == "__version__":
+        return globals().setdefault(name, _version())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lora-merge")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "0+checkout"

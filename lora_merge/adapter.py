@@ -19,10 +19,10 @@ from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
 
-IGNORED: Final = (
-    ("bundle_emb.", "bundled textual-inversion embedding, not a change of weights"),
-    ("_aux.", "bookkeeping of the training tool"),
-)
+IGNORED: Final = {
+    "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",
+    "_aux.": "bookkeeping of the training tool",
+}
 """Key prefix → why tensors under it are not merged."""
 
 
@@ -58,6 +58,7 @@ class Module:
         """Stored shape per slot."""
         return {slot: info.shape for slot, info in self.slots.items()}
 
+    @cached_property
     def complete(self) -> list[str]:
         """Rows of the table whose required slots are all here, and that know every slot that is."""
         return [
@@ -126,9 +127,8 @@ def group(index: Index) -> AdapterFile:
     ignored: dict[str, str] = {}
     bare: dict[str, TensorInfo] = {}
     for key, info in index.tensors.items():
-        reason = next((why for prefix, why in IGNORED if key.startswith(prefix)), None)
-        if reason is not None:
-            ignored[key] = reason
+        if key.startswith(tuple(IGNORED)):
+            ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
         if info.dtype not in READABLE:
             raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import __version__
 from .cli_batch import batch
 from .cli_proof import add_to
 from .errors import MergeError, UsageError
@@ -29,8 +27,46 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """`lora-merge BASE ADAPTER` means `lora-merge merge BASE ADAPTER`."""
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
+            self._suggest(args[0])
             args = ["merge", *args]
+        _take_text(self, ctx)
         return super().parse_args(ctx, args)
+
+    def _suggest(self, word: str) -> None:
+        """UsageError for what is no file but nearly a command."""
+        if word.isalpha() and not Path(word).exists():
+            from difflib import get_close_matches
+
+            if near := get_close_matches(word, self.commands, 1, 0.7):
+                raise UsageError("there is neither such a command nor such a file", word, f"lora-merge {near[0]} …")
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by its name."""
+        return _take_text(super().get_command(ctx, cmd_name), ctx)
+
+
+def _take_text(command: Any, ctx: Any) -> Any:
+    """The command, whose parameters take text as it is.
+
+    Typer 0.29 has pydantic do that, whose import alone takes 0.1 s; earlier versions have no such attribute.
+    """
+    for parameter in command.get_params(ctx) if command else ():
+        if getattr(parameter, "_runtime_param", command) is None:
+            parameter._runtime_param = _Text()
+    return command
+
+
+class _Text:
+    """Lets text through, and leaves everything else to typer."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        many = param.multiple or param.nargs == -1
+        if value is None:
+            return () if many else None
+        if param.type_descriptor.annotation in (str, list[str]):
+            return value
+        param._runtime_param = None
+        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
 
 app = typer.Typer(
@@ -47,6 +83,8 @@ app.command("batch")(batch)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options of the program itself."""
     if version:
+        from . import __version__
+
         typer.echo(f"lora-merge {__version__}")
         raise typer.Exit
 
@@ -195,22 +233,21 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
-    debug = "--debug" in sys.argv
     try:
         app()
     except MergeError as error:
-        if debug:
-            traceback.print_exc()
         _fail(str(error), error.exit_code)
     except _Stopped as stop:
         _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
     except OSError as error:
-        if debug:
-            traceback.print_exc()
         where = error.filename or "an input or output"
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
 
 
 def _fail(text: str, code: int) -> None:
+    if "--debug" in sys.argv:
+        import traceback
+
+        traceback.print_exc()
     print(f"error: {text}", file=sys.stderr)  # noqa: T201
     raise SystemExit(code)

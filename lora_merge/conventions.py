@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -253,6 +254,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
 is applied."""
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
+LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
@@ -261,13 +263,12 @@ def split(key: str) -> tuple[str, Suffix] | None:
         if contains in key and (match := pattern.fullmatch(key)):
             key = match.expand(template)
             break
-    parts = key.split(".")
-    for length in (3, 2, 1):
-        if len(parts) <= length:
-            continue
-        row = _BY_ENDING.get("." + ".".join(parts[-length:])) or _without_name(parts[-length:])
-        if row and (path := ".".join(parts[:-length])):
-            return path, row
+    dots = [len(key)]
+    while len(dots) <= LONGEST and (dot := key.rfind(".", 0, dots[-1])) > 0:
+        dots.append(dot)
+    for dot in reversed(dots[1:]):
+        if row := _row(key[dot:]):
+            return key[:dot], row
     return None
 
 
@@ -275,6 +276,11 @@ def part(path: str) -> tuple[str, int | None]:
     """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module."""
     module, mark, number = path.rpartition("/")
     return (module, int(number)) if mark and number.isdecimal() else (path, None)
+
+
+@lru_cache(maxsize=10_000)
+def _row(ending: str) -> Suffix | None:
+    return _BY_ENDING.get(ending) or _without_name(ending[1:].split("."))
 
 
 def _without_name(parts: list[str]) -> Suffix | None:

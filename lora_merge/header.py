@@ -189,7 +189,7 @@ def _json(raw: bytes) -> Any:
             object_pairs_hook=_unique,
             parse_constant=_no_number,
             parse_float=_float,
-            parse_int=_int,
+            parse_int=_int if "-0" in text else int,
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no UTF-8
@@ -234,9 +234,9 @@ def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise _Malformed(f"{quoted(name)} has the dtype {quoted(str(dtype))}, which the format does not know")
-    if not isinstance(shape, list) or not all(_is_u64(n) for n in shape):
+    if not isinstance(shape, list) or not all(map(_is_u64, shape)):
         raise _Malformed(f"the shape of {quoted(name)} is not a list of sizes")
-    if not isinstance(span, list) or len(span) != 2 or not all(_is_u64(n) for n in span) or span[1] < span[0]:
+    if not isinstance(span, list) or len(span) != 2 or not all(map(_is_u64, span)) or span[1] < span[0]:
         raise _Malformed(f"the data_offsets of {quoted(name)} are not two ascending positions")
     begin, stop = span
     needed = _nbytes(shape, ITEM_BITS[dtype])

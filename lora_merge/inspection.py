@@ -14,9 +14,7 @@ from .checkpoint import Index, open_checkpoint, quantised
 from .conventions import part
 from .errors import FitError
 from .guess import weight_shape
-from .job import make_job
 from .names import PREFIXES, Names, guess, names
-from .planning import match
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
 """Slots whose stored axis 0 is the rank, the first that a module has."""
@@ -53,6 +51,9 @@ def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
 
 def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
     """How many modules of the adapter find their place in the base, per component, and which do not, and why."""
+    from .job import make_job
+    from .planning import match
+
     job = make_job(path, [adapter], path, unmatched="skip")
     file = group(open_checkpoint(adapter))
     lookup = names(base)
@@ -89,7 +90,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
     alphas: Counter[float] = Counter()
     incomplete = []
     for module in file.modules:
-        complete = module.complete()
+        complete = module.complete
         found[complete[0] if complete else "incomplete"] += 1
         incomplete += [] if complete else [module.where]
         slot = next((s for s in RANK_SLOTS if s in module.slots), None)

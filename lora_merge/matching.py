@@ -143,7 +143,8 @@ class Matcher:
 
     def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
         """(rows, columns), each the largest of the weights whose formula wants to know."""
-        asking = [m for m in modules if any("widest" in ALGORITHMS[a].settings for a in m.complete())]
+        rows = {a for a, row in ALGORITHMS.items() if "widest" in row.settings}
+        asking = [m for m in modules if not rows.isdisjoint(m.complete)]
         sizes = [flat(view.shape) for m in asking if (view := self._find(m)) is not None]
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
@@ -231,27 +232,33 @@ class Matcher:
             ))  # fmt: skip
         self.result.notes.append(f"{info.name}: {meant.why}")
 
+    def _why(self) -> str:
+        return self.names.explain(list(self.result.unmatched), self._shapes())
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Module → shape of the weight that it changes, as far as the adapter tells."""
+        return {m.name: weight_shape(m.shapes) for m in self.adapter.modules}
+
     def _raise(self, unmatched: Unmatched) -> None:
         path, result = self.adapter.path, self.result
-        shapes = {m.name: weight_shape(m.shapes) for m in self.adapter.modules}
         if self.failures:
             worst = self.failures[0]
             same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
-            why = self.names.explain([], shapes) if isinstance(worst, ShapeMismatch) else ""
+            why = self.names.explain([], self._shapes()) if isinstance(worst, ShapeMismatch) else ""
             raise type(worst)(worst.what, f"{path}: {listed(same)}", why or worst.fix)
         if result.modules == 0:
             raise UnmatchedModules(
                 f"no module of the adapter is in the base (0 of {result.total})",
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                self.names.explain(list(result.unmatched), shapes),
+                self._why(),
             )
         if result.unmatched and unmatched == "error":
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                f"{self.names.explain(list(result.unmatched), shapes)}; or leave them out with --unmatched skip",
+                f"{self._why()}; or leave them out with --unmatched skip",
             )
-        if doubt := self.names.doubt(shapes):
+        if doubt := self.names.doubt(self._shapes):
             if unmatched == "error":
                 what = "the adapter looks made for another variant of the model"
                 fix = "use the base it was trained on, or merge all the same with --unmatched skip"

@@ -146,7 +146,7 @@ class LoadedAdapter:
     def algorithm(self, name: str) -> str:
         """The row of ALGORITHMS that a module's tensors are."""
         module = self._module(name)
-        complete = module.complete()
+        complete = module.complete
         chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
         if chosen is None:
             raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")

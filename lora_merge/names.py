@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +60,7 @@ PREFIXES: Final = (
 )  # fmt: skip
 """Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
 
-_ALL_PREFIXES: Final = tuple(prefix for prefix, _ in PREFIXES)
+_BY_START: Final = {start: tuple((p, h) for p, h in PREFIXES if p[0] == start) for start in {p[0] for p, _ in PREFIXES}}
 
 MOST_READINGS: Final = 32
 """Ways to take prefixes off one name; real names need six."""
@@ -98,6 +98,13 @@ class Names:
         self._parts = parts
         self._shapes = shapes
         self._keys = {key: part for part in parts for key in part.keys.values()}
+        self._prefixes = [
+            (prefix, f"@{part.prefix}")
+            for part in parts
+            if part.prefix
+            for prefix in (part.prefix, part.prefix.replace(".", "_"))
+        ]
+        self._by_hint: dict[str, list[Component]] = {}
         main = parts[0] if parts else None
         known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or "unknown"
@@ -155,13 +162,16 @@ class Names:
         known = self._parts[0].architecture if self._parts else None
         return likely_reason(unmatched, _denoiser(main), known, self._weights())
 
-    def doubt(self, shapes: Mapping[str, Shape]) -> str:
+    def doubt(self, shapes: Callable[[], Mapping[str, Shape]]) -> str:
         """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
 
-        Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does.
+        Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
+        `explain` takes, and is called only where the base has variants.
         """
         known = self._parts[0].architecture if self._parts else None
-        return other_variant(_denoiser(shapes), known, self._weights())
+        if known is None or not known.variants:
+            return ""
+        return other_variant(_denoiser(shapes()), known, self._weights())
 
     def describe(self) -> str:
         """Architecture and variant, such as "Wan 14B"."""
@@ -179,17 +189,21 @@ class Names:
         """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
         for hint, body in _prefixed(name):
             yield hint, body
-            for part in self._parts:
-                for prefix in (part.prefix, part.prefix.replace(".", "_")):
-                    if prefix and body.startswith(prefix):
-                        yield f"@{part.prefix}", body[len(prefix) :]
+            for prefix, own in self._prefixes:
+                if body.startswith(prefix):
+                    yield own, body[len(prefix) :]
 
     def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
         """All places in the components that a hint allows; those of a denoiser come before all others."""
-        found = [(part, *part.find(body, parameter)) for part in self._hinted(hint)]
-        places = [(part, view) for part, view, known in found if known]
-        first = [view for part, view in places if part.role == "denoiser"]
-        return first or [view for _, view in places]
+        if hint not in self._by_hint:
+            self._by_hint[hint] = self._hinted(hint)
+        first: list[View | None] = []
+        others: list[View | None] = []
+        for part in self._by_hint[hint]:
+            view, known = part.find(body, parameter)
+            if known:
+                (first if part.role == "denoiser" else others).append(view)
+        return first or others
 
     def _hinted(self, hint: str) -> list[Component]:
         if hint[0] == "@":
@@ -246,16 +260,16 @@ def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
 def _prefixed(name: str) -> Iterator[tuple[str, str]]:
     """(what it speaks of, the rest) for the name as it is and with known prefixes taken off."""
     pending: list[tuple[str, str]] = [("any", name)]
-    done: set[tuple[str, str]] = set()
-    while pending and len(done) < MOST_READINGS:
-        hint, body = pending.pop(0)
-        if (hint, body) in done:
+    for at in range(MOST_READINGS):
+        if at == len(pending):
+            return
+        hint, body = pending[at]
+        if (hint, body) in pending[:at]:
             continue
-        done.add((hint, body))
         yield hint, body
-        if body.startswith(_ALL_PREFIXES):
-            rest = [(p, h if h != "any" else hint) for p, h in PREFIXES if body.startswith(p)]
-            pending += [(h, body[len(p) :]) for p, h in rest]
+        for prefix, speaks_of in _BY_START.get(body[:1], ()):
+            if body.startswith(prefix):
+                pending.append((speaks_of if speaks_of != "any" else hint, body[len(prefix) :]))
         if m := ENCODER.match(body):
             pending.append((f"={m[1]}", body[m.end() :]))
 

@@ -48,13 +48,14 @@ class Patcher:
         self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
+        self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
 
     def patch(self, module: Module, view: View) -> Patch:
         """The patch for a module on the weight it was trained on.
 
         InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
         """
-        complete, told = module.complete(), self.rules.of(module.name)
+        complete, told = module.complete, self.rules.of(module.name)
         chosen = told.algorithm(module.name, complete)
         candidates = complete if chosen is None else [chosen]
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
@@ -112,7 +113,9 @@ class Patcher:
     def _settings(self, name: str, told: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration's settings, and the largest weight that the adapter changes with this formula."""
         row = ALGORITHMS[name]
-        trained = network_settings(row, self.adapter.index.metadata, str(self.adapter.path))
+        if name not in self._trained:
+            self._trained[name] = network_settings(row, self.adapter.index.metadata, str(self.adapter.path))
+        trained = self._trained[name]
         stated = {k: v for k, v in self.given.items() if k in row.settings}
         return {**trained, **told, **stated, **({"widest": self.widest} if "widest" in row.settings else {})}
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from . import __version__
 from .checkpoint import Index
 from .errors import InputError, UsageError, VerificationFailed
 from .header import open_regular
@@ -52,6 +51,8 @@ def metadata(job: Job, base: Index, adapters: Sequence[Index], kept: Mapping[str
 
 def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
     """What was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
+    from . import __version__
+
     numbers = iter(range(10**6))
     found: dict[str, Any] = {
         "version": __version__,

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__
-
 if TYPE_CHECKING:
     from .planning import Plan
     from .report import Report
@@ -76,6 +74,7 @@ def conclude(done: Report, say: Any) -> None:
 
 def dry(plan: Plan) -> dict[str, Any]:
     """What --dry-run --json prints."""
+    from . import __version__
     from .planning import coverage
 
     return {
