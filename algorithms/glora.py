@@ -3,8 +3,10 @@ lycoris/modules/glora.py.
 
 W is contracted on its input-channel axis. Two layouts share the key names: the present one, and
 that of early LyCORIS, where each letter's 1 and 2 change places and A spans the whole flattened
-input. They fit the same shapes only if r = in = out; the present one then wins. With rs_lora,
-LyCORIS trains with α / √r and stores plain α (unlike its LoCon): only the metadata tells.
+input. They fit the same shapes only if r = in = out; the present one then wins. Before LyCORIS 3
+the forward pass had α / r twice, in the middle of each pair and at its end, so (α / r)² is what was
+trained. With rs_lora, LyCORIS trains with α / √r and stores plain α (unlike its LoCon): only the
+metadata tells.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import TYPE_CHECKING
 from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from .base import Scalar
@@ -29,8 +33,8 @@ class GloraTensors:
     a2: Tensor  # [n, r, in]; old [n, cols, r]
     b1: Tensor  # [n, out, r]; old [n, r, cols]
     b2: Tensor  # [n, r, cols]; old [n, out, r]; with a core [n, r, in]
-    scale: Scalar  # α / r
-    bm: Tensor | None = None  # Tucker core of B, [n, r, r, k]; no release of LyCORIS writes it
+    scale: Scalar  # α / r; old (α / r)²
+    bm: Tensor | None = None  # Tucker core of B, [n, r, r, k]; written by LyCORIS 3.0
     rs_lora: bool = False
 
 
@@ -74,6 +78,11 @@ def _expect(shapes: Shapes, want: Shapes) -> None:
         )
 
 
+def numbers_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
+    """scale = (α / r)²; 1 without an alpha."""
+    return {name: value**2 for name, value in alpha_over("a1")(alpha, shapes, target).items()}
+
+
 def delta(base: Tensor, t: GloraTensors) -> Tensor:
     """ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
     scale = t.scale * sqrt(t.a2.shape[1]) if t.rs_lora else t.scale
@@ -96,5 +105,5 @@ GLORA = Algorithm(
 )  # fmt: skip
 GLORA_OLD = Algorithm(
     "glora_old", GloraTensors, fit_old, delta_old, "arXiv:2306.07967",
-    numbers=alpha_over("a1"), sliced={"b2": 0}, reads_base=True,
+    numbers=numbers_old, sliced={"b2": 0}, reads_base=True,
 )  # fmt: skip

@@ -3,6 +3,10 @@ lycoris/utils/__init__.py.
 
 S is stored as coordinates, values and size. The file calls it `bias_…`; it belongs to the weight.
 Indices and sizes are int16, so what exceeds 32767 has wrapped into the negative.
+
+Beside a Tucker core S is another: since 1.7 that extraction takes it from the tuned weight instead
+of the change (4.1.3, `small_conv`), so that S holds what the trained weight has there beyond B A,
+the base included: ΔW = (α / r) · (B A + S) − W at the places of S.
 """
 
 from __future__ import annotations
@@ -26,16 +30,28 @@ class LoraSparseTensors:
     """The adapter tensors of n layers of equal shape, stacked."""
 
     up: Tensor  # [n, out, r]
-    down: Tensor  # [n, r, cols]; with a core [n, r, in]
+    down: Tensor  # [n, r, cols]
     indices: Indices  # [n, 2, z], rows and columns
     values: Tensor  # [n, z]
     size: Indices  # [n, 2], out and cols
     scale: Scalar  # α / r
-    mid: Tensor | None = None  # Tucker core, [n, r, r, k]
+
+
+@dataclass(frozen=True)
+class LoraSparseTuckerTensors:
+    """The same with a core."""
+
+    up: Tensor  # [n, out, r]
+    mid: Tensor  # [n, r, r, k]
+    down: Tensor  # [n, r, in]
+    indices: Indices  # [n, 2, z], rows and columns, none twice
+    values: Tensor  # [n, z]
+    size: Indices  # [n, 2], out and cols
+    scale: Scalar  # α / r
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in LoraSparseTensors."""
+    """Shapes without n as in the two dataclasses."""
     indices, values = shapes["indices"], shapes["values"]
     expect(
         holds=len(values) == 1 and indices == (2, *values) and shapes["size"] == (2,),
@@ -56,14 +72,36 @@ def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
     )
 
 
+def check_tucker(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
+    """As `check`, and no place twice, because it takes the base's value away."""
+    check(integers, shapes, target)
+    places = _flat_places(integers["indices"][None], flat(target)[1]).flatten().tolist()
+    expect(holds=len(set(places)) == len(places), otherwise="bias_indices name a place twice")
+
+
 def delta(base: Tensor, t: LoraSparseTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    pair = lora.LoraTensors(t.up, t.down, t.scale, t.mid)
-    dense = lora.delta(base, pair)
-    rows, columns = _unwrapped(t.indices).unbind(1)
-    flat_index = rows * base.shape[2] + columns
-    dense.view(dense.shape[0], -1).scatter_add_(1, flat_index, t.values * t.scale[:, :, 0])
+    dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale))
+    return _added(dense, t.indices, t.values * t.scale[:, :, 0])
+
+
+def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale, t.mid))
+    old = base.flatten(1).gather(1, _flat_places(t.indices, base.shape[2]))
+    return _added(dense, t.indices, t.values * t.scale[:, :, 0] - old)
+
+
+def _added(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """dense + sparse, in place."""
+    dense.view(dense.shape[0], -1).scatter_add_(1, _flat_places(indices, dense.shape[2]), values)
     return dense
+
+
+def _flat_places(indices: Tensor, cols: int) -> Tensor:
+    """[n, z] places in the flattened weight."""
+    rows, columns = _unwrapped(indices).unbind(1)
+    return rows * cols + columns
 
 
 def _unwrapped(stored: Tensor) -> Tensor:
@@ -76,3 +114,7 @@ def _unwrapped(stored: Tensor) -> Tensor:
 LORA_SPARSE = Algorithm(
     "lora_sparse", LoraSparseTensors, fit, delta, "LyCORIS", numbers=alpha_over("down"), check=check
 )
+LORA_SPARSE_TUCKER = Algorithm(
+    "lora_sparse_tucker", LoraSparseTuckerTensors, fit, delta_tucker, "LyCORIS",
+    numbers=alpha_over("down"), check=check_tucker, reads_base=True,
+)  # fmt: skip

@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Final
 
 ANY: Final = ("*",)
-LORA: Final = ("lora", "lora_sparse")
+SPARSE: Final = ("lora_sparse", "lora_sparse_tucker")
+LORA: Final = ("lora", *SPARSE)
 BARE_LORA: Final = (*LORA, "lora_fused")
 PEFT_LORA: Final = (*LORA, "lora_experts", "kasa")
 OFT: Final = ("diag_oft", "boft")
@@ -67,7 +68,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     # LoRA, LoCon, DyLoRA
     Suffix(".lora_up.weight", "up", LORA),
     Suffix(".lora_down.weight", "down", (*LORA, "full_rank")),
-    Suffix(".lora_mid.weight", "mid", LORA),
+    Suffix(".lora_mid.weight", "mid", ("lora", "lora_sparse_tucker")),
     Suffix(".lora_B.weight", "up", PEFT_LORA, named=True),
     Suffix(".lora_A.weight", "down", (*PEFT_LORA, "full_rank"), named=True),
     Suffix(".lora_B", "up", (*BARE_LORA, "adalora"), named=True),  # Mochi, litgpt
@@ -81,9 +82,9 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_a.weight", "down", LORA),
     Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch
     Suffix(".lora.A", "down", ("lora_transposed",)),
-    Suffix(".bias_indices", "indices", ("lora_sparse",)),  # of the weight, whatever the name says
-    Suffix(".bias_values", "values", ("lora_sparse",)),
-    Suffix(".bias_size", "size", ("lora_sparse",)),
+    Suffix(".bias_indices", "indices", SPARSE),  # of the weight, whatever the name says
+    Suffix(".bias_values", "values", SPARSE),
+    Suffix(".bias_size", "size", SPARSE),
     # Whole tensors
     Suffix(".diff", "diff", ("full",)),
     Suffix(".diff_b", "diff", ("full",), "bias"),

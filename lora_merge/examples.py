@@ -38,6 +38,8 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "lora": Example({"up": (OUT, RANK), "down": (RANK, 4), "mid": (RANK, RANK, 9)}, CONV, _SCALE),
     "lora_sparse": Example({**_PAIR, "indices": [[1, 0, 11], [3, 15, 2]], "values": (3,), "size": [OUT, IN]},
                            numbers=_SCALE),
+    "lora_sparse_tucker": Example({"up": (OUT, RANK), "down": (RANK, 4), "mid": (RANK, RANK, 9), "values": (3,),
+                                   "indices": [[1, 0, 11], [3, 35, 2]], "size": [OUT, 36]}, CONV, _SCALE),
     "lora_fused": Example({"up": (8, RANK), "down": (2 * RANK, IN)}, numbers=_SCALE,
                           settings={"parts": ((0, 3), (7, 12))}),
     "lora_transposed": Example({"up": (RANK, OUT), "down": (IN, RANK)}, settings={"lora_alpha": 3.0}),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
@@ -38,7 +39,7 @@ class Adapter:
         """Strength for one base tensor: the adapter's, times every part that covers the tensor."""
         factor = self.strength
         for part, value in self.parts:
-            if _found(part[3:], key) if part.startswith("re:") else _covers(part, component):
+            if covers(part, key, component):
                 factor *= value
         return factor
 
@@ -69,8 +70,13 @@ def _found(pattern: str, key: str) -> bool:
     return re.search(pattern, key) is not None
 
 
-def _covers(part: str, component: str) -> bool:
-    """`te` covers every text encoder; `transformer` and `unet` both name the denoiser."""
+def covers(part: str, key: str, component: str) -> bool:
+    """Whether a part of `--strength-for` means this base tensor.
+
+    `te` covers every text encoder; `transformer` and `unet` both name the denoiser.
+    """
+    if part.startswith("re:"):
+        return _found(part[3:], key)
     if part == "te":
         return component.startswith("te")
     denoiser = {"unet", "transformer"}
@@ -181,18 +187,47 @@ def _part(part: str, factor: float) -> tuple[str, float]:
 
 
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Sorted, with lists frozen to tuples; UsageError for a name that no formula asks for."""
-    known = {name for row in ALGORITHMS.values() for name in row.settings} - {"widest"}
-    found = dict(given)
-    for name in found:
+    """Sorted, with lists frozen to tuples; UsageError for a name or a value that no formula asks for."""
+    kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
+    known = {name: KINDS[kind] for name, kind in kinds.items() if kind in KINDS}
+    found = {name: _frozen(value) for name, value in dict(given).items()}
+    for name, value in found.items():
         if name not in known:
             fix = f"use one of {', '.join(sorted(known))}"
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
-    return tuple(sorted((name, _frozen(value)) for name, value in found.items()))
+        wanted, fits = known[name]
+        if not fits(value):
+            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={str(value)[:40]}", f"use {wanted}")
+    return tuple(sorted(found.items()))
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_ranges(value: Any) -> bool:
+    pairs = isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value)
+    return pairs and all(_is_whole(row) for pair in value for row in pair)
+
+
+KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
+    {
+        "float": ("a number", _is_number),
+        "int": ("a whole number", _is_whole),
+        "bool": ("true or false", lambda value: isinstance(value, bool)),
+        "str": ("a word", lambda value: isinstance(value, str)),
+        "tuple[tuple[int, int], ...]": ("ranges of rows such as [[0,8],[12,16]]", _are_ranges),
+    }
+)
+"""Annotation of a setting → (what it must be, whether a value is)."""
 
 
 def _dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:

@@ -81,6 +81,11 @@ class Matcher:
         for info in self.adapter.strange:
             self._replace(info)
         self._raise(unmatched)
+        if assumed := self.patcher.unscaled:
+            self.result.notes.append(
+                f"no alpha is stored for {listed(assumed, 2)}: taken as trained with scale 1 (alpha = rank); "
+                "if it was another, state it with --setting lora_alpha=VALUE"
+            )
         return self.result
 
     def _place(self, module: Module) -> None:

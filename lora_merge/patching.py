@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isnan, prod
-from typing import Any
+from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Numbers
 from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
@@ -14,6 +14,12 @@ from .errors import InputError, ShapeMismatch
 from .network_args import network_settings
 from .peft import Rules
 from .views import View, transposed
+
+ALPHA: Final = "lora_alpha"
+"""The setting that says α where a file holds none."""
+
+ODD: Final = 1e-3
+"""An α that no file leaves out: with it, the scale is another than without."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Patcher:
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
+        self.used: set[str] = set()  # those that a formula asked for
+        self.unscaled: list[str] = []  # modules whose scale nothing tells
 
     def patch(self, module: Module, view: View) -> Patch:
         """The patch for a module on the weight it was trained on.
@@ -72,6 +80,7 @@ class Patcher:
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
+            self._remember(name, module, shapes, seen.shape)
             return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
@@ -82,9 +91,24 @@ class Patcher:
         fix = "merge into the checkpoint that the adapter was trained on"
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
+    def _remember(self, name: str, module: Module, shapes: Mapping[str, Shape], shape: Shape) -> None:
+        """What the patch took from the user, and whether its scale is only assumed."""
+        row = ALGORITHMS[name]
+        self.used |= self.given.keys() & row.settings.keys()
+        told = {"alpha", "scale_override"} & module.shared.keys() or self.rules.of(module.name).numbers(
+            name, module.name, shapes
+        )
+        if told or "scale" not in row.scalars or row.numbers(None, shapes, shape) == row.numbers(ODD, shapes, shape):
+            return  # its scale is known, or an alpha would not change it
+        if ALPHA in self.given:
+            self.used.add(ALPHA)
+        else:
+            self.unscaled.append(module.where)
+
     def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
         row = ALGORITHMS[name]
-        found = dict(row.numbers(self._number(module, "alpha"), shapes, shape))
+        stored = self._number(module, "alpha")
+        found = dict(row.numbers(self.given.get(ALPHA) if stored is None else stored, shapes, shape))
         found |= self.rules.of(module.name).numbers(name, module.name, shapes)
         override = self._number(module, "scale_override")
         if override is not None and "scale" in row.scalars:

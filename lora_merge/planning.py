@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ from .adapter import AdapterFile, Numbers, numbers_from
 from .algorithms import Shape, flat
 from .checkpoint import Index, Reader
 from .disk import require_space
-from .errors import ShapeMismatch
+from .errors import ShapeMismatch, UsageError
+from .folders import listed
 from .formats import check_output, layout
 from .header import TensorInfo, bytes_of
-from .job import DTYPES, Job
+from .job import DTYPES, Job, covers
 from .matching import Matched, Matcher, Use, check_replacements
 from .names import Names
 from .opened import Opened
@@ -138,13 +140,30 @@ def match(
     job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Numbers
 ) -> tuple[Matched, ...]:
     """Every adapter of the job placed on the base."""
-    matched = []
+    _check_parts(job, base, lookup)
+    matched: list[Matched] = []
+    used: set[str] = set()
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
         matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
+        used |= patcher.used
     check_replacements(job.adapters, matched)
+    if unused := sorted(dict(job.setting).keys() - used):
+        raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
+                         "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
     return tuple(matched)
+
+
+def _check_parts(job: Job, base: Index, lookup: Names) -> None:
+    """UsageError for a part of `--strength-for` that means nothing in this base."""
+    names = {key: lookup.component(key) for key in base.tensors} if any(ref.parts for ref in job.adapters) else {}
+    for part in {part for ref in job.adapters for part, _ in ref.parts}:
+        if not any(covers(part, key, component) for key, component in names.items()):
+            near = get_close_matches(part.removeprefix("re:"), names, 2, 0.0) if part.startswith("re:") else []
+            there = listed(near or sorted(set(names.values())), 6)
+            raise UsageError("a part of the base that it does not have", f"--strength-for {part}",
+                             f"correct it; {'names of tensors near it are' if near else 'it has'} {there}")  # fmt: skip
 
 
 def _files(

@@ -338,9 +338,32 @@ def test_litgpt_needs_the_parts_of_its_fused_weight(run: Run, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("text", ["nonsense=1", "lora_alpha"])
+@pytest.mark.parametrize("text", [
+    "nonsense=1", "lora_alpha", "lora_alpha=many", "lora_alpha=true", "lora_alpha=[1]", "lora_alpha=1e999",
+    "over_rank=1", "parts=7", "parts=[[0]]", 'parts=[[0,"a"]]', "parts=[[0.0,4.0]]", "terms=-1", "algo=3", "widest=[1,2]",
+    "lora_alpha=16",  # kohya's files hold theirs
+])  # fmt: skip
 def test_settings_that_nobody_asks_for(run: Run, tmp_path: Path, model: Path, style: Path, text: str) -> None:
     assert run(model, style, "-o", tmp_path / "o.safetensors", "--setting", text)[0] == 2
+
+
+def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) -> None:
+    base = {"layers.0.attn.q_proj.weight": rand(6, 4)}
+    adapter = {"layers.0.attn.q_proj.lora_a.weight": rand(2, 4), "layers.0.attn.q_proj.lora_b.weight": rand(6, 2)}
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    product = adapter["layers.0.attn.q_proj.lora_b.weight"] @ adapter["layers.0.attn.q_proj.lora_a.weight"]
+    for more, factor, warned in (([], 1.0, True), (["--setting", "lora_alpha=16"], 8.0, False)):
+        code, out, err = run(*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--json", *more)
+        assert code == 0, err
+        assert ("no alpha is stored for layers.0.attn.q_proj" in out) is warned
+        got = load(tmp_path / "o.safetensors")["layers.0.attn.q_proj.weight"]
+        torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
+
+
+@pytest.mark.parametrize("part", ["te3", "te1", "re:attn7"])
+def test_a_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
+    code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")
+    assert code == 2 and part in err and ("attn" if part.startswith("re:") else "te, unet, vae") in err
 
 
 def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, model: Path) -> None:

@@ -26,13 +26,23 @@ def lora(g: Given) -> Array:
     return g.numbers["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
 
 
-def lora_sparse(g: Given) -> Array:
-    """The same plus a sparse matrix; coordinates beyond int16 have wrapped."""
+def _sparse(g: Given, values: Array) -> Array:
+    """The values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
     where = g["indices"].reshape(2, -1)
     where = np.where(where < 0, where + 2**16, where)
     dense = np.zeros((g.out, g.cols))
-    np.add.at(dense, (where[0], where[1]), g["values"].reshape(-1))
-    return lora(g) + g.numbers["scale"] * dense[g.rows]
+    np.add.at(dense, (where[0], where[1]), values)
+    return dense[g.rows]
+
+
+def lora_sparse(g: Given) -> Array:
+    """The same plus a sparse matrix."""
+    return lora(g) + g.numbers["scale"] * _sparse(g, g["values"].reshape(-1))
+
+
+def lora_sparse_tucker(g: Given) -> Array:
+    """The sparse matrix holds the base's own values too, which go."""
+    return lora_sparse(g) - g.w * _sparse(g, np.ones(g["values"].size))
 
 
 def lora_fused(g: Given) -> Array:
@@ -207,7 +217,8 @@ def onetrainer_oft_conv(g: Given) -> Array:
 
 
 LYCORIS: Final = MappingProxyType({
-    "lora": Reference(lora), "lora_sparse": Reference(lora_sparse), "lora_fused": Reference(lora_fused),
+    "lora": Reference(lora), "lora_sparse": Reference(lora_sparse),
+    "lora_sparse_tucker": Reference(lora_sparse_tucker), "lora_fused": Reference(lora_fused),
     "lora_transposed": Reference(lora_transposed), "loha": Reference(loha), "lokr": Reference(lokr),
     "glora": Reference(glora), "glora_old": Reference(glora_old), "tlora": Reference(tlora, whole=True, loss=64),
     "full": Reference(full), "full_rank": Reference(full_rank), "set": Reference(replace), "ia3": Reference(ia3),

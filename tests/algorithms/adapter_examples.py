@@ -80,18 +80,23 @@ def _lora(out: int = 12, r: int = 3, alpha: float | None = 6.0) -> list[Example]
     ]  # fmt: skip
 
 
-def _sparse() -> list[Example]:
+def _sparse() -> tuple[list[Example], list[Example]]:
     def indices(g: torch.Generator) -> Tensor:
         places = torch.randperm(12 * 10, generator=g)[:7]
         return torch.stack([places // 10, places % 10]).to(torch.int16)
 
     rest = {"indices": (2, 7), "values": (7,), "size": (2,)}
-    tucker = {"up": (12, 3), "down": (3, 5), "mid": (3, 3, 2, 1), **rest}
     made = {"indices": indices, "size": constant([12, 10])}
-    return [
-        Example("linear", (12, 10), {"up": (12, 3), "down": (3, 10), **rest}, made, alpha=6.0),
-        Example("tucker", (12, 5, 2, 1), tucker, made),
-    ]
+    return [Example("linear", (12, 10), {"up": (12, 3), "down": (3, 10), **rest}, made, alpha=6.0)], [
+        Example("conv", (12, 5, 2, 1), {"up": (12, 3), "down": (3, 5), "mid": (3, 3, 2, 1), **rest}, made,
+                neutral=_what_is_there)
+    ]  # fmt: skip
+
+
+def _what_is_there(weight: Tensor, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows, columns = stored["indices"].long()
+    zeros = {s: torch.zeros_like(t) for s, t in stored.items() if t.is_floating_point()}
+    return {**zeros, "values": weight.flatten(1)[rows, columns]}
 
 
 def _loha() -> list[Example]:
@@ -256,7 +261,8 @@ def _transposed() -> list[Example]:
 
 EXAMPLES: Mapping[str, list[Example]] = {
     "lora": _lora(),
-    "lora_sparse": _sparse(),
+    "lora_sparse": _sparse()[0],
+    "lora_sparse_tucker": _sparse()[1],
     "lora_fused": _fused(),
     "lora_transposed": _transposed(),
     "loha": _loha(),

@@ -1,0 +1,121 @@
+"""Every trainer that is no test dependency: its file, merged by the tool, is what its layer computes.
+
+The layers are those of trainers.py; `SOURCES` there says which version of the original each was compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import lora_merge
+
+Make = Callable[[Any], trainers.Trained]
+
+LAYERS: dict[str, Callable[[], nn.Linear | nn.Conv2d]] = {
+    "linear": lambda: nn.Linear(24, 36),
+    "plain": lambda: nn.Linear(36, 24, bias=False),
+    "conv": lambda: nn.Conv2d(6, 12, 3, stride=2, padding=1),
+    "point": lambda: nn.Conv2d(12, 24, 1),
+}
+BOTH, LINEAR, ALL = ("linear", "conv"), ("linear", "plain"), tuple(LAYERS)
+
+CASES: dict[str, tuple[Make, tuple[str, ...], str, dict[str, Any]]] = {
+    "KohyaOft": (trainers.KohyaOft, ALL, "oft_unet_blocks_0", {}),
+    "KohyaOft, free": (lambda m: trainers.KohyaOft(m, alpha=10.0), ALL, "oft_unet_blocks_0", {}),
+    "KohyaSplitOft": (lambda m: trainers.KohyaSplitOft(m, (12, 12, 12)), ("linear",), "oft_unet_blocks_0", {}),
+    "KohyaSplitOft, free": (
+        lambda m: trainers.KohyaSplitOft(m, (8, 8, 20), alpha=10.0), ("linear",), "oft_unet_blocks_0", {},
+    ),
+    "OneTrainerOft": (trainers.OneTrainerOft, ALL, "transformer.blocks.0", {}),
+    "OneTrainerOft, shared": (lambda m: trainers.OneTrainerOft(m, share=True), ALL, "lora_unet_blocks_0", {}),
+    "OneTrainerOft, scaled": (lambda m: trainers.OneTrainerOft(m, scaled=True), BOTH, "transformer.blocks.0", {}),
+    "OneTrainerLoha": (trainers.OneTrainerLoha, ALL, "lora_unet_blocks_0", {}),
+    "OneTrainerDora, inputs": (lambda m: trainers.OneTrainerDora(m, outputs=False), ALL, "lora_unet_blocks_0", {}),
+    "OneTrainerDora, outputs": (lambda m: trainers.OneTrainerDora(m, outputs=True), ALL, "lora_unet_blocks_0", {}),
+    "ToolkitLora": (trainers.ToolkitLora, ALL, "transformer.blocks.0", {}),
+    "ToolkitLora, bias": (lambda m: trainers.ToolkitLora(m, bias=True), BOTH, "diffusion_model.blocks.0", {}),
+    "ToolkitFullRank": (trainers.ToolkitFullRank, ALL, "transformer.blocks.0", {}),
+    "ToolkitDora": (trainers.ToolkitDora, LINEAR, "transformer.blocks.0", {}),
+    "ToolkitLokr, whole": (trainers.ToolkitLokr, ALL, "lycoris_blocks_0", {}),
+    "ToolkitLokr, low": (lambda m: trainers.ToolkitLokr(m, rank=2), ALL, "transformer.blocks.0", {}),
+    "ToolkitFull": (trainers.ToolkitFull, BOTH, "transformer.blocks.0", {}),
+    "OldGlora": (trainers.OldGlora, ("linear", "plain", "point"), "lycoris_blocks_0", {}),
+    "TuckerGlora": (trainers.TuckerGlora, ("conv",), "lycoris_blocks_0", {}),
+    "OftDiag": (trainers.OftDiag, ALL, "lycoris_blocks_0", {}),
+    "Litgpt": (trainers.Litgpt, LINEAR, "blocks.0", {"lora_alpha": 6.0}),
+    "LitgptFused": (
+        lambda m: trainers.LitgptFused(m, ((0, 12), (12, 24), (24, 36))), ("linear",), "blocks.0",
+        {"lora_alpha": 6.0, "parts": [[0, 12], [12, 24], [24, 36]]},
+    ),
+    "LitgptFused, grouped": (
+        lambda m: trainers.LitgptFused(m, ((0, 24), (30, 36))), ("linear",), "blocks.0",
+        {"lora_alpha": 6.0, "parts": [[0, 24], [30, 36]]},
+    ),
+    "Torchtune": (trainers.Torchtune, LINEAR, "blocks.0", {"lora_alpha": 6.0}),
+    "TorchtuneDora": (trainers.TorchtuneDora, ("plain",), "blocks.0", {"lora_alpha": 6.0}),
+    "Scratch": (lambda m: trainers.Scratch(m, over_rank=True), LINEAR, "blocks.0", {"lora_alpha": 6.0}),
+    "Scratch, first editions": (
+        lambda m: trainers.Scratch(m, over_rank=False), LINEAR, "blocks.0", {"lora_alpha": 6.0, "over_rank": False},
+    ),
+}  # fmt: skip
+
+
+def inputs(layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """Something to feed it with."""
+    shape = (5, layer.in_features) if isinstance(layer, nn.Linear) else (2, layer.in_channels, 7, 6)
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("case", "kind"), [(case, kind) for case, one in CASES.items() for kind in one[1]])
+def test_the_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Path) -> None:
+    make, _, name, setting = CASES[case]
+    torch.manual_seed(3)
+    layer = LAYERS[kind]()
+    trained = make(layer).double()
+    layer.double()
+    saved = {f"{name}.{key}": value.detach().clone().contiguous() for key, value in trained.state_dict().items()}
+    save_file(saved, tmp_path / "adapter.safetensors")
+    base = {f"blocks.0.{key}": value.clone() for key, value in layer.state_dict().items()}
+    merged = lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64", setting=setting)
+
+    plain = LAYERS[kind]().double()
+    plain.load_state_dict({key: merged[f"blocks.0.{key}"] for key in plain.state_dict()})
+    x = inputs(layer)
+    with torch.no_grad():
+        before, wanted, got = layer(x), trained(x), plain(x)
+    assert (before - wanted).abs().max() > 1e-2, "the adapter does nothing"
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7 * float(wanted.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("small_conv", [False, True])
+def test_what_lycoris_extracts_with_its_remainder_is_the_tuned_model(small_conv: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """`bias_indices` and the like come from no training; LyCORIS writes them when it takes two models' difference."""
+    extraction = pytest.importorskip("lycoris.utils", reason="lycoris-lora is not installed")
+    base = nn.ModuleDict({"linear": nn.Linear(24, 36), "conv": nn.Conv2d(8, 20, 3), "point": nn.Conv2d(24, 36, 1)})
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        for name in base:
+            tuned[name].weight.add_(torch.randn_like(base[name].weight) * 0.1)
+    tensors = extraction.extract_diff(
+        [], [], base, tuned, "fixed", 4, 4, use_bias=True, sparsity=0.0, small_conv=small_conv
+    )
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    merged = lora_merge.merge_state_dict(base.state_dict(), tmp_path / "adapter.safetensors", compute_dtype="fp64")
+    for name in base:  # the file is in fp16
+        torch.testing.assert_close(merged[f"{name}.weight"], tuned[name].weight.detach(), rtol=0, atol=1e-3)
+
+
+def test_every_layer_says_what_it_was_compared_with() -> None:
+    written = {name for name, one in vars(trainers).items()
+               if isinstance(one, type) and issubclass(one, trainers.Trained)} - {"Trained"}  # fmt: skip
+    assert written == set(trainers.SOURCES) == {case.partition(",")[0] for case in CASES}
