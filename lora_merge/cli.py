@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -180,9 +179,9 @@ add_to(app)
 
 def _strengths(adapters: list[str], strengths: list[float]) -> list[tuple[str, float]]:
     """Adapters with their strengths: `PATH:0.8`, or one -s for each; not both."""
-    from .job import split_strength
+    from .job import exists, split_strength
 
-    pairs = [(a, None) if Path(a).exists() else split_strength(a) for a in adapters]
+    pairs = [(a, None) if exists(a) else split_strength(a) for a in adapters]
     if not strengths:
         return [(path, 1.0 if s is None else s) for path, s in pairs]
     if any(s is not None for _, s in pairs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,10 +29,10 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
 ) -> None:
     """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
-    from .job import expand, split_strength
+    from .job import exists, expand, split_strength
     from .replay import prove
 
-    pairs = [(a, None) if Path(a).exists() else split_strength(a) for a in adapter or []]
+    pairs = [(a, None) if exists(a) else split_strength(a) for a in adapter or []]
     proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full)
     if as_json:
         typer.echo(json.dumps(proof, ensure_ascii=False))

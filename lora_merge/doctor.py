@@ -18,6 +18,7 @@ from .algorithms import ALGORITHMS
 from .disk import DIRECT_ON, Mode, Writer, aligned_buffer, failure, file_system, free_bytes
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
+from .job import exists
 from .placement import TORCH_DTYPES, Placement, host, numbers, place, precise, present, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
@@ -159,16 +160,14 @@ def computed(  # noqa: PLR0913, PLR0917
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
     """Rates of the folder's disk in bytes per second, through the cache and past it; what `auto` would do."""
-    kind = file_system(folder)
-    found: dict[str, Any] = {"folder": str(folder), "file_system": kind, "free": free_bytes(folder),
-                             "direct": kind in DIRECT_ON, "problems": []}  # fmt: skip
-    if not folder.is_dir():
+    found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "direct": False, "problems": []}
+    if not (exists(folder) and folder.is_dir()):
         return found | {"problems": [f"{folder} is no folder"]}
+    kind = file_system(folder)
+    found |= {"file_system": kind, "free": free_bytes(folder), "direct": kind in DIRECT_ON}
     if found["free"] < 2 * size:
         return found | {"problems": [f"{folder}: only {found['free'] >> 20} MiB are free"]}
-    path = (
-        folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"
-    )  # a killed doctor's is removed by the next merge here
+    path = folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
     modes: tuple[Mode, ...] = ("direct", "buffered")
     try:
         for mode in modes:

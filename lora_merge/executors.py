@@ -68,7 +68,7 @@ def on_ray(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[J
     """On a Ray cluster; needs the extra `lora-merge[ray]`."""
     from .on_ray import reports
 
-    yield from reports(passes, crew.workers, crew.ray_address)
+    yield from reports(passes, crew.workers, crew.ray_address, progress)
 
 
 EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(

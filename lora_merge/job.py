@@ -92,6 +92,14 @@ def split_strength(text: str) -> tuple[str, float | None]:
         return text, None
 
 
+def exists(path: str | Path) -> bool:
+    """Whether there is something at a path; at one that no disk can hold there is not."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
@@ -148,8 +156,11 @@ def _absolute(path: Path) -> Path:
 
 
 def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    name = "+".join(p.stem if p.is_file() else p.name for p in (base, *(a.path for a in adapters)))
-    return _absolute(Path()) / (name if base.is_dir() else f"{name}.safetensors")
+    def folder(path: Path) -> bool:
+        return exists(path) and path.is_dir()
+
+    name = "+".join(p.name if folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
+    return _absolute(Path()) / (name if folder(base) else f"{name}.safetensors")
 
 
 def _is_pair(value: object) -> bool:

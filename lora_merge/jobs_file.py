@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from .errors import InputError, MergeError, UsageError
 from .header import open_regular
-from .job import Adapter, Job, make_job, split_strength
+from .job import Adapter, Job, exists, make_job, split_strength
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
 from .yaml_lines import Document, Place, parse
@@ -190,7 +190,7 @@ class _Loader:
         with self._noting((*place, "path")):
             written = render(entry.path, values)
             path = self._path(written)
-            text, tail = split_strength(written) if ":" in written and not path.exists() else (written, None)
+            text, tail = split_strength(written) if ":" in written and not exists(path) else (written, None)
             if tail is not None:
                 path = self._path(text)
                 if entry.strength is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from .errors import MergeError, ResourceError
@@ -12,15 +13,20 @@ from .jobs_file import Entry
 from .opened import Opened
 from .outcome import JobReport, failed
 from .passes import Pass, carry_out
+from .run import Progress
 
 RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
+POLL: Final = 0.5  # seconds between looks at what running tasks tell
+GRACE: Final = 20.0  # seconds that a cancelled task has to remove what it has not finished
 
 
-def reports(passes: Sequence[Pass], workers: int | None, address: str | None) -> Iterator[JobReport]:
-    """Every job's report, pass by pass, at most `workers` of them at a time (default: as the cluster has room).
+def reports(
+    passes: Sequence[Pass], workers: int | None, address: str | None, progress: Progress
+) -> Iterator[JobReport]:
+    """Every job's report as it ends, at most `workers` passes at a time (default: as the cluster has room).
 
-    ResourceError if no cluster answers. Each task may use the memory bound
-    of its jobs, as it may have a machine of its own.
+    ResourceError if no cluster answers. Each task may use the memory bound of its jobs, as it may have a machine of
+    its own.
     """
     import ray
 
@@ -28,7 +34,7 @@ def reports(passes: Sequence[Pass], workers: int | None, address: str | None) ->
     if ours:
         _connect(ray, address)
     try:
-        yield from _results(ray, list(passes), workers or len(passes))
+        yield from _Ray(ray, progress).reports(list(passes), workers or len(passes))
     finally:
         if ours:
             ray.shutdown()
@@ -45,51 +51,105 @@ def _connect(ray: Any, address: str | None) -> None:
                             "start one with `ray start --head`, or leave the address out") from e  # fmt: skip
 
 
-def _results(ray: Any, waiting: list[Pass], limit: int) -> Iterator[JobReport]:
-    gpus = ray.cluster_resources().get("GPU", 0) >= 1
-    running: dict[Any, Pass] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < limit:
-                this = waiting.pop(0)
-                needed = 1 if gpus and any(e.job.device != "cpu" for e in this.entries) else 0
-                task = ray.remote(_task).options(num_cpus=1, num_gpus=needed, max_retries=RETRIES)
-                running[task.remote(this)] = this
-            ready, _ = ray.wait(list(running), num_returns=1)
-            for ref in ready:
-                yield from _collect(ray, ref, running.pop(ref))
-    finally:
-        for ref in running:
-            ray.cancel(ref, force=True)
+class _Inbox:
+    """An actor: what the tasks tell while they run, until the driver takes it."""
+
+    def __init__(self) -> None:
+        self.messages: list[JobReport | int] = []
+
+    def put(self, message: JobReport | int) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[JobReport | int]:
+        taken, self.messages = self.messages, []
+        return taken
 
 
-def _collect(ray: Any, ref: Any, this: Pass) -> Iterator[JobReport]:
-    """The reports of a task, or of its failure; an output that cannot be seen from here is a failure too."""
-    try:
-        found: list[JobReport] = ray.get(ref)
-    except ray.exceptions.RayError as e:
-        for entry in this.entries:
-            yield failed(entry, _lost(entry, e), tries=RETRIES + 1)
-        return
-    entries = {e.number: e for e in this.entries}
-    for report in found:
-        if report.ok and not os.path.lexists(report.output):
-            yield failed(entries[report.number], _unseen(report.output, f"made on {report.worker}"))
-        else:
+class _Ray:
+    """Tasks under way. Reports come through the inbox at once, and with the end of their task for certain."""
+
+    def __init__(self, ray: Any, progress: Progress) -> None:
+        self.ray, self.progress = ray, progress
+        self.inbox = ray.remote(_Inbox).options(num_cpus=0, max_restarts=-1).remote()
+        self.gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        self.running: dict[Any, Pass] = {}
+        self.left: dict[int, Entry] = {}  # jobs without a report
+
+    def reports(self, waiting: list[Pass], limit: int) -> Iterator[JobReport]:
+        self.left = {e.number: e for this in waiting for e in this.entries}
+        try:
+            while waiting or self.running:
+                while waiting and len(self.running) < limit:
+                    self._start(waiting.pop(0))
+                ended, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL)
+                yield from self._news()
+                for task in ended:
+                    yield from self._end(task, self.running.pop(task))
+        finally:
+            self._stop()
+
+    def _start(self, this: Pass) -> None:
+        needed = 1 if self.gpus and any(e.job.device != "cpu" for e in this.entries) else 0
+        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=needed, max_retries=RETRIES)
+        self.running[task.remote(this, self.inbox)] = this
+
+    def _news(self) -> Iterator[JobReport]:
+        try:
+            messages = self.ray.get(self.inbox.take.remote(), timeout=POLL)
+        except (self.ray.exceptions.RayError, TimeoutError):
+            return  # its node is lost; all reports come with the tasks as well
+        for message in messages:
+            if isinstance(message, int):
+                self.progress(message)
+            else:
+                yield from self._seen(message)
+
+    def _end(self, task: Any, this: Pass) -> Iterator[JobReport]:
+        """What is still unknown of a task that has ended, or failed."""
+        try:
+            found = self.ray.get(task)
+        except self.ray.exceptions.RayError as e:
+            found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in this.entries]
+        for report in found:
+            yield from self._seen(report)
+
+    def _seen(self, report: JobReport) -> Iterator[JobReport]:
+        """The first report of each job; an output that cannot be seen from here is a failure."""
+        entry = self.left.pop(report.number, None)
+        if entry is not None and report.ok and not os.path.lexists(report.output):
+            yield failed(entry, _unseen(report.output, f"made on {report.worker}"))
+        elif entry is not None:
             yield report
 
+    def _stop(self) -> None:
+        """Interrupt what is under way, which removes unfinished outputs; end what does not listen."""
+        tasks = list(self.running)
+        for force in (False, True) if tasks else ():
+            for task in tasks:
+                self.ray.cancel(task, force=force)
+            _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
+            if not tasks:
+                break
 
-def _task(this: Pass) -> list[JobReport]:
+
+def _task(this: Pass, inbox: Any) -> list[JobReport]:
     """Runs on a node. Inputs that were there for the plan but are not here are on no shared disk."""
     found: list[JobReport] = []
-    here: list[Entry] = []
+    for report in _here(this, inbox.put.remote):
+        inbox.put.remote(report)
+        found.append(report)
+    return found
+
+
+def _here(this: Pass, progress: Progress) -> Iterator[JobReport]:
+    present: list[Entry] = []
     for entry in this.entries:
         missing = [p for p in (entry.job.base, *(a.path for a in entry.job.adapters)) if not p.exists()]
         if missing:
-            found.append(failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}")))
+            yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
-            here.append(entry)
-    return found + list(carry_out(Pass(tuple(here), this.workers, this.wait), Opened()))
+            present.append(entry)
+    yield from carry_out(replace(this, entries=tuple(present)), Opened(), progress)
 
 
 def _unseen(path: str, where: str) -> MergeError:

@@ -48,8 +48,6 @@ def replacing(
     part, lock, done = target, -1, False
     try:
         with _failures(target):
-            with suppress(FileNotFoundError):
-                target.lstat()  # says now, not after the work, that the name is too long
             remove_stale(target.parent)
             part, lock = _create(target, folder=folder)
         yield part
@@ -94,11 +92,17 @@ def check_output(
 def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
     if not folder and target.suffix.lower() in PICKLES:
         raise UsageError("outputs are never pickles", str(target), "name it .safetensors")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        target.lstat()  # says now, not after the work, that the name is too long
     if not os.path.lexists(target):
-        blocking = next((p for p in target.parents if os.path.lexists(p)), None)
-        if blocking is not None and not blocking.is_dir():
-            raise UsageError("the output's folder is a file", str(blocking), "choose another -o")
+        around = next((p for p in target.parents if os.path.lexists(p)), Path())
+        if not around.is_dir():
+            raise UsageError("the output's folder is a file", str(around), "choose another -o")
+        if shutil.disk_usage(around).total == 0:
+            raise UsageError("what is there is no disk", str(around), "choose another -o")  # /proc and the like
         return
+    if not (target.is_symlink() or target.is_file() or target.is_dir()):
+        raise UsageError("the output is a device, a pipe or the like", str(target), "choose another -o")
     if target.is_dir() and not folder:
         raise UsageError("the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors")
     if folder and not target.is_dir():

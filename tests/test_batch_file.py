@@ -92,6 +92,11 @@ jobs:
     assert [e.job.output.name for e in entries] == ["x1", "y1", "y2"]
 
 
+def test_a_path_that_no_disk_can_hold_is_a_path_all_the_same(tmp_path: Path) -> None:
+    (entry,) = read(tmp_path, f"version: 1\njobs: [{{base: b, adapters: ['{'a' * 5000}:x', b], output: o}}]")
+    assert [len(a.path.name) for a in entry.job.adapters] == [5002, 1]
+
+
 def test_patterns(tmp_path: Path) -> None:
     (tmp_path / "loras").mkdir()
     for name in ("b.safetensors", "a.safetensors", "notes.txt"):

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import lora_merge
-from lora_merge import executors
-from lora_merge.errors import MergeError, UsageError
-from lora_merge.executors import EXECUTORS, executor
+from lora_merge import executors, on_ray
+from lora_merge.batch import make_batch
+from lora_merge.errors import MergeError, ResourceError, UsageError
+from lora_merge.executors import EXECUTORS, Crew, executor
+from lora_merge.job import Adapter
 from lora_merge.outcome import JobReport
+from lora_merge.passes import Pass
 
 from .support import kohya, rand, save, sd1
 
@@ -104,18 +110,17 @@ def test_unknown_executors_and_a_missing_ray_are_told(models: Path, monkeypatch:
     assert "lora-merge[ray]" in caught.value.fix
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Ray head with two CPUs."""
     pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     ray = str(Path(sys.executable).parent / "ray")
     folder = tmp_path_factory.mktemp("r")
     subprocess.run(
         [ray, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats",
          f"--port={(port := 20000 + os.getpid() % 20000)}", f"--temp-dir=/tmp/{folder.name}-{os.getpid()}"],
-        check=True, capture_output=True, timeout=120,
+        check=True, capture_output=True, timeout=120, env=env,
     )  # fmt: skip
     yield f"127.0.0.1:{port}"
     subprocess.run([ray, "stop", "--force"], capture_output=True, timeout=60, check=False)
@@ -142,8 +147,14 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    reports = list(lora_merge.run_batch(mine, executor="ray", ray_address=cluster, workers=2))
+    reports, written, alone = [], [0], 0
+    batch = make_batch(mine, workers=2)
+    for report in batch.run(Crew(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)):
+        reports.append(report)
+        alone += batch.size > written[0] > 0
     thread.join()
+    assert alone > 2, "reports come while others are at work, as the progress does"
+    assert written[0] >= 0.5 * batch.size
     assert victims, "a worker was killed"
     assert sorted(r.number for r in reports) == list(range(1, 21))
     assert all(r.ok for r in reports), [r.error for r in reports if r.error]
@@ -157,6 +168,38 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     again = list(lora_merge.run_batch(mine, executor="ray", ray_address=cluster))
     assert [r.status for r in again] == ["skipped"] * 20
     shutil.rmtree(models / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, cluster: str) -> None:
+    heavy(models)
+    with lora_merge.run_batch(jobs(models, 20), executor="ray", ray_address=cluster, workers=2) as reports:
+        assert next(reports).ok
+    made = list((models / "out").iterdir())
+    assert 0 < len(made) < 20
+    assert not strays(models)
+
+
+def test_a_path_that_a_node_does_not_see_is_told(models: Path) -> None:
+    """The task as it runs on a node, and the driver's look at what a node has made."""
+    entries = [s.entry for s in make_batch(jobs(models, 3)).sketches]
+    ink, told = entries[1].job.adapters[0].path, list[Any]()
+    inbox = SimpleNamespace(put=SimpleNamespace(remote=told.append))
+    elsewhere = replace(entries[1], job=replace(entries[1].job, adapters=(Adapter(ink.with_name("local")),)))
+    found = {r.number: r for r in on_ray._task(Pass((entries[0], elsewhere)), inbox)}
+    assert found[1].status == "merged"
+    assert isinstance(found[2].error, ResourceError)
+    assert f"local, missing on the node {socket.gethostname()}" in found[2].error.where
+    assert [m for m in told if isinstance(m, JobReport)] == [found[2], found[1]]
+    assert sum(m for m in told if isinstance(m, int)) > 0, "progress"
+    driver = object.__new__(on_ray._Ray)
+    driver.left = {e.number: e for e in entries}
+    assert list(driver._seen(found[1])) == [found[1]]
+    assert list(driver._seen(found[1])) == [], "once"
+    (unseen,) = driver._seen(replace(found[1], number=3, output=str(models / "on-the-node-only")))
+    assert unseen.error is not None
+    assert "on-the-node-only, made on" in unseen.error.where
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -149,6 +150,21 @@ def test_a_folder_that_cannot_be_written(scene: Scene, small_disk: Callable[[str
     argv[argv.index("-o") + 1] = str(disk / "out.safetensors")
     assert scene.run(argv=argv) == 2, scene.log()
     assert "no permission" in scene.log()
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/self/fd/x", "/dev/null/x", "fifo", "a" * 300, "a" * 5000])
+def test_outputs_where_no_file_can_be(scene: Scene, place: str) -> None:
+    scene.reset()
+    folder = scene.folder.parent / "places"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(folder / "fifo")
+    argv = scene.argv()
+    argv[argv.index("-o") + 1] = str(folder / place)
+    assert scene.run(argv=argv) == 2, scene.log()
+    assert (folder / "fifo").is_fifo()
+    assert [p.name for p in folder.iterdir()] == ["fifo"]
+    scene.check(finished=False)
 
 
 def test_a_working_folder_that_is_gone(scene: Scene, tmp_path: Path) -> None:
