@@ -33,7 +33,9 @@ class Commands(TyperGroup):
 
     def _suggest(self, word: str) -> None:
         """UsageError for what is no file but nearly a command."""
-        if word.isalpha() and not Path(word).exists():
+        from .job import exists
+
+        if word.isalpha() and not exists(word):
             from difflib import get_close_matches
 
             if near := get_close_matches(word, self.commands, 1, 0.7):
