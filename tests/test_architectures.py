@@ -72,11 +72,13 @@ SDXL = {"layers_per_block": 2, "addition_embed_type": "text_time"}
 CONVERTERS = (
     # native header             diffusers header         converter                        its arguments
     ("native/sd15",             "diffusers/sd15",        "ldm_unet_checkpoint",           {"config": UNET}),
+    ("native/sd21",             "diffusers/sd21",        "ldm_unet_checkpoint",           {"config": UNET}),
     ("native/sdxl",             "diffusers/sdxl",        "ldm_unet_checkpoint",           {"config": SDXL}),
     ("native/sdxl-refiner",     "diffusers/sdxl-refiner", "ldm_unet_checkpoint",          {"config": SDXL}),
     ("native/vae-sd",           "diffusers/vae-sd",      "ldm_vae_checkpoint",            {"config": VAE}),
     ("native/sd3",              "diffusers/sd3",         "sd3_transformer_checkpoint_to_diffusers", {}),
     ("native/sd35-medium",      "diffusers/sd35-medium", "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/sd35-large",       "diffusers/sd35-large",  "sd3_transformer_checkpoint_to_diffusers", {}),
     ("native/flux-dev",         "diffusers/flux-dev",    "flux_transformer_checkpoint_to_diffusers", {}),
     ("native/flux2",            "diffusers/flux2",       "flux2_transformer_checkpoint_to_diffusers", {}),
     ("",                        "diffusers/flux3",       "flux3_transformer_checkpoint_to_diffusers", {}),
@@ -86,6 +88,9 @@ CONVERTERS = (
     ("native/zimage-fused",     "diffusers/zimage",      "z_image_transformer_checkpoint_to_diffusers", {}),
     ("",                        "diffusers/sana",        "sana_transformer_to_diffusers", {}),
     ("native/wan-i2v-14B",      "diffusers/wan-i2v-14B", "wan_transformer_to_diffusers",  {}),
+    ("native/wan-t2v-1.3B",     "diffusers/wan-t2v-1.3B", "wan_transformer_to_diffusers", {}),
+    ("native/wan-t2v-14B",      "diffusers/wan",         "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/sky-reels-v2", "wan_transformer_to_diffusers", {}),
     ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
     ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
     ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
