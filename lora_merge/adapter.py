@@ -130,7 +130,7 @@ def group(index: Index) -> AdapterFile:
         if key.startswith(tuple(IGNORED)):
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
-        if info.dtype not in READABLE:
+        if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # one truth value is a switch
             raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",
                              "export the adapter in fp32 or bf16")  # fmt: skip
         found = split(key)

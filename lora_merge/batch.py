@@ -13,6 +13,7 @@ from .claims import sweep
 from .errors import MergeError, UsageError
 from .executors import Crew, Executor
 from .executors import executor as find
+from .job import expand
 from .jobs_file import Entry, load
 from .outcome import JobReport, failed
 from .passes import Pass
@@ -122,7 +123,7 @@ def make_batch(
     """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers", "--workers", "give 1 or more")
-    given = Path(source).expanduser() if isinstance(source, str | Path) else source
+    given = expand(source) if isinstance(source, str | Path) else source
     return Batch(survey(load(given, overwrite=overwrite), workers=workers or 1))
 
 

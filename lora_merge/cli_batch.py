@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +47,7 @@ def batch(
     from .batch import make_batch
     from .executors import Crew
     from .executors import executor as find
+    from .job import expand
 
     find(executor)
     made = make_batch(jobs, workers=workers, overwrite=overwrite)
@@ -57,7 +57,7 @@ def batch(
     _announce(made, quiet=quiet or as_json)
     ended: list[JobReport] = []
     with ExitStack() as stack:
-        lines = stack.enter_context(Path(report).expanduser().open("a", encoding="utf-8")) if report else None
+        lines = stack.enter_context(expand(report).open("a", encoding="utf-8")) if report else None
         progress = stack.enter_context(_progress(made, quiet=quiet))
         for one in made.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
             ended.append(one)

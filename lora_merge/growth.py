@@ -28,7 +28,11 @@ def grown(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> Vi
     if shape == view.shape:
         return view
     piece, where = view.pieces[0], f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
-    if len(shape) != len(view.shape) or any(a < b for a, b in zip(shape, view.shape, strict=True)):
+    if len(shape) != len(view.shape):
+        raise FitError(
+            "the adapter gives a weight another number of axes", where, "merge into the model it was trained on"
+        )
+    if any(a < b for a, b in zip(shape, view.shape, strict=True)):
         raise FitError("the adapter makes a weight smaller", where, "merge into the model it was trained on")
     if len(view.pieces) > 1 or piece.transposed or (piece.stop - piece.start) * piece.cols != prod(view.shape):
         raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")

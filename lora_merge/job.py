@@ -144,7 +144,17 @@ def make_job(
 
 def expand(path: str | Path) -> Path:
     """The path with `~` expanded, made absolute without resolving links."""
-    return _absolute(Path(path).expanduser())
+    return _absolute(home(path))
+
+
+def home(path: str | Path) -> Path:
+    """The path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
+    if "\0" in str(path):
+        raise UsageError("a path with a NUL character in it", ascii(str(path))[:200], "correct the path")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as e:
+        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so") from e
 
 
 def _absolute(path: Path) -> Path:

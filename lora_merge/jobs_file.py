@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from .errors import InputError, MergeError, UsageError
 from .header import open_regular
-from .job import Adapter, Job, exists, make_job, split_strength
+from .job import Adapter, Job, exists, home, make_job, split_strength
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
 from .yaml_lines import Document, Place, parse
@@ -171,8 +171,9 @@ class _Loader:
             return None
         options = _given(defaults) | _given(entry)
         parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
-        if "map" in options:
-            options["map"] = self._path(options["map"])
+        with self._noting((*place, "map")):
+            if "map" in options:
+                options["map"] = self._path(options["map"])
         options["overwrite"] = options.get("overwrite", False) or self.overwrite
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path = output = self.folder
@@ -216,7 +217,7 @@ class _Loader:
         return 1.0
 
     def _path(self, text: str) -> Path:
-        return self.folder / Path(text).expanduser()
+        return self.folder / home(text)
 
     def _where(self, place: Place) -> str:
         """ "jobs.yaml:12 (jobs[3].output)"."""

@@ -165,6 +165,7 @@ jobs:
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+)+': 1}}]", "too complex"),
         ("version: 1\njobs: !!python/object/apply:os.getcwd []", "tag"),
         ("version: 1\njobs: {a: 1}", "list"),
+        ('version: 1\njobs: [{base: "\\0", adapters: [a], output: o, map: ~no-such-user/x}]', "2 mistakes"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:

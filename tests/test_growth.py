@@ -69,8 +69,10 @@ def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
         "m.a.lora_down.weight": rand(2, 4),
         "m.a.reshape_weight": torch.tensor([5, 4]),
     }
-    with pytest.raises(FitError):
+    with pytest.raises(FitError, match="smaller"):
         lora_merge.merge_state_dict(base, lora)
+    with pytest.raises(FitError, match="number of axes"):
+        lora_merge.merge_state_dict(base, lora | {"m.a.reshape_weight": torch.tensor([5, 4, 1])})
     wider = {k: v for k, v in control().items() if "norm" not in k}
     with pytest.raises(FitError):
         lora_merge.merge_state_dict(flux(), wider)

@@ -324,3 +324,12 @@ def test_small_files_take_little_memory_and_time(tmp_path: Path, kind: str) -> N
     grown, seconds = map(float, run.stdout.split())
     assert grown < 150
     assert seconds < 8
+
+
+def test_factors_of_truth_values_are_refused(tmp_path: Path) -> None:
+    """A byte other than 0 and 1 reads as another number in every library."""
+    (tmp_path / "base").write_bytes(good())
+    up, down = entry((4, 2), (0, 8), "BOOL"), entry((2, 4), (8, 16), "BOOL")
+    (tmp_path / "lora").write_bytes(blob({"a.lora_up.weight": up, "a.lora_down.weight": down}, b"\x05" * 16))
+    with pytest.raises(InputError, match="BOOL numbers"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
