@@ -171,9 +171,9 @@ class _Loader:
             return None
         options = _given(defaults) | _given(entry)
         parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
+        table = options.pop("map", None)
         with self._noting((*place, "map")):
-            if "map" in options:
-                options["map"] = self._path(options["map"])
+            options["map"] = None if table is None else self._path(table)
         options["overwrite"] = options.get("overwrite", False) or self.overwrite
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path = output = self.folder
