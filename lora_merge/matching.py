@@ -5,61 +5,26 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 
-from .adapter import WRAPPED, AdapterFile, Module
+from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .doubles import EMBEDDINGS, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .folders import listed
+from .gaps import gaps
 from .growth import grown
 from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
+from .matched import Matched, Use
 from .names import Names
-from .patching import Patch, Patcher
+from .patching import ALPHA, Patch, Patcher, incomplete
 from .peft import Plain
+from .replacements import sizes
 from .views import Piece, View, rows_of
-
-
-@dataclass(frozen=True)
-class Use:
-    """A patch where it meets one stored tensor: piece `piece` of its view starts at view row `start`."""
-
-    patch: Patch
-    piece: Piece
-    start: int
-    strength: float
-
-
-@dataclass
-class Matched:
-    """What one adapter does to the base."""
-
-    adapter: AdapterFile
-    uses: dict[str, list[Use]] = field(default_factory=dict)  # base key → uses
-    replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
-    created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
-    grown: dict[str, Shape] = field(default_factory=dict)  # base key → its larger shape
-    modules: int = 0  # how many modules found their place
-    unmatched: dict[str, str] = field(default_factory=dict)  # module → reason
-    components: dict[str, int] = field(default_factory=dict)  # component → modules
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        """The algorithms in use, the most frequent first."""
-        seen = Counter(u.patch.algorithm for uses in self.uses.values() for u in uses)
-        return (*(name for name, _ in seen.most_common()), *(["replacement"] if self.replaced else []))
-
-    @property
-    def total(self) -> int:
-        """Modules in the adapter."""
-        return self.modules + len(self.unmatched)
 
 
 class Matcher:
@@ -70,22 +35,23 @@ class Matcher:
         self.result = Matched(self.adapter)
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path)
+        self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
         """All modules placed, or one error that names what is wrong; `skip` leaves out what has no place."""
         modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
         self.patcher.widest = self._widest(modules)
+        self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
             self._place(module)
         for info in self.adapter.strange:
             self._replace(info)
+        unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
+        self.failures += unfit
+        self.result.notes += notes
         self._raise(unmatched)
-        if assumed := self.patcher.unscaled:
-            self.result.notes.append(
-                f"no alpha is stored for {listed(assumed, 2)}: taken as trained with scale 1 (alpha = rank); "
-                "if it was another, state it with --setting lora_alpha=VALUE"
-            )
+        self.result.notes += self.patcher.notes()
         return self.result
 
     def _place(self, module: Module) -> None:
@@ -94,6 +60,10 @@ class Matcher:
             view = self._new_bias(module)
         if view is None:
             self.result.unmatched[module.where] = "no such module in the base"
+            return
+        slot = self.lacking.get(module.where)
+        if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
+            self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
             return
         larger = grown(module, view, self.adapter, self.patcher.read)
         if larger is not view:
@@ -205,7 +175,9 @@ class Matcher:
         piece = view.pieces[0]
         strength = self.ref.factor(piece.key, self.names.component(piece.key))
         whole = len(view.pieces) == 1 and (piece.stop - piece.start) * piece.cols == prod(self.base[piece.key].shape)
-        if whole and strength == 1 and not piece.transposed:
+        old = self.base[piece.key].shape
+        resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
+        if whole and strength == 1 and not piece.transposed and (resized or info.shape == old):
             self.result.modules += 1
             self.result.replaced[piece.key] = info
         elif (patch := self._patch(module, view)) is not None:
@@ -269,23 +241,6 @@ class Matcher:
                 fix = "use the base it was trained on, or merge all the same with --unmatched skip"
                 raise FitError(what, f"{path}: {doubt}", fix)
             result.notes.append(doubt)
-
-
-def check_replacements(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
-    """FitError if two adapters replace the same parameter: there is no sum of two replacements."""
-    seen: dict[str, int] = {}
-    for number, one in enumerate(matched):
-        for key in one.replaced:
-            if key in seen or any(key in m.uses for m in matched):
-                raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
-                               "merge the adapters one after the other")  # fmt: skip
-            seen[key] = number
-    sizes = {key: shape for one in matched for key, shape in one.grown.items()}
-    for key, shape in sizes.items():
-        uses = [u for m in matched for u in m.uses.get(key, ())]
-        if any(u.patch.view.shape != shape for u in uses):
-            raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
-                           "merge the adapters one after the other, the one that makes it larger first")  # fmt: skip
 
 
 def _with_view(patch: Patch, view: View) -> Patch:

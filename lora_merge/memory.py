@@ -20,7 +20,7 @@ from .folding import Folder, Item
 from .header import TensorInfo
 from .job import COMPUTE_DTYPES, Adapter, expand, make_job
 from .kernels import change
-from .matching import Use
+from .matched import Use
 from .names import names
 from .patching import Patcher
 from .peft import rules

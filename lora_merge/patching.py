@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isnan, prod
+from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Numbers
 from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from .errors import InputError, ShapeMismatch
+from .folders import listed
 from .network_args import network_settings
 from .peft import Rules
 from .views import View, transposed
@@ -83,13 +85,19 @@ class Patcher:
             self._remember(name, module, shapes, seen.shape)
             return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
-            raise InputError("the adapter is incomplete", f"{self.adapter.path}: {_incomplete(module)}",
-                             "export or download it again")  # fmt: skip
+            raise incomplete(_lacks(module), self.adapter.path)
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
         if any("--setting" in r for r in reasons):
             raise ShapeMismatch("the adapter's file does not tell all that its formula needs", where, reasons[-1])
         fix = "merge into the checkpoint that the adapter was trained on"
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
+
+    def notes(self) -> list[str]:
+        """What was assumed."""
+        if not self.unscaled:
+            return []
+        return [f"no alpha is stored for {listed(self.unscaled, 2)}: taken as trained with scale 1 (alpha = rank); "
+                "if it was another, state it with --setting lora_alpha=VALUE"]  # fmt: skip
 
     def _remember(self, name: str, module: Module, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """What the patch took from the user, and whether its scale is only assumed."""
@@ -171,7 +179,12 @@ def _has_all(module: Module, name: str) -> bool:
     return all(slot in module.slots for slot, required in ALGORITHMS[name].slots.items() if required)
 
 
-def _incomplete(module: Module) -> str:
+def incomplete(what: str, path: Path) -> InputError:
+    """The error for a module that lacks a tensor."""
+    return InputError("the adapter is incomplete", f"{path}: {what}", "export or download it again")
+
+
+def _lacks(module: Module) -> str:
     """Which partner is missing for the closest row of the table."""
     known = [ALGORITHMS[a] for a in module.algorithms]
     gaps = sorted(

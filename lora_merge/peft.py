@@ -119,6 +119,12 @@ class Rules:
         """Whether weights are [in, out], as PEFT saw the last of them."""
         return self.fields.flag("fan_in_fan_out", default=False)
 
+    @property
+    def beside_pairs(self) -> frozenset[str]:
+        """What every pair of LoRA factors of this configuration has beside it."""
+        switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
+        return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
+
     def of(self, module: str) -> Rules:
         """The rules for one module: those of its component, where components have their own."""
         prefixes = [name for name in self.components if module.startswith(f"{name}.")]

@@ -20,12 +20,14 @@ from .folders import listed
 from .formats import check_output, layout
 from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job, covers
-from .matching import Matched, Matcher, Use, check_replacements
+from .matched import Matched, Use
+from .matching import Matcher
 from .names import Names
 from .opened import Opened
 from .patching import Patcher
 from .peft import rules
 from .recipe import metadata
+from .replacements import clashes
 from .sidefiles import index_files, output_name, side_files, stored_name
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -148,7 +150,7 @@ def match(
         patcher.given = dict(job.setting)
         matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
         used |= patcher.used
-    check_replacements(job.adapters, matched)
+    clashes(job.adapters, matched)
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 from .algorithms import ALGORITHMS, Shape
 from .checkpoint import Reader
 from .header import ITEM_BYTES, TensorInfo
-from .matching import Use
+from .matched import Use
 from .patching import Patch
 from .planning import Plan, Target, rows_of
 from .reference import REFERENCE, Given

@@ -199,6 +199,36 @@ def test_tokens_that_the_base_lacks_are_refused(tmp_path: Path) -> None:
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, told)
 
 
+@pytest.mark.parametrize("switch", ["use_dora", "lora_bias"])
+def test_what_the_configuration_promises_and_the_file_lacks(switch: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="incomplete"):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, {**LORA, switch: True}))
+
+
+def test_whole_values_of_another_size_are_refused_but_tables_and_heads(tmp_path: Path) -> None:
+    base = {"a.weight": torch.randn(6, 5), "norm.weight": torch.randn(6), "head.weight": torch.randn(3, 5),
+            "head.bias": torch.randn(3)}  # fmt: skip
+    whole = "base_model.model."
+
+    def merged(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return lora_merge.merge_state_dict(base, folder(tmp_path, LORA, {whole + k: v for k, v in tensors.items()}))
+
+    for wrong in ({"norm.weight": (7,)}, {"head.bias": (4,)}, {"a.weight": (5,)}, {"a.weight": (6, 4)},
+                  {"head.weight": (4, 5), "head.bias": (5,)}, {"norm.weight": (6, 1, 2)}):  # fmt: skip
+        with pytest.raises(FitError, match="do not fit"):
+            merged({name: torch.randn(shape) for name, shape in wrong.items()})
+    done = merged({"head.weight": torch.randn(4, 5), "head.bias": torch.randn(4)})
+    assert (done["head.weight"].shape, done["head.bias"].shape) == ((4, 5), (4,))
+
+
+def test_a_scaling_without_its_side_is_no_new_value() -> None:
+    adapter = {f"lora_unet_blocks_{i}.{s}": t for i in range(3)
+               for s, t in (("weight", torch.randn(8)), ("on_input", torch.tensor(1)))}  # fmt: skip
+    del adapter["lora_unet_blocks_1.on_input"]
+    with pytest.raises(MergeError):
+        lora_merge.merge_state_dict({f"blocks.{i}.weight": torch.randn(8, 8) for i in range(3)}, adapter)
+
+
 # Parameters that modules mean
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,12 @@ from hypothesis import strategies as st
 from peft_examples import PEFT_EXAMPLES
 from pipeline import candidates, stack
 
+from lora_merge.adapter import Module
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from lora_merge.conventions import SUFFIXES
+from lora_merge.gaps import gaps
+from lora_merge.header import TensorInfo
+from lora_merge.peft import rules
 
 EXAMPLES = {**LYCORIS_EXAMPLES, **PEFT_EXAMPLES}
 MISSING_IS_FINE = {
@@ -97,6 +102,29 @@ def test_each_tensor_missing_in_turn(name: str, example: Example) -> None:
             assert name in fits
         else:
             assert not fits, slot
+
+
+def module(number: int, name: str, shapes: Mapping[str, Shape], *, alpha: bool) -> Module:
+    """A module of a file, as its keys would make it."""
+    spelled = [set(r.algorithms) for slot in shapes for r in SUFFIXES if r.slot == slot and name in r.algorithms]
+    allowed = set.intersection(set(ALGORITHMS), *spelled)
+    infos = {slot: TensorInfo(slot, "F32", shape, Path("a"), 0, 0) for slot, shape in shapes.items()}
+    shared = {"alpha": TensorInfo("alpha", "F32", (), Path("a"), 0, 0)} if alpha else {}
+    return Module(f"m{number}", "weight", infos, shared, tuple(n for n in ALGORITHMS if n in allowed))
+
+
+@every
+def test_each_tensor_missing_from_one_of_four_modules(name: str, example: Example) -> None:
+    """The others tell what it lacks, also where it would pass for another algorithm on its own."""
+    shapes, told = dict(example.slots), rules({}, "a")
+    whole = [module(i, name, shapes, alpha=True) for i in range(3)]
+    assert gaps(whole, told) == {}
+    assert gaps([*whole, module(3, name, shapes, alpha=False)], told) == {"m3": "alpha"}
+    for slot in shapes:
+        left = {s: shape for s, shape in shapes.items() if s != slot}
+        odd = module(3, name, left, alpha=True)
+        fits = [n for n in candidates(left, odd.algorithms) if left and not refused(n, example, left, example.target)]
+        assert not fits or gaps([*whole, odd], told) == {"m3": slot}, slot
 
 
 @every

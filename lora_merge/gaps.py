@@ -1,0 +1,58 @@
+"""Modules that lack a tensor which the rest of their file says they must have. No torch.
+
+What is left of such a module often fits another row of the table: a LoRA without its `up` is a whole difference, an
+AdaLoRA without its `lora_E` a plain LoRA, a DoRA without its magnitude the same without DoRA. A trainer treats all
+modules alike, so the others tell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .adapter import Module
+from .algorithms import ALGORITHMS
+from .conventions import SHARED
+from .peft import Rules
+
+BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
+"""Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
+
+MOST: Final = 2  # modules that have the tensor, at the least, where one has not
+
+
+def gaps(modules: Sequence[Module], rules: Rules) -> dict[str, str]:
+    """Module that lacks a slot → the slot."""
+    weights = [m for m in modules if m.parameter == "weight"]
+    biases = {m.name for m in modules if m.parameter == "bias"}
+    kinds = Counter((_has(m), m.algorithms) for m in weights)
+    paired = any({"up", "down"} <= m.slots.keys() for m in weights)
+    found: dict[str, str] = {}
+    for m in weights:
+        has = _has(m)
+        if {"up", "down"} <= has:
+            missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
+        else:
+            missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
+        missing = missing or (_alone(m, kinds) if kinds[has, m.algorithms] == 1 else missing)
+        if missing:
+            found[m.where] = min(missing)
+    return found
+
+
+def _has(m: Module) -> frozenset[str]:
+    return frozenset({*m.slots, *m.shared}) - BY_LAYER
+
+
+def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int]) -> frozenset[str]:
+    """The one slot that sets this module apart from all others of its algorithms."""
+    for (slots, algorithms), count in kinds.items():
+        missing = slots - _has(m)
+        if count < MOST or len(missing) != 1 or not _has(m) < slots:
+            continue
+        (slot,) = missing
+        common = set(algorithms) & set(m.algorithms)
+        if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in common):
+            return missing
+    return frozenset()

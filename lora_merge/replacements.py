@@ -1,0 +1,48 @@
+"""Parameters that an adapter brings whole: whether they fit the base, and each other. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import FitError, MergeError, ShapeMismatch
+from .header import TensorInfo
+from .job import Adapter
+from .matched import Matched
+
+
+def sizes(
+    replaced: Mapping[str, TensorInfo], base: Mapping[str, TensorInfo], path: Path
+) -> tuple[list[MergeError], list[str]]:
+    """What does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does, and
+    its bias with it."""
+    unfit: list[MergeError] = []
+    notes = []
+    for key, info in replaced.items():
+        old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
+        if info.shape == old:
+            continue
+        if len(old) == 1 and (weight is None or weight.shape[0] != info.shape[0]):
+            where = f"{path}: {info.name} is {list(info.shape)}, the base has {list(old)}"
+            fix = "merge into the checkpoint that the adapter was trained on"
+            unfit.append(ShapeMismatch("adapter tensors do not fit the base", where, fix))
+        else:
+            notes.append(f"{key}: {old[0]} rows become {info.shape[0]}")
+    return unfit, notes
+
+
+def clashes(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
+    """FitError if two adapters replace the same parameter: there is no sum of two replacements."""
+    seen: dict[str, int] = {}
+    for number, one in enumerate(matched):
+        for key in one.replaced:
+            if key in seen or any(key in m.uses for m in matched):
+                raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
+                               "merge the adapters one after the other")  # fmt: skip
+            seen[key] = number
+    sizes = {key: shape for one in matched for key, shape in one.grown.items()}
+    for key, shape in sizes.items():
+        uses = [u for m in matched for u in m.uses.get(key, ())]
+        if any(u.patch.view.shape != shape for u in uses):
+            raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
+                           "merge the adapters one after the other, the one that makes it larger first")  # fmt: skip
