@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -22,7 +23,7 @@ from lora_merge.architectures import FOLDER, load, recognise, shipped
 from lora_merge.architectures.rows import BadRow, Table, parse
 from lora_merge.checkpoint import Index, TensorInfo
 from lora_merge.components import LOOSE
-from lora_merge.errors import InputError
+from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.names import Names, names
 from lora_merge.views import View
 
@@ -183,6 +184,46 @@ def test_rows_are_where_diffusers_puts_them(
         assert view is not None, key
         if not any(p.transposed for p in view.pieces):
             assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
+
+
+RECORDED = sorted(p.name.removesuffix(".json.gz") for p in (HEADERS.parent / "rows").glob("*.json.gz"))
+SWAPPED = re.compile(r"blocks\.\d+\.norm[23]\.")
+"""HunyuanDiT's norms change their names with each other between the layouts, so the names alone fit both."""
+
+Rows: TypeAlias = dict[str, tuple[Shape, list[tuple[str, int, int]]]]
+
+
+def recorded(name: str) -> tuple[dict[str, Shape], Rows]:
+    """(native header, diffusers key → its shape, the native rows that it is made of)."""
+    table = json.loads(gzip.decompress((HEADERS.parent / "rows" / f"{name}.json.gz").read_bytes()))
+    there = {k: (tuple(shape), [(key, a, b) for key, a, b in rows]) for k, (shape, rows) in table["diffusers"].items()}
+    return {k: tuple(v) for k, v in table["native"].items()}, there
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_rows_are_where_the_scripts_of_diffusers_put_them(name: str) -> None:
+    native, there = recorded(name)
+    on_native, on_diffusers = names(index(native)), names(index({k: shape for k, (shape, _) in there.items()}))
+    back: dict[str, list[tuple[int, str, int, int]]] = {}
+    for key, (_, rows_there) in there.items():
+        at = 0
+        for source, start, stop in rows_there:
+            back.setdefault(source, []).append((start, key, at, at + stop - start))
+            at += stop - start
+        if name == "hunyuandit" and SWAPPED.match(key):
+            with pytest.raises(AmbiguousName):
+                parameter(on_native, key)
+            continue
+        view = parameter(on_native, key)
+        assert view is not None, key
+        assert [(p.key, p.start, p.stop) for p in view.pieces] == rows_there, key
+    assert set(back) == set(native)
+    for key, rows_here in back.items():
+        if name == "hunyuandit" and SWAPPED.match(key):
+            continue
+        view = parameter(on_diffusers, key)
+        assert view is not None, key
+        assert [(p.key, p.start, p.stop) for p in view.pieces] == [tuple(r[1:]) for r in sorted(rows_here)], key
 
 
 # --- rows against transformers' conversion ------------------------------------------------------------

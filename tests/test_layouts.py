@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ import lora_merge
 from lora_merge.architectures import shipped
 
 from .support import Tensors
-from .test_architectures import CONVERTERS, Shape, header, native_of
+from .test_architectures import CONVERTERS, RECORDED, Shape, header, native_of, recorded
 
 single_file_utils = pytest.importorskip("diffusers.loaders.single_file_utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -144,20 +145,35 @@ def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
         assert torch.allclose(got[key], value, rtol=0, atol=1e-4), f"{key} {tuple(value.shape)}"
 
 
+def assert_square(base: Tensors, convert: Callable[[Tensors], Tensors], dialects: Sequence[Dialect]) -> None:
+    native_lora, native_merged = trained(base)
+    there = convert(base)
+    lora, merged = trained(there)
+    for dialect in dialects:
+        assert_same(convert(lora_merge.merge_state_dict(base, written(lora, dialect))), merged)
+        assert_same(lora_merge.merge_state_dict(there, written(native_lora, dialect)), convert(native_merged))
+
+
 @pytest.mark.parametrize("number", range(len(CONVERTERS)), ids=[c[1].split("/")[1] for c in CONVERTERS])
 def test_merging_and_converting_change_places(number: int) -> None:
     native, other, converter, arguments = CONVERTERS[number]
     shapes = header(native) if native else native_of(header(other))
     if converter == "sana_transformer_to_diffusers":  # it insists on these two, which have no counterpart
         shapes |= {"pos_embed": (1, 1024, 2240), "y_embedder.y_embedding": (300, 2304)}
-    base = filled(small(shapes))
-    native_lora, native_merged = trained(base)
-    there = converted(converter, arguments, base)
-    lora, merged = trained(there)
     dialects = DIALECTS.get(converter, DENOISER)
-    for dialect in (dialects[n % len(dialects)] for n in range(number, number + 3)):
-        onto_native = lora_merge.merge_state_dict(base, written(lora, dialect))
-        assert_same(converted(converter, arguments, onto_native), merged)
-        file = written(native_lora, dialect)
-        onto_diffusers = lora_merge.merge_state_dict(there, file)
-        assert_same(onto_diffusers, converted(converter, arguments, native_merged))
+    three = [dialects[n % len(dialects)] for n in range(number, number + 3)]
+    assert_square(filled(small(shapes)), partial(converted, converter, arguments), three)
+
+
+@pytest.mark.parametrize("number", range(len(RECORDED)), ids=RECORDED)
+def test_so_they_do_with_the_conversion_scripts(number: int) -> None:
+    native, there = recorded(RECORDED[number])
+
+    def convert(weights: Tensors) -> Tensors:
+        return {
+            key: torch.cat([weights[source][start:stop] for source, start, stop in rows]).reshape(shape)
+            for key, (shape, rows) in there.items()
+        }
+
+    three = [DENOISER[n % len(DENOISER)] for n in range(number, number + 3)]
+    assert_square(filled({k: v or (1,) for k, v in native.items()}), convert, three)
