@@ -97,6 +97,11 @@ class Reader:
                 raise changed(file, f"it ends at byte {offset + done}")
             done += got
 
+    def expect(self, info: TensorInfo, first: int, count: int) -> None:
+        """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
+        if info.offset < MEMORY and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._files[info.file].fd, info.offset + first, count, os.POSIX_FADV_WILLNEED)
+
     def _copy(self, buffer: memoryview, file: Path, offset: int) -> None:
         made, done = self._memory[file], 0
         for start, data in made[bisect_right(made, offset, key=itemgetter(0)) - 1 :]:

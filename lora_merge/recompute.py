@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from random import Random
 from typing import Any, Final
 
 import numpy as np
@@ -88,10 +89,16 @@ class Stored:
 
 def runs(entries: Array) -> Iterator[tuple[int, int]]:
     """(first, count) of consecutive entries, in order."""
-    cuts = np.flatnonzero(np.diff(entries) != 1) + 1
-    for part in np.split(entries, cuts):
-        if len(part):
-            yield int(part[0]), len(part)
+    first, count = 0, 0
+    for entry in entries.tolist():
+        if count and entry == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = entry, 1
+    if count:
+        yield first, count
 
 
 class Recomputation:
@@ -107,6 +114,16 @@ class Recomputation:
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
+    def expected(self, target: Target) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
+        if target.name not in self.left_out:
+            width = rows_of(target)[1]
+            yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
+
+    def _chosen(self, target: Target) -> Array:
+        rows, cols = rows_of(target)
+        return np.arange(rows) if self.full else sample(target, rows, cols)
+
     def _costly(self, target: Target) -> bool:
         return any(_whole(u) for u in target.uses)
 
@@ -115,8 +132,7 @@ class Recomputation:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
         if target.name in self.left_out:
             return
-        rows, cols = rows_of(target)
-        chosen = np.arange(rows) if self.full else sample(target, rows, cols)
+        (rows, cols), chosen = rows_of(target), self._chosen(target)
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
         self.findings.tensors += 1
         for first in range(0, len(chosen), size):
@@ -282,12 +298,13 @@ def _shuffled(name: str) -> int:
 
 def sample(target: Target, rows: int, cols: int) -> Array:
     """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
-    random = np.random.default_rng(_shuffled(target.name))
+    random = Random(_shuffled(target.name))
     count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
-    edges = np.linspace(0, rows, count + 1).astype(np.int64)
-    chosen = random.integers(edges[:-1], edges[1:])
-    parts = [random.integers(u.piece.start, u.piece.stop) for u in target.uses if u.piece.stop > u.piece.start]
-    return np.unique(np.concatenate([chosen, np.array(parts, dtype=np.int64)]))
+    chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
+    for part in (range(u.piece.start, u.piece.stop) for u in target.uses):
+        if part and not any(row in part for row in chosen):
+            chosen.add(random.choice(part))
+    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,9 @@ ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared comp
 PIECE: Final = 2**22  # bytes compared at once
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 
+_Range: TypeAlias = tuple[Target, int, int]
+"""(tensor, first byte in it, bytes)."""
+
 _HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
 
 
@@ -47,9 +50,10 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
         targets = _check_header(file, path, fresh=fresh)
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
-            _check_unmerged(targets, fd, reader, compared, full=full)
+            ranges = _unmerged(targets, compared, full=full)
+            _expect(fd, reader, ranges, [(t, r) for t in targets if t.uses for r in merged.expected(t)])
+            for target, first, count in ranges:
+                _compare(target, first, count, fd, reader)
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
@@ -95,20 +99,31 @@ def _pattern(text: str) -> str:
     return "[0-9a-f]{64}".join(re.escape(t) for t in _HASH.split(text))
 
 
-def _check_unmerged(
-    targets: Sequence[Target], fd: int, reader: Reader, compared: dict[str, int], *, full: bool
-) -> None:
-    """Tensors without a change: bytes equal to their source's, or the nearest numbers of another dtype."""
+def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[_Range]:
+    """What is to be compared of the tensors without a change, and counts it."""
     plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
-    for target, first, count in _ranges(plain, total, full=full or total <= ALL_BELOW):
-        _compare(target, first, count, fd, reader)
-        compared["bytes"] += count
+    found = list(_ranges(plain, total, full=full or total <= ALL_BELOW))
+    compared["bytes"] += sum(count for _, _, count in found)
+    return found
 
 
-def _ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[tuple[Target, int, int]]:
-    """(tensor, first byte in it, bytes): all of them, or sampled ranges, always the same ones."""
+def _expect(fd: int, reader: Reader, unmerged: list[_Range], merged: list[tuple[Target, tuple[int, int]]]) -> None:
+    """Let the disk fetch all that will be looked at while the first of it is: many small reads at a time."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
+    for target, first, count in [*unmerged, *((t, *r) for t, r in merged)]:
+        os.posix_fadvise(fd, target.offset + first, count, os.POSIX_FADV_WILLNEED)
+        source = target.source
+        if source is not None and source.shape == target.shape:
+            scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
+            reader.expect(source, int(first * scale), int(count * scale))
+
+
+def _ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[_Range]:
+    """All bytes, or sampled ranges, always the same ones."""
     if full:
         for t in targets:
             yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
@@ -126,6 +141,7 @@ def _ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[tuple[
 
 
 def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) -> None:
+    """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype."""
     source, width = target.source, ITEM_BYTES[target.dtype]
     assert source is not None, "only tensors with a source come here"
     found = read_exactly(fd, count, target.offset + first)

@@ -25,6 +25,10 @@ _PLAIN: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": 
                  "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}  # fmt: skip
 
 
+_EXPONENT: Final = np.int64(0x7FF << 52)  # the bits of a float64 that hold it
+_LARGEST: Final = 2.0**971  # the step below the largest float64; infinity has none
+
+
 def _e4m3() -> Array:
     """The value of each of the 256 bytes; 0x7F and 0xFF are NaN, there is no infinity."""
     byte = np.arange(256)
@@ -54,8 +58,8 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
 def step(values: Array, dtype: str) -> Array:
     """The distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
     bits, smallest, _ = PRECISION[dtype]
-    _, exponent = np.frexp(values)
-    return np.ldexp(1.0, np.maximum(exponent - bits, smallest))
+    power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
+    return np.clip(power * 2.0 ** (1 - bits), 2.0**smallest, _LARGEST)
 
 
 def rounded(values: Array, dtype: str) -> Array:
