@@ -1,7 +1,8 @@
 """SHA-256 of the inputs, fed with the bytes that are read for the merge anyway.
 
-A digest cannot be split over cores, so with a fast disk and several cores it is what the whole merge waits for. It
-therefore starts before the first window does: while torch is imported, the beginning of the base is hashed already.
+A digest cannot be split over cores, so with a fast disk and several cores it is what the whole merge waits for. One
+merge therefore starts it before the first window: while torch is imported, the beginning of the base is hashed
+already, and read once more later. Several that share a base have more to do than to wait for it: it is read once.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ GAP: Final = 4 * 2**20  # the same where the merge skipped something
 class Digests:
     """One running digest per file, from `with` on. Bytes of the base may be fed in any pieces; the rest is read."""
 
-    def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path]) -> None:
+    def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
         self.reader, self._base = reader, base
         self._others = [p for p in dict.fromkeys(others) if p not in base]
         self._sizes = {path: path.stat().st_size for path in (*base, *self._others)}
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
+        if not ahead:
+            self._fed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
 
     def __enter__(self) -> Digests:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .algorithms import ALGORITHMS, DoesNotFit, dora
-from .blocks import Block, Slice
+from .blocks import BLOCK_ELEMENTS, Block, Slice
 from .checkpoint import TensorInfo
 from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import all_finite
@@ -45,6 +45,8 @@ class Folder:
     base: Mapping[str, TensorInfo]
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
     max_vram: int | None = None
+    kept: dict[Any, Tensor] | None = None
+    """Factors at their placement, made once for the blocks and plans that share them; whoever gave it empties it."""
     notes: list[str] = field(default_factory=list)  # what the user should know
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
@@ -127,8 +129,8 @@ class Folder:
         for s in slices:
             self._check(s.use.patch)
         for slot in patch.shapes:
-            put = stage_indices if slot in row.integer_slots else stage
-            fields[slot] = put([self._factor(s, slot) for s in slices], at)
+            parts = [self._factor(s, slot, at) for s in slices]
+            fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
         for name in row.scalars:
             fields[name] = numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
         if row.derive is not None and any(slot not in fields for slot in row.slots):
@@ -155,14 +157,24 @@ class Folder:
             integers = {k: stage_indices([v.reshape(patch.shapes[k])], host)[0] for k, v in stored.items()}
             row.check(integers, patch.shapes, patch.view.shape)
 
-    def _factor(self, s: Slice, slot: str) -> Tensor:
-        """One slot of one use as the formula wants it, cut to the slice's rows where it has rows."""
-        patch = s.use.patch
-        tensor = self.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])
-        sliced = ALGORITHMS[patch.algorithm].sliced
-        if s.start is None or sliced is None or slot not in sliced:
-            return tensor
-        return tensor.narrow(sliced[slot], s.start, s.high - s.low)
+    def _factor(self, s: Slice, slot: str, at: Placement) -> Tensor:
+        """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
+        patch, info = s.use.patch, s.use.patch.module.slots[slot]
+        row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
+        cut = None
+        if s.start is not None and row.sliced is not None and slot in row.sliced:
+            cut = (row.sliced[slot], s.start, s.high - s.low)
+        key = (info.file, info.name, shape, cut, at)
+        if self.kept is not None and key in self.kept:
+            return self.kept[key]
+        tensor = self.fetch(info).reshape(shape)
+        if cut is not None:
+            tensor = tensor.narrow(*cut)
+        made = (stage_indices if slot in row.integer_slots else stage)([tensor], at).squeeze(0)
+        if self.kept is not None and made.numel() <= BLOCK_ELEMENTS // 4:  # the weight's size would be memory ill spent
+            self._lane().settle()
+            self.kept[key] = made
+        return made
 
     def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:

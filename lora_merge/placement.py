@@ -113,9 +113,14 @@ class Lane:
 
     def recover(self) -> None:
         """After a failure: wait for what is still queued, and give unused memory back to the device."""
+        self.settle()
+        if self.stream:
+            torch.cuda.empty_cache()
+
+    def settle(self) -> None:
+        """Wait until what is queued is done, so that other lanes may use it."""
         if self.stream:
             self.stream.synchronize()
-            torch.cuda.empty_cache()
 
     def host(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised [shape] on the host; what an earlier call gave for this use is overwritten."""
@@ -210,7 +215,7 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
         return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
     else:
         out = lane.host("up", shape, tensors[0].dtype)
-    for slot, tensor in zip(out, tensors, strict=True):
+    for slot, tensor in zip(out.unbind(), tensors, strict=True):
         slot.copy_(tensor.to(out.device))
     return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
 
@@ -236,7 +241,7 @@ def land(merged: Tensor, into: Sequence[Tensor], lane: Lane | None = None) -> No
         else:
             cast = lane.host("down", cast.shape, dtype).copy_(cast, non_blocking=True)
             lane.stream.synchronize()
-    for target, source in zip(into, cast, strict=True):
+    for target, source in zip(into, cast.unbind(), strict=True):
         target.copy_(source)
 
 

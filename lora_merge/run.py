@@ -54,7 +54,7 @@ def run_together(
             indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
             reader = stack.enter_context(Reader(indexes))
             inputs = [p for o in ready for p in o.plan.inputs]
-            digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs))
+            digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs, ahead=len(ready) == 1))
             from .placement import places  # a second of torch, in which the digests get on
             from .writing import Writing
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .digests import Digests
 from .disk import PAGE, Writer, aligned_buffer
@@ -78,7 +79,10 @@ class Writing:
         files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
         self.factors = Factors(reader, files)
         self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.folds, plans[0].job.max_vram)
+        self.kept: dict[Any, Any] = {}
+        self.folder = Folder(
+            at, self.factors.fetch, plans[0].base.tensors, self.folds, plans[0].job.max_vram, self.kept
+        )
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.seconds = {"read": 0.0, "hash": 0.0, "fold": 0.0, "write": 0.0}
@@ -137,6 +141,7 @@ class Writing:
             self._alone(turn.plan, lambda _: self._make(turn))
         if turn.last:
             self.factors.forget()
+            self.kept.clear()
 
     def _make(self, turn: Turn) -> None:
         image, base = turn.image.views(turn.window)

@@ -137,7 +137,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, held.numbers)
     everything = weights | factors
-    folder = Folder((at,), lambda info: everything[info.name], base.tensors)
+    folder = Folder((at,), lambda info: everything[info.name], base.tensors, kept={})
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
