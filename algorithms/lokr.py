@@ -5,6 +5,9 @@ Either factor is stored whole or as a product a b; a convolution's kernel sits i
 trailing axes, or in a Tucker core t2 (then w2_a is (r, rows)). c = α / r if a factor is a product;
 if both are whole c = 1 and α means nothing (trainers store 1e10 or inf there). With rs_lora and
 whole factors LyCORIS trains with √r and stores α = r^1.5: only the metadata tells.
+
+PEFT 0.21 hands w1 and a whole w2 with one kernel axis to `torch.kron` as they are, which then takes
+w1's rows and columns for w2's columns and kernel; that is what it trains, so that is what it means.
 """
 
 from __future__ import annotations
@@ -32,11 +35,12 @@ class LokrTensors:
     w1: Tensor | None = None  # [n, l, m]
     w1_a: Tensor | None = None  # [n, l, r]
     w1_b: Tensor | None = None  # [n, r, m]
-    w2: Tensor | None = None  # [n, p, q]
+    w2: Tensor | None = None  # [n, p, q]; with one kernel axis [n, p, q / k, k]
     w2_a: Tensor | None = None  # [n, p, r]; with a core [n, r, p]
     w2_b: Tensor | None = None  # [n, r, q]; with a core [n, r, q / k]
     t2: Tensor | None = None  # [n, r, r, k]
     rs_lora: bool = False
+    right_aligned: bool = False  # whether w1 meets the last two axes of such a w2
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -57,7 +61,8 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
     if present == {name}:
         whole = shapes[name]
         expect(holds=len(whole) > 1, otherwise=f"{name} is {list(whole)}")
-        return {name: flat(whole)}, (whole[0], whole[1]), whole[2:]
+        kept = whole if len(whole) == 3 and name == "w2" else flat(whole)
+        return {name: kept}, (whole[0], whole[1]), whole[2:]
     expect(
         holds=present - {t} == {a, b},
         otherwise=f"there is {sorted(present)}: needs {name} alone, or {a} and {b}",
@@ -94,14 +99,14 @@ def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, 
 def delta(base: Tensor, t: LokrTensors) -> Tensor:
     """ΔW [n, out, cols] written once; `base` is not read."""
     left, right = _factors(t, t.rs_scale if t.rs_lora else t.scale)
-    return (left * right).flatten(3, 4).flatten(1, 2)
+    return (left * right).view(base.shape)
 
 
 def accumulate(acc: Tensor, t: LokrTensors, strength: Tensor) -> None:
     """acc += strength · ΔW, block by block in place: ΔW is never formed."""
     left, right = _factors(t, (t.rs_scale if t.rs_lora else t.scale) * strength)
-    n, rows, columns = left.shape[0], left.shape[1], left.shape[3]
-    acc.view(n, rows, -1, columns, right.shape[4]).addcmul_(left, right)
+    blocks = [max(sizes) for sizes in zip(left.shape, right.shape, strict=True)]
+    acc.view(blocks).addcmul_(left, right)
 
 
 def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +116,10 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
     if t.w2_a is not None and t.w2_b is not None:
         w2 = t.w2_a @ t.w2_b if t.t2 is None else t.w2_a.mT @ tucker(t.t2, t.w2_b)
     assert w1 is not None and w2 is not None, "fit lets no other combination through"
-    return (w1 * scale)[:, :, None, :, None], w2[:, None, :, None, :]
+    w1 = w1 * scale
+    if w2.dim() == 4 and t.right_aligned:
+        return w1[:, None, :, None, :, None], w2[:, :, None, :, None, :]
+    return w1[:, :, None, :, None], w2.flatten(2)[:, None, :, None, :]
 
 
 LOKR = Algorithm("lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers, accumulate=accumulate)

@@ -21,7 +21,7 @@ from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .names import Names
-from .patching import ALPHA, Patch, Patcher, incomplete
+from .patching import ALPHA, TUNED_BIAS, Patch, Patcher, incomplete
 from .peft import Plain
 from .replacements import sizes
 from .views import Piece, View, rows_of
@@ -73,10 +73,12 @@ class Matcher:
         if patch is None:
             return
         self._add(patch)
-        if ALGORITHMS[patch.algorithm].and_bias:
-            bias = self.names.find(module.name, "bias")
-            if bias is not None:
-                self._add(_with_view(patch, bias))
+        bias = self.names.find(module.name, "bias") if module.parameter == "weight" else None
+        if bias is not None and ALGORITHMS[patch.algorithm].and_bias:
+            self._add(_with_view(patch, bias))
+        up = module.slots.get("up")
+        if bias is not None and patch.magnitude and up is not None and up.name.endswith(".lora_b.weight"):
+            self.patcher.remark(TUNED_BIAS, module)
 
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""

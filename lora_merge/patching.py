@@ -20,6 +20,13 @@ from .views import View, transposed
 ALPHA: Final = "lora_alpha"
 """The setting that says α where a file holds none."""
 
+NO_ALPHA: Final = (
+    "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
+    "--setting lora_alpha=VALUE"
+)
+KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
+TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
+
 ODD: Final = 1e-3
 """An α that no file leaves out: with it, the scale is another than without."""
 
@@ -58,7 +65,7 @@ class Patcher:
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
         self.used: set[str] = set()  # those that a formula asked for
-        self.unscaled: list[str] = []  # modules whose scale nothing tells
+        self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
 
     def patch(self, module: Module, view: View) -> Patch:
         """The patch for a module on the weight it was trained on.
@@ -93,15 +100,18 @@ class Patcher:
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def notes(self) -> list[str]:
-        """What was assumed."""
-        if not self.unscaled:
-            return []
-        return [f"no alpha is stored for {listed(self.unscaled, 2)}: taken as trained with scale 1 (alpha = rank); "
-                "if it was another, state it with --setting lora_alpha=VALUE"]  # fmt: skip
+        """What the user should know, each with the modules that it is about."""
+        return [f"{listed(modules, 2)}: {text}" for text, modules in self.remarks.items()]
+
+    def remark(self, text: str, module: Module) -> None:
+        """Note something about a module."""
+        self.remarks.setdefault(text, []).append(module.where)
 
     def _remember(self, name: str, module: Module, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """What the patch took from the user, and whether its scale is only assumed."""
         row = ALGORITHMS[name]
+        if name == "peft_oft" and prod(shape[2:]) > 1:
+            self.remark(KERNEL_OFT, module)
         self.used |= self.given.keys() & row.settings.keys()
         told = {"alpha", "scale_override"} & module.shared.keys() or self.rules.of(module.name).numbers(
             name, module.name, shapes
@@ -111,12 +121,14 @@ class Patcher:
         if ALPHA in self.given:
             self.used.add(ALPHA)
         else:
-            self.unscaled.append(module.where)
+            self.remark(NO_ALPHA, module)
 
     def _numbers(self, module: Module, name: str, shapes: Mapping[str, Shape], shape: Shape) -> Mapping[str, float]:
         row = ALGORITHMS[name]
-        stored = self._number(module, "alpha")
-        found = dict(row.numbers(self.given.get(ALPHA) if stored is None else stored, shapes, shape))
+        alpha = self._number(module, "alpha")
+        if alpha is None and "scale" in row.scalars:
+            alpha = self.given.get(ALPHA)
+        found = dict(row.numbers(alpha, shapes, shape))
         found |= self.rules.of(module.name).numbers(name, module.name, shapes)
         override = self._number(module, "scale_override")
         if override is not None and "scale" in row.scalars:

@@ -117,6 +117,7 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
         "peft_oft_embedding": _oft,
         "peft_oft1": _limit,
         "peft_oft2": _limit,
+        "lokr": lambda _: {"right_aligned": True},
         "vera": _random,
         "pvera": _random,
         "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777)},

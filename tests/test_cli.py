@@ -355,7 +355,7 @@ def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) ->
     for more, factor, warned in (([], 1.0, True), (["--setting", "lora_alpha=16"], 8.0, False)):
         code, out, err = run(*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--json", *more)
         assert code == 0, err
-        assert ("no alpha is stored for layers.0.attn.q_proj" in out) is warned
+        assert ("layers.0.attn.q_proj: no alpha is stored" in out) is warned
         got = load(tmp_path / "o.safetensors")["layers.0.attn.q_proj.weight"]
         torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
 

@@ -79,6 +79,10 @@ def lokr(g: Given) -> Array:
     w2 = g[outer].T if "t2" in g.slots else g[outer]
     w2 = w2 if "w2" in g.slots else w2 @ _mixed(g, "t2", "w2_b")
     scale = g.numbers["rs_scale" if g.settings.get("rs_lora") else "scale"]
+    if w2.ndim == 3:
+        if g.settings.get("right_aligned"):
+            return scale * np.kron(w1, w2).reshape(g.out, g.cols)[g.rows]
+        w2 = w2.reshape(len(w2), -1)
     upper, lower = np.divmod(g.rows, len(w2))
     return scale * (w1[upper][:, :, None] * w2[lower][:, None, :]).reshape(len(g.rows), g.cols)
 

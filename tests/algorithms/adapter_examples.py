@@ -126,6 +126,8 @@ def _lokr() -> list[Example]:
         Example("low first", (20, 21), {**low1, "w2": (5, 7)}, alpha=6.0),
         Example("both low", (20, 21), {**low1, **low2}, alpha=6.0, settings={"rs_lora": True}),
         Example("conv, whole", (20, 21, 3, 2), {"w1": (4, 3), "w2": (5, 7, 3, 2)}),
+        Example("one kernel axis", (20, 21, 3), {"w1": (4, 3), "w2": (5, 7, 3)}),
+        Example("one kernel axis, PEFT", (20, 21, 3), {"w1": (4, 3), "w2": (5, 7, 3)}, settings={"right_aligned": True}),
         Example("conv, flat", (20, 21, 3, 2), {"w1": (4, 3), **flat}, alpha=6.0),
         Example("conv, axes", (20, 21, 3, 2), alpha=6.0,
                 slots={"w1": (4, 3), "w2_a": (5, 2), "w2_b": (2, 7, 3, 2)}),

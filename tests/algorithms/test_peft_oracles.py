@@ -10,7 +10,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import lora_merge
 from tests.peft_oracle import (
     assert_close,
     assert_same_function,
@@ -49,6 +51,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "loha-tucker": (peft.LoHaConfig, ["conv"], {"r": 4, "alpha": 6, "use_effective_conv2d": True}),
     "lokr": (peft.LoKrConfig, [*LINEAR, "conv"], {"r": 2, "alpha": 6, "decompose_both": True}),
     "lokr-full": (peft.LoKrConfig, LINEAR, {"r": 30, "alpha": 6}),
+    "lokr-line": (peft.LoKrConfig, ["line"], {"r": 2, "alpha": 6}),  # PEFT's kron turns its blocks, as ours then
+    "lokr-point": (peft.LoKrConfig, ["point"], {"r": 2, "alpha": 6, "use_effective_conv2d": True}),
     **{
         f"oft-{terms}": (
             peft.OFTConfig, [*LINEAR, "table"],
@@ -122,6 +126,23 @@ def test_merged_file_is_the_function_that_peft_computes(name: str, tmp_path: Pat
     assert_same_function(base, tuned, state, layers)
     assert_same_merge(tuned, state)
     assert_tool_agrees(base, tmp_path, state)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rotated_kernels_are_merged_as_peft_merges_them_and_the_plan_says_so(tmp_path: Path) -> None:
+    """PEFT 0.21.2 turns unfolded inputs and folds them again, adding what overlaps: no kernel does that."""
+    base, tuned = train(peft.OFTConfig(target_modules=["conv", "point"], r=0, oft_block_size=2))
+    state = merged(base, *save(tuned, tmp_path))
+    assert_tool_agrees(base, tmp_path, state)
+    assert_same_merge(tuned, state)
+    plain = copy.deepcopy(base)
+    plain.load_state_dict(state)
+    theirs = tuned.base_model.model.conv(inputs("conv"))
+    assert not torch.allclose(plain.conv(inputs("conv")), theirs, atol=1e-2)
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    (adapter,) = lora_merge.plan(tmp_path / "base.safetensors", tmp_path, tmp_path / "out.safetensors").adapters
+    assert any("conv: PEFT's forward pass" in note for note in adapter.notes)
+    assert not any("point" in note for note in adapter.notes)
 
 
 def test_pruned_adalora_is_scaled_by_its_first_rank(tmp_path: Path) -> None:

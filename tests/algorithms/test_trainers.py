@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trainers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lora_merge
@@ -94,6 +94,23 @@ def test_the_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Pa
         before, wanted, got = layer(x), trained(x), plain(x)
     assert (before - wanted).abs().max() > 1e-2, "the adapter does nothing"
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7 * float(wanted.abs().max()))
+
+
+def test_torchtune_scales_a_bias_in_its_forward_pass_but_not_in_its_merge(tmp_path: Path) -> None:
+    """Only its Qwen 2 has DoRA on layers with a bias. torchtune 0.6.1: modules/peft/dora.py, _utils.py."""
+    trained = trainers.TorchtuneDora(nn.Linear(24, 36))
+    saved = {f"blocks.0.{key}": value.detach() for key, value in trained.state_dict().items()}
+    save_file(saved, tmp_path / "adapter.safetensors")
+    base = {f"blocks.0.{key}": value for key, value in trained.layer.state_dict().items()}
+    save_file(base, tmp_path / "base.safetensors")
+    paths = tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "out.safetensors"
+    report = lora_merge.merge(*paths, setting={"lora_alpha": 6.0})
+    assert any("scales the bias" in note for note in report.coverage["adapter.safetensors"]["notes"])
+    plain, x = nn.Linear(24, 36), torch.randn(5, 24)
+    plain.load_state_dict({key.removeprefix("blocks.0."): value for key, value in load_file(paths[2]).items()})
+    factor = trained(x) - plain(x)  # what is left is the bias alone, the same for every input
+    torch.testing.assert_close(factor, factor[:1].expand(5, -1), rtol=0, atol=1e-4)
+    assert factor.abs().max() > 1e-2
 
 
 @pytest.mark.filterwarnings("ignore")
