@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -24,9 +24,12 @@ from .templates import NoSuchName, render, render_output
 from .yaml_lines import Document, Place, parse
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
-JOB_LIMIT: Final = 100_000  # jobs; more is a slip in a matrix
+JOB_LIMIT: Final = 100_000  # jobs of a file; more is a slip in a matrix
 MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
 SHOWN: Final = 50  # mistakes that are listed one by one
+LONGEST: Final = 300  # characters of a mistake's sentence
+ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
+Entered = TypeVar("Entered", Defaults, JobEntry)
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,23 @@ class _Loader:
         """Every job, or one error with every mistake."""
         found: list[Entry] = []
         defaults, jobs = self._validated()
+        axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
+        counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
+        many = sum(counts.values()) > JOB_LIMIT
+        if many:
+            most = max(counts, key=counts.__getitem__)
+            self._note(("jobs", most, "matrix"), f"{counts[most]} combinations, {sum(counts.values())} jobs in all; "
+                       f"at most {JOB_LIMIT} a file")  # fmt: skip
         for n, entry in jobs:
             place: Place = ("jobs", n)
-            for values in self._combinations(place, entry):
+            for values in itertools.islice(self._combinations(place, entry, axes[n]), 1 if many else None):
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
                     found.append(Entry(len(found) + 1, job, self._where(place)))
                 if len(self.mistakes) > MANY:
                     break
-        if self.mistakes:
+        if self.mistakes or (self.document is not None and self.document.mistakes):
             raise self._failure()
         return tuple(found)
 
@@ -100,11 +110,18 @@ class _Loader:
         else:
             return file.defaults, list(enumerate(file.jobs))
         top = self.value if isinstance(self.value, dict) else {}
-        wrong = {place[1] for place, _ in self.mistakes if len(place) > 1 and place[0] == "jobs"}
         jobs = top.get("jobs") if isinstance(top.get("jobs"), list) else []
-        good = [(n, JobEntry.model_validate(j)) for n, j in enumerate(jobs or []) if n not in wrong]
-        sound = not any(place[:1] == ("defaults",) for place, _ in self.mistakes)
-        return (Defaults.model_validate(top.get("defaults", {})), good) if sound else (Defaults(), [])
+        sound = ((n, self._sound(JobEntry, raw, ("jobs", n))) for n, raw in enumerate(jobs or []))
+        defaults = self._sound(Defaults, top.get("defaults", {}), ("defaults",))
+        return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
+
+    def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
+        """A table without the fields that are wrong, so that its other mistakes are told as well."""
+        bad = {p[len(place)] for p, _ in self.mistakes if p[: len(place)] == place and len(p) > len(place)}
+        if not isinstance(raw, dict) or "matrix" in bad:
+            return None
+        kept = {k: v for k, v in raw.items() if k not in bad} | {k: v for k, v in ANY.items() if k in bad}
+        return kind.model_validate(kept)
 
     def _note(self, place: Place, what: str) -> None:
         self.mistakes[place, what] = None
@@ -128,26 +145,27 @@ class _Loader:
 
     def _values(self, place: Place, axis: Axis) -> list[str]:
         if isinstance(axis, Glob):
-            return sorted(glob.glob(axis.glob, root_dir=self.folder, recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+            found = glob.iglob(axis.glob, root_dir=self.folder, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
+            return sorted(itertools.islice(found, JOB_LIMIT + 1))
         return [self._as_written((*place, n), value) for n, value in enumerate(axis)]
 
     def _as_written(self, place: Place, value: Any) -> str:
         text = None if self.document is None else self.document.text(place)
         return str(value) if text is None else text
 
-    def _combinations(self, place: Place, entry: JobEntry) -> Iterator[dict[str, str]]:
-        axes = self._axes(place, entry)
+    def _combinations(self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]) -> Iterator[dict[str, str]]:
         for name, values in axes.items():
             if not values:
                 self._note((*place, "matrix", name, "glob"), f"nothing in {self.folder} matches the pattern")
-        if (count := prod(len(values) for values in axes.values())) > JOB_LIMIT:
-            self._note((*place, "matrix"), f"{count} combinations; at most {JOB_LIMIT} jobs a matrix")
-            return
         excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
+        any_left = False
         for combination in itertools.product(*axes.values()):
             named = dict(zip(axes, combination, strict=True))
             if not any(row.items() <= named.items() for row in excluded):
+                any_left = True
                 yield named
+        if not any_left and all(axes.values()):
+            self._note((*place, "matrix", "exclude"), "it leaves no job at all")
 
     def _excluded(self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]) -> list[dict[str, str]]:
         rows = []
@@ -226,7 +244,10 @@ class _Loader:
         return f"{self.name}{line}" + (f" ({field})" if field else "")
 
     def _failure(self) -> UsageError:
-        lines = [f"{self._where(place)}: {what}" for place, what in self.mistakes]
+        early = self.document.mistakes if self.document is not None else ()
+        lines = [f"{self.name}:{line}: {what}" for line, what in early]
+        lines += [f"{self._where(place)}: {what}" for place, what in self.mistakes]
+        lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
         many = f"{len(lines)} mistakes" if len(lines) > 1 else "a mistake"
         return UsageError(f"{many} in the jobs file", "\n         ".join(lines[:SHOWN] + more),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -19,6 +20,8 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from .errors import UsageError
+from .job import parse_size
 from .yaml_lines import Place
 
 
@@ -55,6 +58,32 @@ Scalar: TypeAlias = Annotated[
 ]
 
 
+def _size(value: Any) -> Any:
+    try:
+        if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
+            return value
+    except UsageError:
+        pass
+    raise ValueError(f"{value!r} is no size; write it like 512MiB or 4GB")
+
+
+def _device(value: Any) -> Any:
+    if not isinstance(value, str) or not DEVICE.fullmatch(value):
+        raise ValueError(f"{value!r} is no device; use auto, cpu, cuda, cuda:1, mps or xpu")
+    return value
+
+
+def _version(value: Any) -> Any:
+    if type(value) is not int:
+        raise ValueError(f"should be 1, not {value!r}")
+    return value
+
+
+DEVICE: Final = re.compile(r"(auto|cpu|mps|(cuda|xpu)(:\d+)?)(, *(cpu|mps|(cuda|xpu)(:\d+)?))*")
+Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
+Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
+
+
 class AdapterEntry(_Strict):
     """One adapter: path, strength, and factors by part of the model."""
 
@@ -79,9 +108,9 @@ class Options(_Strict):
 
     dtype: Literal["keep", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"] | None = None
     compute_dtype: Literal["fp32", "fp64", "bf16", "fp16"] | None = None
-    device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:N, mps or xpu.")
+    device: Device | None = Field(default=None, description="auto, cpu, cuda, cuda:N, mps or xpu.")
     unmatched: Literal["error", "skip"] | None = None
-    max_memory: str | int | None = Field(default=None, description="Such as 512MiB; for all workers together.")
+    max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
     overwrite: bool | None = None
     verify: bool | None = None
     map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")
@@ -129,7 +158,7 @@ class JobEntry(Defaults):
 class JobsFile(_Strict):
     """A batch of merges."""
 
-    version: Annotated[Literal[1], PlainSerializer(int)]
+    version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)]
     defaults: Defaults = Defaults()
     jobs: list[JobEntry] = Field(min_length=1)
 

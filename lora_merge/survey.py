@@ -62,10 +62,14 @@ class _Outputs:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._by_path: dict[str, Entry] = {}
+        folded: dict[str, Entry] = {}
         self._makers: dict[Path, Entry | None] = {}
         clashes = []
         for e in entries:
-            other = self._by_path.setdefault(os.path.realpath(e.job.output), e)
+            real = os.path.realpath(e.job.output)
+            other = self._by_path.setdefault(real, e)
+            if other is e and (alike := folded.setdefault(real.casefold(), e)) is not e and _ignores_case(real):
+                other = alike
             if other is not e:
                 clashes.append(f"{e.where} and {other.where}: {e.job.output}")
         for path, e in self._by_path.items():
@@ -89,6 +93,13 @@ class _Outputs:
             if real in self._by_path:
                 return self._by_path[real]
         return None
+
+
+def _ignores_case(path: str) -> bool:
+    """Whether a name in other letters is the same file there, as on most disks of Windows and macOS."""
+    there = next(p for p in Path(path).parents if p.exists())
+    other = there.with_name(there.name.swapcase())
+    return other.name != there.name and other.exists() and other.samefile(there)
 
 
 def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:

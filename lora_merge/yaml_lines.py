@@ -31,6 +31,8 @@ class Document:
 
     value: Any
     root: Node
+    mistakes: tuple[tuple[int, str], ...] = ()
+    """Line and sentence for what is YAML, but means nothing here: a field given twice, a tag that is not known."""
 
     def line(self, place: Place) -> int:
         """The line of a value, or of what is nearest above it."""
@@ -62,7 +64,8 @@ def parse(text: str, name: str) -> Document:
                          "check indentation, colons and quotes there") from e  # fmt: skip
     if root is None:
         raise UsageError("the jobs file is empty", name, "start from one of the files in configs/")
-    return Document(_Values(name).of(root), root)
+    values = _Values(name)
+    return Document(values.of(root), root, tuple(values.mistakes))
 
 
 def _check_depth(text: str, name: str) -> None:
@@ -80,6 +83,7 @@ class _Values:
         self.made: dict[int, tuple[Any, int]] = {}  # node → its value, how many values it unfolds to
         self.open: set[int] = set()
         self.scalars = yaml.SafeLoader("")
+        self.mistakes: list[tuple[int, str]] = []
 
     def of(self, root: Node) -> Any:
         return self._make(root, 0)[0]
@@ -101,11 +105,12 @@ class _Values:
         try:
             return self.scalars.construct_object(node), 1
         except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date and is none
-            raise self._refused(node, getattr(e, "problem", None) or str(e)) from e
+            self._note(node, getattr(e, "problem", None) or str(e))
+            return node.value, 1
 
     def _table(self, node: Node, depth: int) -> tuple[Any, int]:
         if node.tag not in _TABLES:
-            raise self._refused(node, f"the tag {node.tag} is not known here")
+            self._note(node, f"the tag {node.tag} is not known here")
         if isinstance(node, SequenceNode):
             items = [self._make(n, depth) for n in node.value]
             return [v for v, _ in items], 1 + sum(n for _, n in items)
@@ -118,18 +123,19 @@ class _Values:
             if _is_merge(key):
                 for table in value if isinstance(value, list) else [value]:
                     if not isinstance(table, dict):
-                        raise self._refused(key, "<< takes a table, or a list of them")
-                    merged = table | merged  # the first one wins
+                        self._note(key, "<< takes a table, or a list of them")
+                    else:
+                        merged = table | merged  # the first one wins
             elif not isinstance(key, ScalarNode):
-                raise self._refused(key, "a field's name is a plain word")
+                self._note(key, "a field's name is a plain word")
             elif key.value in own:
-                raise self._refused(key, f"the field {key.value!r} is given twice")
+                self._note(key, f"the field {key.value!r} is given twice")
             else:
                 own[key.value] = value
         return merged | own, count
 
-    def _refused(self, node: Node, why: str) -> UsageError:
-        return UsageError(why, f"{self.name}:{_line(node)}", "correct that line")
+    def _note(self, node: Node, why: str) -> None:
+        self.mistakes.append((_line(node), why))
 
 
 def _line(of: Any) -> int:

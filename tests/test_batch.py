@@ -245,6 +245,16 @@ def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: s
     assert word in f"{caught.value.what} {caught.value.where}"
 
 
+def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [job(models, "one"), job(models, "ONE")]
+    assert len(make_batch(jobs).sketches) == 2
+    monkeypatch.setattr(survey, "_ignores_case", lambda _: True)
+    with pytest.raises(UsageError, match="place of another"):
+        make_batch(jobs)
+
+
 def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
     last = {**job(models, "last", "oil.safetensors:0.5"), "base": str(models / "out" / "first")}
     reports = run([last, job(models, "first", dtype="fp32")])

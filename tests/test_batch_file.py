@@ -124,6 +124,7 @@ jobs:
     output: "{style}-{s}"
   - {base: m, adapters: [{pth: a}], output: o2, dtype: bf61}
   - {base: 3, adapters: [], output: o3, overwrite: 1, max_memory: []}
+  - {base: m, base: m, adapters: ["{x}:1", "a:{y"], output: [], device: gpu, setting: {lora_alfa: 1}, when: 2024-13-01}
 """)  # fmt: skip
     for line, *words in (
         (2, "defalts", "did you mean defaults?"),
@@ -135,8 +136,17 @@ jobs:
         (11, "dtype", "did you mean bf16?"),
         (12, "jobs[3].base", "text"),
         (12, "jobs[3].overwrite", "true or false"),
+        (12, "jobs[3].max_memory", "512MiB"),
+        (13, "'base' is given twice"),
+        (13, "month must be in 1..12"),
+        (13, "jobs[4].output", "text"),
+        (13, "jobs[4].device", "'gpu' is no device"),
+        (13, "jobs[4].adapters[0].path", "{x}", "no matrix"),
+        (13, "jobs[4].adapters[1].path", "single '{'"),
+        (13, "jobs[4].when", "no field"),
+        (13, "lora_alfa", "lora_alpha"),
     ):
-        found = [t for t in told.splitlines() if f"jobs.yaml:{line} " in t and all(w in t for w in words)]
+        found = [t for t in told.splitlines() if f"jobs.yaml:{line}" in t and all(w in t for w in words)]
         assert found, (line, words, told)
 
 
@@ -149,6 +159,11 @@ jobs:
         ("just text", "table"),
         ("version: 1\n", "required"),
         ("version: 1\njobs: []\n", "empty"),
+        ("version: true\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
+        (
+            "version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [1], exclude: [{x: 1}]}}]",
+            "no job at all",
+        ),
         ("version: 2\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
         ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
         ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),
@@ -186,6 +201,9 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
     for text in (lists, merges, "a: &a [*a]", "[" * 100_000, "{" * 100_000, "- " * 5000 + "1"):
         refused(tmp_path, text, InputError)
     assert "1000000 combinations" in refused(tmp_path, product)
+    some = f"[{', '.join(map(str, range(250)))}]"  # two matrices, each of 62 500 jobs
+    both = f"version: 1\njobs:\n- &j {{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: {some}, y: {some}}}}}\n- *j"
+    assert "62500 combinations, 125000 jobs in all" in refused(tmp_path, both)
     assert time.monotonic() - started < 10
     (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="UTF-8"):
