@@ -41,7 +41,8 @@ def delta(base: Tensor, t: HraTensors) -> Tensor:
     if t.orthogonal:
         basis: Tensor = torch.linalg.qr(t.vectors).Q
         return -2 * (base @ basis) @ basis.transpose(1, 2)
-    unit: Tensor = t.vectors / t.vectors.norm(dim=1, keepdim=True)
+    tiny = torch.finfo(t.vectors.dtype).tiny  # a vector of zeros reflects nothing
+    unit: Tensor = t.vectors / t.vectors.norm(dim=1, keepdim=True).clamp_(min=tiny)
     inverse = (unit.transpose(1, 2) @ unit).triu(1)
     inverse.diagonal(dim1=1, dim2=2).fill_(0.5)
     inner: Tensor = torch.linalg.solve_triangular(inverse, base @ unit, upper=True, left=False)

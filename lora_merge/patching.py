@@ -13,8 +13,9 @@ from .adapter import AdapterFile, Module, Numbers
 from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
 from .errors import InputError, ShapeMismatch
 from .folders import listed
-from .network_args import network_settings
+from .network_args import network_factor, network_settings
 from .peft import Rules
+from .peft_numbers import CONFIGURED
 from .views import View, transposed
 
 ALPHA: Final = "lora_alpha"
@@ -64,6 +65,7 @@ class Patcher:
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
+        self._factors: dict[str, float] = {}  # of scales, likewise
         self.used: set[str] = set()  # those that a formula asked for
         self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
 
@@ -94,8 +96,9 @@ class Patcher:
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise incomplete(_lacks(module), self.adapter.path)
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
-        if any("--setting" in r for r in reasons):
-            raise ShapeMismatch("the adapter's file does not tell all that its formula needs", where, reasons[-1])
+        untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
+        if untold is not None:
+            raise ShapeMismatch("the adapter's file does not tell all that its formula needs", where, untold)
         fix = "merge into the checkpoint that the adapter was trained on"
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
@@ -129,11 +132,22 @@ class Patcher:
         if alpha is None and "scale" in row.scalars:
             alpha = self.given.get(ALPHA)
         found = dict(row.numbers(alpha, shapes, shape))
-        found |= self.rules.of(module.name).numbers(name, module.name, shapes)
+        if "scale" in found:
+            found["scale"] *= self._factor(name)
+        told = self.rules.of(module.name).numbers(name, module.name, shapes)
+        if name in CONFIGURED and not told:
+            raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
+        found |= told
         override = self._number(module, "scale_override")
         if override is not None and "scale" in row.scalars:
             found["scale"] = override
         return found
+
+    def _factor(self, name: str) -> float:
+        if name not in self._factors:
+            index = self.adapter.index
+            self._factors[name] = network_factor(ALGORITHMS[name], index.metadata, str(self.adapter.path))
+        return self._factors[name]
 
     def _number(self, module: Module, slot: str) -> float | None:
         info = module.shared.get(slot)

@@ -34,7 +34,7 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, Fields, refuse, refuse_lora, refuse_type
-from .peft_numbers import SCALES, SETTINGS, bare
+from .peft_numbers import PREFIX, SCALES, SETTINGS, bare
 
 METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
@@ -87,6 +87,9 @@ SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     }
 )
 
+OTHERS: Final = frozenset({"onetrainer_oft", "onetrainer_oft_conv", "full_rank"})
+"""Rows of other trainers that spell their tensors as PEFT does."""
+
 Kind = Literal["value", "copy", "ignored"]
 
 
@@ -132,6 +135,9 @@ class Rules:
 
     def algorithm(self, module: str, candidates: Sequence[str]) -> str | None:
         """The row for a module; None leaves it to the table. InputError if it is none of ours."""
+        if not self.kind and module.startswith(PREFIX):  # PEFT's, without its configuration
+            rows = [name for name in candidates if name not in OTHERS]
+            return next(iter(rows), "lora") if len(rows) < min(2, len(candidates)) else None
         if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save
             return None
         rows = [name for name in candidates if name in KINDS[self.kind]]

@@ -82,6 +82,9 @@ SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingPro
 )
 """Row → its `scale`; rows that are not here have none, or their own."""
 
+CONFIGURED: Final = frozenset({"adalora", "randlora"})
+"""Rows whose scale follows from no tensor, and is 1 in no file."""
+
 
 def _oft(fields: Fields) -> Mapping[str, object]:
     if fields.get("use_cayley_neumann") is None:

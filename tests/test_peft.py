@@ -229,6 +229,17 @@ def test_a_scaling_without_its_side_is_no_new_value() -> None:
         lora_merge.merge_state_dict({f"blocks.{i}.weight": torch.randn(8, 8) for i in range(3)}, adapter)
 
 
+@pytest.mark.parametrize(("tensors", "named"), [
+    ({"oft_R.weight": (2, 6)}, "--setting terms"),  # not OneTrainer's, which has the same name
+    ({"lora_A": (2, 8), "lora_B": (8, 2), "lora_E": (2, 1)}, "adapter_config.json"),
+    ({"lora_A.weight": (8, 8)}, "incomplete"),  # not ai-toolkit's whole difference
+])  # fmt: skip
+def test_files_of_peft_without_their_configuration(tensors: Mapping[str, tuple[int, ...]], named: str) -> None:
+    adapter = {f"base_model.model.a.{name}": torch.randn(shape) for name, shape in tensors.items()}
+    with pytest.raises(MergeError, match=named):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(8, 8)}, adapter)
+
+
 # Parameters that modules mean
 
 

@@ -63,3 +63,36 @@ def test_a_file_merges_into_the_trained_model(
         with torch.no_grad():
             theirs, mine = trained[f"{i}"](x), plain(x)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("told", [{"algo": "dylora"}, {"algo": "dylora", "block_size": "2"}, {}])
+def test_dylora_is_the_training_module_with_all_its_blocks(
+    told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LyCORIS draws the rank anew in every forward pass; its scale is α over the number of blocks, and only the metadata
+    says so. Other tools, and we without the metadata, read α / r."""
+    size = int(told.get("block_size", 4))
+    base, adapter, trained = {}, {}, nn.ModuleDict()
+    for kind in ("linear", "conv2d"):
+        trained[kind] = LAYERS[kind]().double()
+        base |= {f"blocks.{kind}.{k}": v.clone() for k, v in trained[kind].state_dict().items()}
+        module = build("dylora.DyLoraModule", trained[kind], {"lora_dim": 8, "alpha": 2.0, "block_size": size})
+        adapter |= {f"lycoris_blocks_{kind}.{k}": v.detach().contiguous() for k, v in module.state_dict().items()}
+    save_file(adapter, tmp_path / "adapter.safetensors", {"ss_network_args": json.dumps(told)})
+    merged = lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64")
+    monkeypatch.setattr("random.randint", lambda _, last: last)
+    for kind, layer in trained.items():
+        plain = LAYERS[kind]()
+        plain.load_state_dict({k: merged[f"blocks.{kind}.{k}"] for k in plain.state_dict()}, assign=True)
+        x = inputs(plain)
+        with torch.no_grad():
+            theirs, mine, before = layer(x), plain(x), untrained(kind, base, x)
+        wanted = theirs if told else before + (theirs - before) / size
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-9)
+
+
+def untrained(kind: str, base: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The layer before training."""
+    plain = LAYERS[kind]()
+    plain.load_state_dict({k: base[f"blocks.{kind}.{k}"] for k in plain.state_dict()}, assign=True)
+    return plain(x)

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...], str, dict[str, Any]]] = {
     "KohyaSplitOft, free": (
         lambda m: trainers.KohyaSplitOft(m, (8, 8, 20), alpha=10.0), ("linear",), "oft_unet_blocks_0", {},
     ),
+    "KohyaDylora": (trainers.KohyaDylora, ALL, "lora_unet_blocks_0", {}),
     "OneTrainerOft": (trainers.OneTrainerOft, ALL, "transformer.blocks.0", {}),
     "OneTrainerOft, shared": (lambda m: trainers.OneTrainerOft(m, share=True), ALL, "lora_unet_blocks_0", {}),
     "OneTrainerOft, scaled": (lambda m: trainers.OneTrainerOft(m, scaled=True), BOTH, "transformer.blocks.0", {}),

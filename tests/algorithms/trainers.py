@@ -19,6 +19,7 @@ from torch import Tensor, nn
 SOURCES: Final[Mapping[str, str]] = {
     "KohyaOft": "kohya-ss/sd-scripts 48d368f, networks/oft.py: OFTModule",
     "KohyaSplitOft": "kohya-ss/sd-scripts 48d368f, networks/oft_flux.py: OFTModule",
+    "KohyaDylora": "kohya-ss/sd-scripts 48d368f, networks/dylora.py: DyLoRAModule",
     "OneTrainerOft": "Nerogar/OneTrainer 23df383, modules/module/{LoRAModule,oft_utils}.py: OFTModule",
     "OneTrainerLoha": "Nerogar/OneTrainer 23df383, modules/module/LoRAModule.py: LoHaModule",
     "OneTrainerDora": "Nerogar/OneTrainer 23df383, modules/module/LoRAModule.py: DoRAModule",
@@ -34,7 +35,7 @@ SOURCES: Final[Mapping[str, str]] = {
     "LitgptFused": "litgpt 0.5.13, litgpt/lora.py: LoRAQKVLinear",
     "Torchtune": "torchtune 0.6.1, torchtune/modules/peft/lora.py: LoRALinear",
     "TorchtuneDora": "torchtune 0.6.1, torchtune/modules/peft/dora.py: DoRALinear",
-    "Scratch": "llms-from-scratch 1.0.19 (α) and rasbt/LLMs-from-scratch main (α / r), appendix_e.py: LinearWithLoRA",
+    "Scratch": "llms-from-scratch 1.0.19 (α) and rasbt/LLMs-from-scratch 8f3e5b0 (α / r), appendix_e.py: LinearWithLoRA",
 }
 """Class → what it was compared with."""
 
@@ -119,6 +120,25 @@ class KohyaSplitOft(Trained):
             turned = torch.block_diag(*cayley(blocks, float(self.alpha) * height))
             answers.append(F.linear(x, turned.T @ weight, bias))
         return torch.cat(answers, dim=-1)
+
+
+class KohyaDylora(Trained):
+    """DyLoRA with all of its ranks, when the factor for lower ranks is one."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int = 3, alpha: float = 2.0) -> None:
+        super().__init__(layer)
+        self.lora_down, self.lora_up = nn.Module(), nn.Module()
+        self.lora_down.weight = noise(rank, *layer.weight.shape[1:])
+        self.lora_up.weight = noise(self.sides[0], rank, *[1] * (layer.weight.dim() - 2))
+        self.register_buffer("alpha", torch.tensor(alpha))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both factors one after the other, beside the layer."""
+        scale = float(self.alpha) / len(self.lora_down.weight)
+        if isinstance(self.layer, nn.Linear):
+            return self.base(x) + F.linear(F.linear(x, self.lora_down.weight), self.lora_up.weight) * scale
+        inner = F.conv2d(x, self.lora_down.weight, None, self.layer.stride, self.layer.padding)
+        return self.base(x) + F.conv2d(inner, self.lora_up.weight) * scale
 
 
 class OneTrainerOft(Trained):
