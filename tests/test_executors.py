@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge import executors, on_ray
+from lora_merge import batch, executors, on_ray
 from lora_merge.batch import make_batch
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.executors import EXECUTORS, Crew, executor
@@ -61,6 +61,7 @@ def strays(folder: Path) -> list[str]:
 def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch, "TOGETHER", 2)
     started: list[subprocess.Popen[bytes]] = []
     start = executors._start
 
@@ -71,21 +72,21 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     monkeypatch.setattr(executors, "_start", recorded)
     reports: list[JobReport] = []
     killed = False
-    for report in lora_merge.run_batch(jobs(models, 20), workers=2):
+    for report in lora_merge.run_batch(jobs(models, 8), workers=2):
         reports.append(report)
         if not killed:  # the first pass of one worker has just ended: the next one is under way
             pid = int(report.worker.rpartition(":")[2])
             next(p for p in started if p.pid == pid).kill()
             killed = True
     assert Counter(r.status for r in reports) + Counter() in (
-        Counter(merged=20), Counter(merged=20 - (again := sum(r.status == "skipped" for r in reports)), skipped=again),
+        Counter(merged=8), Counter(merged=8 - (again := sum(r.status == "skipped" for r in reports)), skipped=again),
     )  # fmt: skip
-    assert sorted(r.number for r in reports) == list(range(1, 21))
+    assert sorted(r.number for r in reports) == list(range(1, 9))
     assert len({r.worker for r in reports}) >= 2
     assert len(started) >= 3
     assert all(p.poll() is not None for p in started)
-    list(lora_merge.run_batch(jobs(models, 20, "here")))
-    for n in range(1, 21):
+    list(lora_merge.run_batch(jobs(models, 8, "here")))
+    for n in range(1, 9):
         assert (models / "out" / f"{n}.safetensors").read_bytes() == (models / "here" / f"{n}.safetensors").read_bytes()
     assert not strays(models)
 
@@ -148,13 +149,13 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     thread = threading.Thread(target=kill_one)
     thread.start()
     reports, written, alone = [], [0], 0
-    batch = make_batch(mine, workers=2)
-    for report in batch.run(Crew(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)):
+    planned = make_batch(mine, workers=2)
+    for report in planned.run(Crew(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)):
         reports.append(report)
-        alone += batch.size > written[0] > 0
+        alone += planned.size > written[0] > 0
     thread.join()
     assert alone > 2, "reports come while others are at work, as the progress does"
-    assert written[0] >= 0.5 * batch.size
+    assert written[0] >= 0.5 * planned.size
     assert victims, "a worker was killed"
     assert sorted(r.number for r in reports) == list(range(1, 21))
     assert all(r.ok for r in reports), [r.error for r in reports if r.error]
