@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from .claims import claimed
 from .jobs_file import Entry
 from .opened import Opened
-from .outcome import JobReport, failed, here
+from .outcome import JobReport, Status, failed, here
 from .planning import Plan, draw
 from .report import Report
 from .resume import Hashes, done
@@ -26,6 +27,8 @@ TRANSIENT: Final = frozenset(
      errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLCK}
 )  # fmt: skip
 """Failures of disks and networks that may be over in a moment."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,11 @@ def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -
         left: list[Entry] = []
         for e in entries:
             held[e.number] = claims.enter_context(ExitStack())
-            try:
-                if held[e.number].enter_context(claimed(e.job.output, wait=this.wait)):
-                    left.append(e)
-                    continue
-                report = JobReport(e.number, e.where, str(e.job.output), "taken", worker=here())
-            except Exception as failure:  # noqa: BLE001  # reported as this job's end
-                report = failed(e, failure)
-            yield report
+            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=this.wait)))
+            if ours is True:
+                left.append(e)
+            else:
+                yield failed(e, ours) if isinstance(ours, Exception) else _ended(e, "taken")
         for attempt in range(1, TRIES + 1):
             again: list[Entry] = []
             for entry, report in _once(left, opened, progress, attempt):
@@ -78,35 +78,42 @@ def _once(
     groups: dict[object, list[tuple[Entry, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
-        try:
-            if done(e.job, opened, hashes):
-                yield e, JobReport(e.number, e.where, str(e.job.output), "skipped", tries=tries, worker=here())
-                continue
-            plan = draw(e.job, opened)
-        except Exception as failure:  # noqa: BLE001  # reported as this job's end
-            yield e, failed(e, failure, tries=tries)
-            continue
-        groups.setdefault(layout_key(plan), []).append((e, plan))
+        plan = _caught(lambda e=e: None if done(e.job, opened, hashes) else draw(e.job, opened))  # type: ignore[misc]
+        if isinstance(plan, Plan):
+            groups.setdefault(layout_key(plan), []).append((e, plan))
+        else:
+            yield e, _ended(e, "skipped", tries=tries) if plan is None else failed(e, plan, tries=tries)
     for group in groups.values():
         yield from _together(group, progress, tries)
 
 
 def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: int) -> Iterator[tuple[Entry, JobReport]]:
     started = time.monotonic()
-    open_still = dict(enumerate(group))
+    left = dict(enumerate(group))
+    outcomes = run_together([plan for _, plan in group], progress)
+    while left:
+        step = _caught(partial(next, outcomes))
+        # What concerns all that are left is reported for each.
+        ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
+        for n, outcome in ended.items():
+            entry, _ = left.pop(n)
+            seconds = time.monotonic() - started
+            if isinstance(outcome, Report):
+                yield entry, _ended(entry, "merged", seconds=seconds, tries=tries, report=outcome)
+            else:
+                yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
+
+
+def _ended(entry: Entry, status: Status, **more: Any) -> JobReport:
+    return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
+
+
+def _caught(act: Callable[[], T]) -> T | Exception:
+    """What the act returns, or what it raises, whatever that is: it becomes the report of one job."""
     try:
-        for n, outcome in run_together([plan for _, plan in group], progress):
-            entry, _ = open_still.pop(n)
-            yield entry, _report(entry, outcome, time.monotonic() - started, tries)
-    except Exception as failure:  # noqa: BLE001  # what concerns all that are left is reported for each
-        for entry, _ in open_still.values():
-            yield entry, failed(entry, failure, seconds=time.monotonic() - started, tries=tries)
-
-
-def _report(entry: Entry, outcome: Report | Exception, seconds: float, tries: int) -> JobReport:
-    if isinstance(outcome, Exception):
-        return failed(entry, outcome, seconds=seconds, tries=tries)
-    return JobReport(entry.number, entry.where, str(entry.job.output), "merged", seconds, tries, outcome, None, here())
+        return act()
+    except Exception as e:  # noqa: BLE001
+        return e
 
 
 def _transient(error: BaseException | None) -> bool:
