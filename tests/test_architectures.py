@@ -25,7 +25,7 @@ from lora_merge.checkpoint import Index, TensorInfo
 from lora_merge.components import LOOSE
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.names import Names, names
-from lora_merge.views import View
+from lora_merge.views import View, whole
 
 HEADERS = Path(__file__).parent / "headers"
 ALL = sorted(f"{p.parent.name}/{p.name[: -len('.json.gz')]}" for p in HEADERS.glob("*/*.json.gz"))
@@ -105,18 +105,22 @@ CONVERTERS = (
 )  # fmt: skip
 
 
-def native_of(diffusers: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The native header that our tables give for a diffusers one, where there is no independent one."""
+def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
+    """Native key → the rows of a diffusers base that our tables say it is made of."""
     from lora_merge.aliases import _spelled
 
     found = names(index(diffusers))
     part = found._parts[0]
     assert part.architecture is not None
     table = part.architecture.spellings["native"].settled(part.keys)
-    canonical = {key: part.dotted[key] for key in diffusers}
-    native = {key: view.shape for key, view in _spelled(canonical, [table])}
     covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}
-    return native | {key: shape for key, shape in diffusers.items() if key not in covered}
+    views = dict(_spelled({key: part.dotted[key] for key in diffusers}, [table]))
+    return views | {key: whole(key, shape) for key, shape in diffusers.items() if key not in covered}
+
+
+def native_of(diffusers: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The native header that our tables give for a diffusers one, where there is no independent one."""
+    return {key: view.shape for key, view in native_views(diffusers).items()}
 
 
 def tagged(shapes: Mapping[str, Shape]) -> dict[str, Any]:
