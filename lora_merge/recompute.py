@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from random import Random
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +19,8 @@ from .patching import Patch
 from .planning import Plan, Target, rows_of
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
+from .sampling import runs, sample, shuffled
 
-ROWS: Final = 2  # sampled per tensor, more where rows are short
-ELEMENTS: Final = 256  # sampled per tensor at least
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
 CHUNK: Final = 2**21  # elements recomputed at once where all rows are
 DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
@@ -87,20 +84,6 @@ class Stored:
         return raw
 
 
-def runs(entries: Array) -> Iterator[tuple[int, int]]:
-    """(first, count) of consecutive entries, in order."""
-    first, count = 0, 0
-    for entry in entries.tolist():
-        if count and entry == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = entry, 1
-    if count:
-        yield first, count
-
-
 class Recomputation:
     """All that is recomputed for one output."""
 
@@ -110,7 +93,7 @@ class Recomputation:
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         targets = [t for f in plan.files for t in f.targets]
-        costly = sorted((t.name for t in targets if self._costly(t)), key=_shuffled)
+        costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
@@ -121,8 +104,7 @@ class Recomputation:
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
 
     def _chosen(self, target: Target) -> Array:
-        rows, cols = rows_of(target)
-        return np.arange(rows) if self.full else sample(target, rows, cols)
+        return np.arange(rows_of(target)[0]) if self.full else sample(target)
 
     def _costly(self, target: Target) -> bool:
         return any(_whole(u) for u in target.uses)
@@ -290,21 +272,6 @@ def _whole(use: Use) -> bool:
     magnitude = use.patch.magnitude
     row = REFERENCE.get(use.patch.algorithm)
     return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
-
-
-def _shuffled(name: str) -> int:
-    return zlib.crc32(name.encode())
-
-
-def sample(target: Target, rows: int, cols: int) -> Array:
-    """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
-    random = Random(_shuffled(target.name))
-    count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
-    chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
-    for part in (range(u.piece.start, u.piece.stop) for u in target.uses):
-        if part and not any(row in part for row in chosen):
-            chosen.add(random.choice(part))
-    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,15 +24,9 @@ from .planning import OutputFile, Plan, Target
 from .recipe import OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
+from .sampling import ALL_BELOW, Range, ranges
 
-RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
-RANGES: Final = 128  # of them per file, spread evenly
-ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
-PIECE: Final = 2**22  # bytes compared at once
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
-
-_Range: TypeAlias = tuple[Target, int, int]
-"""(tensor, first byte in it, bytes)."""
 
 _HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
 
@@ -50,9 +44,11 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
         targets = _check_header(file, path, fresh=fresh)
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            ranges = _unmerged(targets, compared, full=full)
-            _expect(fd, reader, ranges, [(t, r) for t in targets if t.uses for r in merged.expected(t)])
-            for target, first, count in ranges:
+            unmerged = _unmerged(targets, compared, full=full)
+            if not full and hasattr(os, "posix_fadvise"):
+                rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
+                _expect(fd, reader, [*unmerged, *rows])
+            for target, first, count in unmerged:
                 _compare(target, first, count, fd, reader)
             for target in targets:
                 if target.uses:
@@ -99,45 +95,25 @@ def _pattern(text: str) -> str:
     return "[0-9a-f]{64}".join(re.escape(t) for t in _HASH.split(text))
 
 
-def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[_Range]:
+def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[Range]:
     """What is to be compared of the tensors without a change, and counts it."""
     plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
-    found = list(_ranges(plain, total, full=full or total <= ALL_BELOW))
+    found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
     compared["bytes"] += sum(count for _, _, count in found)
     return found
 
 
-def _expect(fd: int, reader: Reader, unmerged: list[_Range], merged: list[tuple[Target, tuple[int, int]]]) -> None:
-    """Let the disk fetch all that will be looked at while the first of it is: many small reads at a time."""
-    if not hasattr(os, "posix_fadvise"):
-        return
+def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
+    """Let the disk fetch all the small pieces at once that will be looked at one after the other."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
-    for target, first, count in [*unmerged, *((t, *r) for t, r in merged)]:
+    for target, first, count in pieces:
         os.posix_fadvise(fd, target.offset + first, count, os.POSIX_FADV_WILLNEED)
         source = target.source
         if source is not None and source.shape == target.shape:
             scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
             reader.expect(source, int(first * scale), int(count * scale))
-
-
-def _ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[_Range]:
-    """All bytes, or sampled ranges, always the same ones."""
-    if full:
-        for t in targets:
-            yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
-        return
-    random, starts, before = np.random.default_rng(total), iter(()), 0
-    edges = np.linspace(0, total - RANGE, RANGES + 1).astype(np.int64)
-    starts = iter(random.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1)))
-    start = int(next(starts))
-    for t in targets:
-        while start < before + t.nbytes:
-            first = max(start - before, 0) // 64 * 64
-            yield t, first, min(RANGE, t.nbytes - first)
-            start = int(next(starts, total))
-        before += t.nbytes
 
 
 def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) -> None:

@@ -1,0 +1,72 @@
+"""Which bytes a proof looks at, unless it looks at all: always the same ones, spread over the whole file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from random import Random
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from .planning import Target, rows_of
+from .reference.floats import Array
+
+ROWS: Final = 2  # of a merged tensor, more where rows are short
+ELEMENTS: Final = 256  # of a merged tensor at least
+RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
+RANGES: Final = 128  # of them per file, spread evenly
+ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
+PIECE: Final = 2**22  # bytes compared at once
+
+Range: TypeAlias = tuple[Target, int, int]
+"""(tensor, first byte in it, bytes)."""
+
+
+def shuffled(name: str) -> int:
+    """A number that says nothing but the name; the same everywhere."""
+    return zlib.crc32(name.encode())
+
+
+def sample(target: Target) -> Array:
+    """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
+    rows, cols = rows_of(target)
+    random = Random(shuffled(target.name))
+    count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
+    chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
+    for part in (range(u.piece.start, u.piece.stop) for u in target.uses):
+        if part and not any(row in part for row in chosen):
+            chosen.add(random.choice(part))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def runs(entries: Array) -> Iterator[tuple[int, int]]:
+    """(first, count) of consecutive entries, in order."""
+    first, count = 0, 0
+    for entry in entries.tolist():
+        if count and entry == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = entry, 1
+    if count:
+        yield first, count
+
+
+def ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[Range]:
+    """All bytes, or sampled ranges, always the same ones."""
+    if full:
+        for t in targets:
+            yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
+        return
+    random, before = np.random.default_rng(total), 0
+    edges = np.linspace(0, total - RANGE, RANGES + 1).astype(np.int64)
+    starts = iter(random.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1)))
+    start = int(next(starts))
+    for t in targets:
+        while start < before + t.nbytes:
+            first = max(start - before, 0) // 64 * 64
+            yield t, first, min(RANGE, t.nbytes - first)
+            start = int(next(starts, total))
+        before += t.nbytes
