@@ -23,6 +23,8 @@ Mode = Literal["auto", "direct", "buffered"]
 
 PAGE: Final = 4096
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
+# Tried for bytes that go out as they came in: copy_file_range. On ext4 it takes as long as a read and a direct write
+# (0.7 s and 0.7 to 0.9 s a GB), 1.6 times the processor time and the page cache; the hash wants the bytes read anyway.
 BEHIND: Final = 128 << 20  # bytes written through the cache that may still be on their way to the disk
 SMALL: Final = 64 << 20  # below this a file is not worth direct writes
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})

@@ -118,7 +118,13 @@ def window_bytes(plan: Plan) -> int:
     if room < SMALLEST_WINDOW:
         raise ResourceError("the memory bound is too small", f"--max-memory {plan.job.max_memory}",
                             f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
-    return min(room, WINDOW_BYTES)
+    return max(SMALLEST_WINDOW, int(min(room, WINDOW_BYTES) / _widening(plan)))
+
+
+def _widening(plan: Plan) -> float:
+    """Bytes read for a byte written, where a dtype shrinks most; at least 1."""
+    changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if t.source and not t.copied}
+    return max([1.0, *(ITEM_BYTES[old] / ITEM_BYTES[new] for old, new in changes)])
 
 
 def layout_key(plan: Plan) -> tuple[Any, ...]:

@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.errors import InputError, MergeError
+from lora_merge.job import make_job
+from lora_merge.placement import TORCH_DTYPES
+from lora_merge.planning import make_plan
+from lora_merge.windows import SLOTS, window_bytes, windows
 
 from .support import UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
@@ -152,6 +156,26 @@ def test_the_bytes_do_not_depend_on_the_memory_bound(
     for out, bound in zip(outputs, (limit, "2GiB"), strict=True):
         lora_merge.merge(files[0], files[1], out, max_memory=bound, dtype=dtype)
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("F32", "bf16"), ("F32", "keep"), ("BF16", "fp32"), ("F64", "fp16")])
+def test_windows_stay_within_the_memory_bound(tmp_path: Path, stored: str, dtype: str) -> None:
+    width, shape = TORCH_DTYPES[stored].itemsize, [4096, 4096]
+    infos = {f"layer.{n}.weight": {"dtype": stored, "shape": shape} for n in range(16)}
+    for n, info in enumerate(infos.values()):
+        info["data_offsets"] = [n * width << 24, (n + 1) * width << 24]
+    header = json.dumps(infos).encode()
+    with (tmp_path / "b.safetensors").open("wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header)
+        f.truncate(8 + len(header) + (16 * width << 24))  # sparse
+    adapter = {"layer.3.lora_up.weight": rand(4096, 4), "layer.3.lora_down.weight": rand(4, 4096)}
+    save(adapter, tmp_path / "a.safetensors")
+    bound = 2**28
+    paths = (tmp_path / f"{n}.safetensors" for n in "bao")
+    plan = make_plan(make_job(*paths, dtype=dtype, max_memory=bound))
+    found = list(windows([plan], window_bytes(plan)))
+    assert max(w.size + w.input_size for w in found) <= bound // SLOTS
+    assert sum(w.size for w in found) == sum(t.nbytes for f in plan.files for t in f.targets)
 
 
 def test_planning_reads_headers_only_and_raises_what_merging_would(files: tuple[Path, Path], tmp_path: Path) -> None:
