@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from .adapter import AdapterFile, Numbers, numbers_from
@@ -31,10 +31,6 @@ from .replacements import clashes
 from .sidefiles import index_files, output_name, side_files, stored_name
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-
-
-EMBEDDED: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "shared.weight")
-"""Endings of the tensors with a row per token."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +90,13 @@ class Plan:
         targets = (t for f in self.files for t in f.targets)
         return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
 
-    @property
-    def vocabulary(self) -> tuple[int, int] | None:
-        """Rows of the input embeddings in the base and in the output, if an adapter brings others; else None."""
-        for t in (t for f in self.files for t in f.targets if t.name.endswith(EMBEDDED)):
-            old = self.base.tensors.get(t.name)
-            if old is not None and old.shape[:1] != t.shape[:1]:
-                return old.shape[0], t.shape[0]
-        return None
+    def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
+        """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder."""
+        old, found = self.base.tensors, {}
+        for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
+            if t.name in old and old[t.name].shape != t.shape:
+                found[t.stored] = old[t.name].shape, t.shape
+        return found
 
     @property
     def is_folder(self) -> bool:
@@ -183,8 +178,7 @@ def _files(
         header = layout([(t.stored, t.dtype, t.shape) for t in targets], entries, base.data_start(path))
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header))))
-    sizes = {t.stored: (path, t.nbytes) for path, targets in by_file.items() for t in targets}
-    return tuple(files), tuple(index_files(base, sizes))
+    return tuple(files), tuple(index_files(base, by_file))
 
 
 def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, Target]]:

@@ -129,7 +129,7 @@ def _prepare(plan: Plan, part: Path) -> None:
         (part / name).write_bytes(content)
     for name in plan.sides:
         if Path(name).name == "config.json":
-            content = (plan.base.path / name).read_bytes()
-            (part / name).write_bytes(configured(content, DTYPES.get(plan.job.dtype), plan.vocabulary))
+            content, resized = (plan.base.path / name).read_bytes(), plan.resized(str(Path(name).parent))
+            (part / name).write_bytes(configured(content, DTYPES.get(plan.job.dtype), resized))
         else:
             copy_file(plan.base.path / name, part / name)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 
+from .algorithms import Shape
 from .checkpoint import Index, read_json
 from .header import TensorInfo
 
@@ -17,6 +20,14 @@ WEIGHTS: Final = frozenset(
 """Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""
 
 LEFT: Final = frozenset({".git", ".cache", "__pycache__", ".gitattributes"})
+
+EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared)\.weight")
+PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
+HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
+"""Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""
+
+Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
+"""Tensor → its shape in the base and in the output."""
 
 CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -46,30 +57,41 @@ def _renamed(name: str) -> str:
     return "model" + name.removeprefix("pytorch_model") if name.startswith("pytorch_model") else name
 
 
-def index_files(base: Index, sizes: Mapping[str, tuple[Path, int]]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of every `*.index.json`: as the base's, with the output's file names and its `total_size`.
+class Written(Protocol):
+    """A tensor of the output: `stored` is its name in its file."""
 
-    `sizes`: stored name of every output tensor (created ones too) → the base file it belongs to, its bytes.
+    @property
+    def stored(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every `*.index.json`: as the base's, with the output's file names and totals.
+
+    `written`: base file → what its counterpart in the output holds.
     """
     for path in base.index_files:
         content = read_json(path)
-        here = {f.name for f in base.files if f.parent == path.parent}
-        members = {name: f for name, (f, _) in sizes.items() if f.parent == path.parent and f.name in here}
-        order = [*content.get("weight_map", {}), *members]
-        content["weight_map"] = {name: Path(output_name(members[name], base)).name for name in order if name in members}
+        files = [f for f in base.files if f.parent == path.parent]
+        members = {t.stored: t for f in files for t in written[f]}
+        homes = {t.stored: Path(output_name(f, base)).name for f in files for t in written[f]}
+        content["weight_map"] = {n: homes[n] for n in (*content.get("weight_map", {}), *homes) if n in homes}
         metadata = content.setdefault("metadata", {})
-        metadata["total_size"] = sum(sizes[name][1] for name in members)
+        metadata["total_size"] = sum(t.nbytes for t in members.values())
+        if isinstance(metadata.get("total_parameters"), int):  # tied ones may be counted twice: only what is new
+            old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
+            metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
         relative = path.relative_to(base.path)
         name = _renamed(relative.name).replace(".bin.index", ".safetensors.index")
         yield relative.with_name(name).as_posix(), (json.dumps(content, indent=2) + "\n").encode()
 
 
-def configured(content: bytes, dtype: str | None, vocabulary: tuple[int, int] | None = None) -> bytes:
-    """A model's config.json, saying the dtype and size of vocabulary (old, new) that the weights now have.
-
-    As it was if there is nothing to say.
-    """
-    if dtype not in CONFIG_DTYPES and vocabulary is None:
+def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
+    """A model's config.json, saying the dtype and sizes that the weights now have; as it was if those are its own."""
+    if dtype not in CONFIG_DTYPES and not resized:
         return content
     try:
         config: dict[str, Any] = json.loads(content)
@@ -78,10 +100,27 @@ def configured(content: bytes, dtype: str | None, vocabulary: tuple[int, int] | 
     for key in ("dtype", "torch_dtype"):
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
-    for part in (config, config.get("text_config")):  # of a vision-language model
-        if vocabulary and isinstance(part, dict) and part.get("vocab_size") == vocabulary[0]:
-            part["vocab_size"] = vocabulary[1]
+    for name, (old, new) in resized.items():
+        _resize(config, name, old, new)
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
+    """Correct the entry of a configuration that tells the size of this tensor, if any does."""
+    if EMBEDDING.fullmatch(name):
+        for part in (config, config.get("text_config")):  # of a vision-language model
+            if isinstance(part, dict) and part.get("vocab_size") == old[0]:
+                part["vocab_size"] = new[0]
+    elif PATCHES.fullmatch(name) and config.get("in_channels") == old[1]:
+        config["in_channels"] = new[1]
+        if "out_channels" in config and config["out_channels"] is None:  # "as many as come in"
+            config["out_channels"] = old[1]
+    elif HEAD.fullmatch(name) and old[0] != new[0]:
+        labels = [f"LABEL_{i}" for i in range(new[0])]
+        config["id2label"] = dict(enumerate(labels))
+        config["label2id"] = {label: i for i, label in enumerate(labels)}
+        if "num_labels" in config:
+            config["num_labels"] = new[0]
 
 
 def stored_name(info: TensorInfo) -> str:

@@ -1,0 +1,104 @@
+"""Output folders that are not quite their base: sizes in configurations and index files, and they load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+
+from .support import Tensors, load, rand, save
+from .test_diffusers import CONFIGS
+
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+HEADS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "BertForSequenceClassification": ("BertConfig", "SEQ_CLS", SMALL, "classifier"),
+    "LlamaForSequenceClassification": ("LlamaConfig", "SEQ_CLS", SMALL | dict(pad_token_id=0), "score"),
+    "RobertaForSequenceClassification": ("RobertaConfig", "SEQ_CLS", SMALL, "classifier"),
+    "ViTForImageClassification": ("ViTConfig", "FEATURE_EXTRACTION", {k: v for k, v in SMALL.items() if k != "vocab_size"} | dict(image_size=16, patch_size=8), "classifier"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("labels", [2, 5])
+def test_a_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) -> None:
+    kind, task, arguments, head = HEADS[name]
+    make, config = getattr(transformers, name), getattr(transformers, kind)
+    torch.manual_seed(0)
+    base, trained = make(config(**arguments, num_labels=3)), make(config(**arguments, num_labels=labels))
+    base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    state = {k: v for k, v in base.state_dict().items() if not k.startswith(head)}
+    trained.load_state_dict(state, strict=False)
+    layers = ["q_proj", "v_proj", "query", "value"]
+    lora = peft.LoraConfig(task_type=task, target_modules=layers, modules_to_save=[head], init_lora_weights=False)
+    tuned = peft.get_peft_model(trained, lora)
+    tuned.save_pretrained(tmp_path / "adapter")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    want = tuned.merge_and_unload()
+    got = make.from_pretrained(tmp_path / "out")
+    assert got.config.num_labels == labels
+    for key, value in want.state_dict().items():
+        assert torch.allclose(got.state_dict()[key], value, atol=2e-6), key
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    written = {k: t for f in (tmp_path / "out").glob("*.safetensors") for k, t in load(f).items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in written.values())
+    assert index["metadata"]["total_parameters"] == got.num_parameters()
+
+
+def flux_control() -> Tensors:
+    """A control LoRA of Black Forest Labs on a tiny Flux: twice the channels come in."""
+    return {
+        "img_in.lora_A.weight": rand(2, 8), "img_in.lora_B.weight": rand(16, 2), "img_in.lora_B.bias": rand(16, seed=5),
+        "single_blocks.0.norm.key_norm.scale": rand(8, seed=9),
+        "single_blocks.0.linear1.lora_A.weight": rand(2, 16), "single_blocks.0.linear1.lora_B.weight": rand(112, 2),
+    }  # fmt: skip
+
+
+def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    lora = save(flux_control(), tmp_path / "control.safetensors")
+    lora_merge.merge(tmp_path / "base", lora, tmp_path / "out")
+    got = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+    assert (got.config.in_channels, got.config.out_channels) == (8, 4)
+    a = flux_control()
+    delta = a["img_in.lora_B.weight"] @ a["img_in.lora_A.weight"]
+    padded = torch.cat([base.x_embedder.weight, torch.zeros(16, 4)], dim=1)
+    torch.testing.assert_close(got.x_embedder.weight, padded + delta)
+    torch.testing.assert_close(got.proj_out.weight, base.proj_out.weight)
+
+
+def test_two_experts_of_one_pipeline_keep_an_index_each(tmp_path: Path) -> None:
+    """Their tensors have the same names."""
+    pipeline, lora = tmp_path / "pipeline", {}
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text(
+        json.dumps({"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"],
+                    "transformer_2": ["diffusers", "WanTransformer3DModel"]})
+    )  # fmt: skip
+    models = {}
+    for number, part in enumerate(("transformer", "transformer_2")):
+        torch.manual_seed(number)
+        models[part] = diffusers.WanTransformer3DModel(**CONFIGS["WanTransformer3DModel T2V"])
+        models[part].save_pretrained(pipeline / part, max_shard_size="30KB")
+        for leaf, shape in {"lora_A": (2, 24), "lora_B": (24, 2)}.items():
+            lora[f"{part}.blocks.0.attn1.to_q.{leaf}.weight"] = rand(*shape, seed=number)
+    lora_merge.merge(pipeline, save(lora, tmp_path / "a.safetensors"), tmp_path / "out")
+    for number, (part, model) in enumerate(models.items()):
+        index = "diffusion_pytorch_model.safetensors.index.json"
+        before, after = (json.loads((f / part / index).read_text()) for f in (pipeline, tmp_path / "out"))
+        assert before == after
+        got = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "out" / part)
+        key = "blocks.0.attn1.to_q.weight"
+        delta = rand(24, 2, seed=number) @ rand(2, 24, seed=number)
+        torch.testing.assert_close(got.state_dict()[key], model.state_dict()[key] + delta)
