@@ -35,6 +35,7 @@ from .miss import MISS, MISS_BAT, MISS_MINI
 from .oft import DIAG_OFT, OFT_DIAG
 from .onetrainer import ONETRAINER_OFT, ONETRAINER_OFT_CONV
 from .osf import OSF
+from .peanut import PEANUT
 from .peft_boft import PEFT_BOFT
 from .peft_ia3 import PEFT_IA3_IN, PEFT_IA3_OUT
 from .peft_oft import PEFT_OFT, PEFT_OFT1, PEFT_OFT2, PEFT_OFT_EMBEDDING
@@ -47,6 +48,7 @@ from .supertuning import SUPERTUNING
 from .tlora import TLORA
 from .vblora import VBLORA, VBLORA_TOP
 from .vera import PVERA, VERA
+from .waveft import WAVEFT
 
 ROWS: Final = (
     LORA, LORA_SPARSE, LORA_SPARSE_TUCKER, LORA_FUSED, LORA_TRANSPOSED, LORA_BIAS, LORA_EMBEDDING,
@@ -55,6 +57,7 @@ ROWS: Final = (
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
+    WAVEFT, PEANUT,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

@@ -3,12 +3,17 @@
 With the smaller side s and the larger side l of the weight and N = ⌈s / r⌉ bases: A' = rows (k, i)
 of λ[k, i] · A[k, i, :s] · γ[i, :], B' = columns (i, k) of B[:l, i, k], and ΔW = g · B' A', or its
 transpose where the inputs are the larger side. The two orders differ; PEFT tuners/randlora/layer.py
-has it so."""
+has it so.
+
+The bases are stored, or drawn again from `projection_prng_key` on the CPU as PEFT does it (model.py):
+in bf16, or as −1, 0 and 1 where they are sparse, and divided by their standard deviation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import sqrt
+from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
 
@@ -24,9 +29,13 @@ class RandTensors:
 
     rank_scale: Tensor  # λ, [n, r, N]
     side_scale: Tensor  # γ, [n, N, s]
-    down: Tensor  # A, [n, r, 1, widest s]; shared
-    up: Tensor  # B, [n, widest l, most N, r]; shared
     scale: Scalar  # `randlora_alpha` / r
+    down: Tensor | None = None  # A, [n, r, 1, widest s]
+    up: Tensor | None = None  # B, [n, widest l, most N, r]
+    seed: int = 0  # `projection_prng_key`
+    widest: Shape = ()  # (out, in), each the largest of all layers with this algorithm
+    sparse: bool = False
+    very_sparse: bool = False
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -38,8 +47,9 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
         holds=lam[1] == count and gam == (count, small),
         otherwise=f"λ is {list(lam)}, γ is {list(gam)}, the weight's sides are {small} and {large}",
     )
+    if "down" not in shapes and "up" not in shapes:
+        return {"rank_scale": lam, "side_scale": gam}
     down, up = shapes.get("down", ()), shapes.get("up", ())
-    expect(holds=bool(down and up), otherwise="the random bases are not stored (`save_projection`)")
     expect(
         holds=len(down) == 3 == len(up) and down[:2] == (lam[0], 1) and down[2] >= small
         and up[0] >= large and up[1] >= count and up[2] == lam[0],
@@ -48,8 +58,34 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"rank_scale": lam, "side_scale": gam, "down": down, "up": up}
 
 
+def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The bases, drawn as in training: A first, then B."""
+    import torch
+
+    expect(holds="seed" in settings, otherwise="the bases are not stored, and no configuration has their seed")
+    rank, (small, large) = shapes["rank_scale"][0], sorted(settings["widest"])
+    count = -(-small // rank)
+    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
+
+    def dense(*shape: int) -> Tensor:
+        return torch.nn.init.kaiming_uniform_(torch.empty(shape, dtype=torch.bfloat16), sqrt(5), generator=generator)
+
+    def signs(*shape: int) -> Tensor:
+        share = 1 / (2 * (sqrt(small) if settings.get("very_sparse") else 3))
+        drawn = torch.rand(shape, generator=generator)
+        return (drawn > 1 - share) * torch.ones(1) - (drawn < share) * torch.ones(1)
+
+    if settings.get("sparse") or settings.get("very_sparse"):
+        drawn = signs(rank, 1, small), signs(large, count, rank)
+    else:
+        drawn = dense(rank, 1, small), torch.cat([dense(large, 1, rank) for _ in range(count)], dim=1)
+    down, up = (one / one.std() * torch.ones(1) for one in drawn)  # divided in bf16, returned in fp32
+    return {"down": down, "up": up}
+
+
 def delta(base: Tensor, t: RandTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
+    assert t.up is not None and t.down is not None, "stored or derived"
     n, out, cols = base.shape
     count, small = t.side_scale.shape[1:]
     rows = t.rank_scale.unsqueeze(3) * t.down[..., :small] * t.side_scale.unsqueeze(1)  # [n, r, N, s]
@@ -59,6 +95,5 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 
 RANDLORA = Algorithm(
-    "randlora", RandTensors, fit, delta, "arXiv:2502.00987", shared=frozenset({"down", "up"}),
-    numbers=alpha_by(),
+    "randlora", RandTensors, fit, delta, "arXiv:2502.00987", numbers=alpha_by(), derive=derive,
 )  # fmt: skip

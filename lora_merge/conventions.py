@@ -147,6 +147,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
                 },
             ),
             (("fourierft",), {".fourierft_spectrum": "spectrum"}),
+            (("waveft",), {".waveft_spectrum": "spectrum"}),
+            (("peanut",), {".peanut_A.weight": "down", ".peanut_B.weight": "up"}),
             (("hra",), {".hra_u": "vectors"}),
             (("miss", "miss_bat", "miss_mini"), {".miss_block": "block", ".bone_block": "block"}),
             (("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
@@ -203,6 +205,11 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
             ),
         )
         for ending, slot in endings.items()
+    ),
+    *(
+        Suffix(f".peanut_{side}s.{i}.weight", f"{side}_{i}", ("peanut",))
+        for side in ("encoder", "decoder")
+        for i in range(4)
     ),
     Suffix(".beft_bias", "diff", ("lora_bias",), "bias", named=True),
 )

@@ -80,8 +80,8 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
                     settings={"widest": (20, 24), "seed": 7}),
     "pvera": Example({"out_scale": (OUT, 1), "rank_scale": (2 * RANK, 1)},
                      settings={"widest": (20, 24), "seed": 7}),
-    "randlora": Example({"rank_scale": (4, 3), "side_scale": (3, OUT), "down": (4, 1, OUT), "up": (20, 4, 4)},
-                        numbers=_SCALE),
+    "randlora": Example({"rank_scale": (4, 3), "side_scale": (3, OUT)}, numbers=_SCALE,
+                        settings={"widest": (20, 24), "seed": 7}),
     "fourierft": Example({"spectrum": (9,)}, numbers={"scale": 150.0}, settings={"seed": 777}),
     "hra": Example({"vectors": (IN, RANK)}),
     "miss": Example({"block": (5, OUT)}),
@@ -100,6 +100,10 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
                            "bank": (6, 4)}),
     "deft": Example({"subspace": (OUT, RANK), "content": (RANK, IN)}, numbers=_SCALE),
     "supertuning": Example({"values": (3,), "places": [0, 17, 191], **_PAIR}, numbers=_SCALE),
+    "waveft": Example({"spectrum": (9,)}, numbers={"scale": 25.0},
+                      settings={"seed": 777, "family": "db3", "transform": True}),
+    "peanut": Example({"down": (RANK, OUT), "up": (OUT, RANK), "encoder_0": (RANK, RANK), "decoder_0": (RANK, RANK)},
+                      numbers=_SCALE, settings={"depth": 1, "activation": "silu"}),
     "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
 })  # fmt: skip
 

@@ -72,6 +72,8 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "DEFT": ("deft",),
         "SUPERTUNING": ("supertuning",),
         "OSF": ("osf",),
+        "WAVEFT": ("waveft",),
+        "PEANUT": ("peanut",),
         "TRAINABLE_TOKENS": (),
     }
 )

@@ -53,8 +53,6 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "PSOFT": ("its factors are singular vectors whose signs no file tells", CONVERT),
         "FROD": (NO_FORMULA, CONVERT),
-        "PEANUT": (NO_FORMULA, CONVERT),
-        "WAVEFT": (NO_FORMULA, CONVERT),
         "GLORA": (NO_FORMULA, CONVERT),
     }
 )

@@ -78,11 +78,13 @@ SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingPro
         "deft": _deft,
         "supertuning": _supra,
         "fourierft": lambda fields, _module, _shapes: fields.number("scaling", 150.0),
+        "waveft": lambda fields, _module, _shapes: fields.number("scaling", 25.0),
+        "peanut": lambda fields, _module, _shapes: fields.number("scaling", 1.0),
     }
 )
 """Row → its `scale`; rows that are not here have none, or their own."""
 
-CONFIGURED: Final = frozenset({"adalora", "randlora"})
+CONFIGURED: Final = frozenset({"adalora", "randlora", "waveft", "peanut"})
 """Rows whose scale follows from no tensor, and is 1 in no file."""
 
 
@@ -123,6 +125,19 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
         "lokr": lambda _: {"right_aligned": True},
         "vera": _random,
         "pvera": _random,
+        "randlora": lambda fields: {
+            **_random(fields),
+            **{name: fields.flag(name, default=False) for name in ("sparse", "very_sparse")},
+        },
+        "waveft": lambda fields: {
+            "seed": fields.integer("random_loc_seed", 777),
+            "family": fields.text("wavelet_family", "db1"),
+            "transform": fields.flag("use_idwt", default=True),
+        },
+        "peanut": lambda fields: {
+            "depth": fields.integer("depth", 0),
+            "activation": fields.text("act_fn", "relu"),
+        },
         "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777)},
         "hra": lambda fields: {"orthogonal": fields.flag("apply_GS", default=False)},
         "road": lambda fields: {"group": fields.integer("group_size", 64)},

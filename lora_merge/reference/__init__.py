@@ -12,8 +12,9 @@ from .given import Formula, Given, Reference
 from .lycoris import LYCORIS
 from .peft import PEFT
 from .rotations import ROTATIONS
+from .transforms import TRANSFORMS
 
-REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **ROTATIONS})
+REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **ROTATIONS, **TRANSFORMS})
 """One row for every row of ALGORITHMS."""
 
 __all__ = ["REFERENCE", "Formula", "Given", "Reference"]

@@ -104,7 +104,31 @@ def _randlora() -> list[Example]:
         larger = 0 if target[0] > target[1] else 1
         return Example(label, target, slots, blind=(larger,), free=(("down", 2), ("up", 0), ("up", 1)))
 
-    return [case("tall", (12, 10)), case("wide", (10, 12))]
+    drawn = {"rank_scale": (4, 3), "side_scale": (3, 10)}
+    told = {"seed": 3, "widest": (14, 11)}
+    return [
+        *(case("tall", (12, 10)), case("wide", (10, 12))),
+        Example("drawn", (12, 10), drawn, settings=told, blind=(0,)),
+        Example("drawn, sparse", (12, 10), drawn, settings={**told, "sparse": True}, blind=(0,)),
+    ]
+
+
+def _waveft() -> list[Example]:
+    def case(family: str, **told: Any) -> Example:
+        settings = {"seed": 777, "family": family, **told}
+        return Example(family, (12, 9), {"spectrum": (9,)}, settings=settings, blind=(0, 1), free=(("spectrum", 0),))
+
+    return [case("db1"), case("db4"), case("sym9", transform=False)]
+
+
+def _peanut() -> list[Example]:
+    inner = {f"{side}_{i}": (3, 3) for side in ("encoder", "decoder") for i in range(4)}
+    slots = {"down": (3, 12), "up": (12, 3)}
+    told = {"depth": 4, "activation": "silu"}
+    return [
+        Example("shallow", (12, 10), slots, blind=INPUTS),
+        Example("four deep", (12, 10), {**slots, **inner}, settings=told, blind=INPUTS, spread=1.0),
+    ]
 
 
 def _vblora() -> list[Example]:
@@ -211,6 +235,8 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
     "hira_embedding": [Example("table", (12, 10), {"up": (10, 3), "down": (3, 12)})],
     "vblora": _vblora(),
     "vblora_top": _vblora_top(),
+    "waveft": _waveft(),
+    "peanut": _peanut(),
     "deft": _deft(),
     "supertuning": [
         Example("sparse", (12, 10), {"values": (7,), "places": (7,)}, {"places": places(120, count=7)}, blind=(0, 1)),

@@ -11,8 +11,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.activations import ACT2FN
 
 import lora_merge
+from lora_merge.algorithms.peanut import ACTIVATIONS
 from tests.peft_oracle import (
     assert_close,
     assert_same_function,
@@ -113,6 +115,15 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
         {"sparsity": 0.9, "r": 4, "lora_alpha": 6, "save_precomputed_indices": True},
     ),
     "randlora": (peft.RandLoraConfig, LINEAR, {"r": 5}),
+    "randlora-seeded": (peft.RandLoraConfig, LINEAR, {"r": 5, "save_projection": False, "projection_prng_key": 3}),
+    "randlora-sparse": (peft.RandLoraConfig, LINEAR, {"r": 5, "save_projection": False, "sparse": True}),
+    "randlora-very-sparse": (peft.RandLoraConfig, LINEAR, {"r": 5, "save_projection": False, "very_sparse": True}),
+    **{f"waveft-{name}": (peft.WaveFTConfig, LINEAR, {"n_frequency": 50, "wavelet_family": name})
+       for name in ("db1", "db2", "db3", "db7", "db10")},
+    "waveft-plain": (peft.WaveFTConfig, [*LINEAR], {"n_frequency": 50, "use_idwt": False, "random_loc_seed": 5}),
+    "waveft-conv1d": (peft.WaveFTConfig, GPT, {"n_frequency": 50, "wavelet_family": "db4", "fan_in_fan_out": True}),
+    **{f"peanut-{depth}": (peft.PeanutConfig, LINEAR, {"r": 4, "depth": depth, "scaling": 0.5, "act_fn": act})
+       for depth, act in ((0, "relu"), (1, "silu"), (3, "tanh"))},
     "osf": (peft.OSFConfig, LINEAR, {"effective_rank": 10}),
 }  # fmt: skip
 
@@ -126,6 +137,13 @@ def test_merged_file_is_the_function_that_peft_computes(name: str, tmp_path: Pat
     assert_same_function(base, tuned, state, layers)
     assert_same_merge(tuned, state)
     assert_tool_agrees(base, tmp_path, state)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_transformers(name: str) -> None:
+    x = torch.linspace(-9, 9, 500)
+    ours, arguments = ACTIVATIONS[name]
+    torch.testing.assert_close(getattr(torch.nn.functional, ours)(x, **arguments), ACT2FN[name](x))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,95 @@
+"""PEANuT, ΔW = c · (f(…f(Wᵀ Aᵀ)…) Bᵀ)ᵀ: a small network that reads the weight. Zhong et al. 2024, arXiv:2410.01870.
+
+Between A and B lie as many encoders as decoders, r × r with f after each; the input of encoder i is added to the output
+of the decoder that mirrors it. PEFT tuners/peanut/layer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from .base import Algorithm, Shape, Shapes, alpha_by, expect
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Scalar
+
+DEEPEST: Final = 4  # encoders that a file may have
+
+
+@dataclass(frozen=True)
+class PeanutTensors:
+    """The adapter tensors of n layers of equal shape, stacked."""
+
+    down: Tensor  # A, [n, r, out]
+    up: Tensor  # B, [n, out, r]
+    scale: Scalar  # `scaling`
+    depth: int = 0  # encoders, and decoders
+    activation: str = "relu"  # `act_fn`
+    encoder_0: Tensor | None = None  # [n, r, r], as all others
+    encoder_1: Tensor | None = None
+    encoder_2: Tensor | None = None
+    encoder_3: Tensor | None = None
+    decoder_0: Tensor | None = None
+    decoder_1: Tensor | None = None
+    decoder_2: Tensor | None = None
+    decoder_3: Tensor | None = None
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored."""
+    out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
+    want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
+    expect(holds=len(target) == 2 and rank > 0, otherwise=f"A is {list(shapes['down'])}, the weight {list(target)}")
+    for slot, shape in want.items():
+        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
+    return want
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """All layers of the network are here, and f is known."""
+    depth, name = settings.get("depth", 0), settings.get("activation", "relu")
+    inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(depth)}
+    found = shapes.keys() - {"down", "up"}
+    expect(holds=inner == found, otherwise=f"the network is {depth} deep, the file has {sorted(found)}")
+    expect(holds=name in ACTIVATIONS, otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATIONS)}")
+
+
+ACTIVATIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyType(
+    {
+        **{name: (name, {}) for name in ("relu", "gelu", "silu", "mish", "relu6", "sigmoid", "tanh", "leaky_relu")},
+        "swish": ("silu", {}),
+        "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
+    }
+)
+"""Name in transformers → name in torch.nn.functional, and its arguments."""
+
+
+def delta(base: Tensor, t: PeanutTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    import torch
+
+    name, arguments = ACTIVATIONS[t.activation]
+    activation = getattr(torch.nn.functional, name)
+
+    def f(x: Tensor) -> Tensor:
+        done: Tensor = activation(x, **arguments)
+        return done
+
+    hidden, kept = f(base.mT @ t.down.mT), []
+    for i in range(t.depth):
+        kept.append(hidden)
+        hidden = f(hidden @ getattr(t, f"encoder_{i}").mT)
+    for i in range(t.depth):
+        hidden = f(hidden @ getattr(t, f"decoder_{i}").mT) + kept.pop()
+    return (t.up * t.scale) @ hidden.mT
+
+
+PEANUT = Algorithm(
+    "peanut", PeanutTensors, fit, delta, "arXiv:2410.01870",
+    numbers=alpha_by(), reads_base=True, check_settings=check_settings,
+)  # fmt: skip

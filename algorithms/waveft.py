@@ -1,0 +1,120 @@
+"""WaveFT, ΔW = c · S or c · IDWT(S), S zero but for n entries. Bilican et al. 2025, arXiv:2505.12532, section 3.
+
+Where the entries lie is not stored: they are the first n of a random permutation of all positions, drawn from
+`random_loc_seed` on the CPU. For the inverse wavelet transform S lies in the middle of a matrix with f − 2 more rows
+and columns, made even, f being the length of the filter; its quarters are the four bands of coefficients. PEFT
+tuners/waveft/layer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import comb, prod, sqrt
+from typing import TYPE_CHECKING, Any, Final
+
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices, Scalar
+
+FAMILIES: Final = {f"db{n}": n for n in range(1, 11)}
+"""Daubechies' wavelets → how many vanishing moments."""
+
+
+@dataclass(frozen=True)
+class WaveTensors:
+    """Coefficients and where they go."""
+
+    spectrum: Tensor  # [n, m]
+    scale: Scalar  # `scaling`
+    seed: int  # `random_loc_seed`
+    family: str = "db1"  # `wavelet_family`
+    transform: bool = True  # `use_idwt`
+    places: Indices | None = None  # row-major positions, [n, m]; never stored, as the filters
+    filters: Tensor | None = None  # low and high pass, [n, 2, f]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shape of spectrum (m,), no more than the weight has entries."""
+    stored = shapes["spectrum"]
+    expect(
+        holds=len(stored) == 1 and 0 < stored[0] <= prod(target) and len(target) == 2,
+        otherwise=f"it is {list(stored)}, the weight {list(target)}",
+    )
+    return {"spectrum": stored}
+
+
+def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
+    """A wavelet whose filter is known here."""
+    family = settings.get("family", "db1")
+    expect(
+        holds=family in FAMILIES or not settings.get("transform", True),
+        otherwise=f"the wavelet is {str(family)[:20]!r}, known are db1 to db10",
+    )
+
+
+def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The first positions of a random order of all, and the filters of the wavelet."""
+    import torch
+
+    rows, cols = flat(target)
+    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
+    places = torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()
+    if not settings.get("transform", True):
+        return {"places": places}
+    low = low_pass(FAMILIES[settings.get("family", "db1")])
+    high = [value if i % 2 == 0 else -value for i, value in enumerate(reversed(low))]
+    return {"places": places, "filters": torch.tensor([low, high], dtype=torch.float64)}
+
+
+def low_pass(moments: int) -> list[float]:
+    """The filter that rebuilds: √2 ((1 + z) / 2)ᴺ Q(z), Q with the zeros inside the unit circle.
+
+    Daubechies 1988, "Orthonormal bases of compactly supported wavelets", section 4.
+    """
+    import torch
+
+    steps = [comb(moments - 1 + k, k) for k in range(moments)]
+    filled = [complex(1)]
+    if moments > 1:  # zeros y of Σ steps[k] yᵏ, then z from y = (2 − z − 1/z) / 4
+        companion = torch.diag(torch.ones(moments - 2, dtype=torch.float64), -1)
+        companion[:, -1] = torch.tensor([-step / steps[-1] for step in steps[:-1]], dtype=torch.float64)
+        for y in torch.linalg.eigvals(companion).tolist():
+            half = 1 - 2 * y
+            root = (half * half - 1) ** 0.5
+            zero = min(half - root, half + root, key=abs)
+            filled = [a - zero * b for a, b in zip([*filled, 0], [0, *filled], strict=True)]
+    for _ in range(moments):
+        filled = [a + b for a, b in zip([*filled, 0], [0, *filled], strict=True)]
+    whole = sum(filled).real
+    return [value.real * sqrt(2) / whole for value in filled]
+
+
+def delta(base: Tensor, t: WaveTensors) -> Tensor:
+    """ΔW [n, out, cols]; the values of `base` are not read."""
+    import torch
+
+    assert t.places is not None, "derived"
+    n, out, cols = base.shape
+    values = t.spectrum * t.scale[:, :, 0]
+    if t.filters is None:
+        return base.new_zeros(n, out * cols).scatter_(1, t.places, values).view(base.shape)
+    filters = t.filters[0]
+    more = filters.shape[1] - 2
+    height, width = ((size + more + 1) // 2 * 2 for size in (out, cols))
+    rows = t.places // cols + (height - out) // 2
+    columns = t.places % cols + (width - cols) // 2
+    dense = base.new_zeros(n, height * width).scatter_(1, rows * width + columns, values)
+    bands = dense.view(n, 2, height // 2, 2, width // 2).transpose(2, 3).flatten(1, 2)
+    kernels = torch.einsum("ya,xb->xyab", filters, filters)  # the right half is high along the rows' axis
+    change: Tensor = torch.nn.functional.conv_transpose2d(bands, kernels.flatten(0, 1)[:, None], stride=2)[:, 0]
+    return change[:, more : more + out, more : more + cols].contiguous()
+
+
+WAVEFT = Algorithm(
+    "waveft", WaveTensors, fit, delta, "arXiv:2505.12532",
+    numbers=alpha_by(), derive=derive, decomposes=True, check_settings=check_settings,
+)  # fmt: skip
