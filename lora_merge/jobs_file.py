@@ -16,12 +16,11 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from .errors import InputError, MergeError, UsageError
-from .header import open_regular
+from .errors import MergeError, UsageError
 from .job import Adapter, Job, exists, home, make_job, split_strength
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
-from .yaml_lines import Document, Place, parse
+from .yaml_lines import Document, Place, parse, read_text
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 100_000  # jobs of a file; more is a slip in a matrix
@@ -48,24 +47,14 @@ def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = 
     `overwrite` holds for all jobs.
     """
     if isinstance(source, Path):
-        return _Loader(parse(_text(source), source.name), source.name, source.absolute().parent, overwrite).entries()
+        return _Loader(
+            parse(read_text(source, FILE_LIMIT), source.name), source.name, source.absolute().parent, overwrite
+        ).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
         jobs = [replace(j, overwrite=j.overwrite or overwrite) for j in source]
         return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
     return _Loader(dict(data), "jobs", Path.cwd(), overwrite).entries()
-
-
-def _text(path: Path) -> str:
-    with open_regular(path) as f:
-        raw = f.read(FILE_LIMIT + 1) or b""
-    if len(raw) > FILE_LIMIT:
-        raise InputError("a jobs file of absurd length", str(path), "use a matrix, or several files")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise InputError(f"the jobs file is no text in UTF-8: {e.reason} at byte {e.start}", str(path),
-                         "give the YAML file first") from e  # fmt: skip
 
 
 class _Loader:

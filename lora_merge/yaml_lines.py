@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import yaml
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from .errors import InputError, UsageError
+from .header import open_regular
 
 UNFOLDED: Final = 500_000  # values after all aliases; a file of 20 000 jobs written out has fewer
 DEPTH: Final = 40  # of nesting; the format needs 6
@@ -55,7 +57,7 @@ class Document:
 def parse(text: str, name: str) -> Document:
     """The document; UsageError with the line where it is no YAML, InputError for what is built to exhaust memory."""
     try:
-        _check_depth(text, name)
+        check_depth(text, name)
         root = yaml.compose(text, _LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
@@ -68,13 +70,29 @@ def parse(text: str, name: str) -> Document:
     return Document(values.of(root), root, tuple(values.mistakes))
 
 
-def _check_depth(text: str, name: str) -> None:
-    """Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process."""
+def check_depth(text: str, name: str) -> None:
+    """InputError for what is nested too deeply; yaml.YAMLError where it is no YAML.
+
+    Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process.
+    """
     depth = 0
     for event in yaml.parse(text, _LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH:
             raise _bomb(f"{name}:{_line(event)}")
+
+
+def read_text(path: Path, limit: int) -> str:
+    """A regular file of at most `limit` bytes, as text; InputError for any other."""
+    with open_regular(path) as f:
+        raw = f.read(limit + 1) or b""
+    if len(raw) > limit:
+        raise InputError("a YAML file of absurd length", str(path), f"at most {limit >> 20} MiB are read")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise InputError(f"the file is no text in UTF-8: {e.reason} at byte {e.start}", str(path),
+                         "save it in UTF-8, or give the YAML file") from e  # fmt: skip
 
 
 class _Values:
@@ -143,7 +161,9 @@ def _line(of: Any) -> int:
 
 
 def _bomb(where: str) -> InputError:
-    return InputError("the YAML unfolds to an absurd size or depth", where, "write the jobs out, or use a matrix")
+    return InputError(
+        "the YAML unfolds to an absurd size or depth", where, "write out what is meant; for many jobs use a matrix"
+    )
 
 
 def _is_merge(key: Node) -> bool:

@@ -414,8 +414,15 @@ def test_shipped_files_are_sound(file: str) -> None:
         ("title: A\nlayouts: {native: [a]}\nnative: {<<: nothing}", 3, "no architecture file"),
         ("title: A\nranges: {i: many}", 2, "number"),
         ("- title", 1, "mapping"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {<<: sdxl.none}", 3, "no table none"),
+        ("title: A\nranges: {i: 999999999}\nlayouts: {native: [a]}\nnative: {'a.{i+1}': 'b.{i}'}", 4, "more than"),
+        ("title: A\nranges: {i: 9999}\nlayouts: {native: [a]}\nnative:\n" +
+         "\n".join(f" a{n}.{{i+1}}: 'b.{{i}}'" for n in range(99)), 10, "more than"),
+        (f"title: A\nranges: {{i: 1}}\nlayouts: {{native: [a]}}\nnative: {{a: 'b.{{{'i+' * 99999}i}}'}}", 4, "too long"),
+        (f"title: A\n{'? ' * 30}\n", 2, "a name"),
+        ("title: A\n? [&a [x, x], &b [*a, *a], &c [*b, *b], *c]\n: 1\n", 2, "a name"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_map_is_refused_with_its_line(text: str, line: int, why: str, tmp_path: Path) -> None:
     file = tmp_path / "map.yaml"
     file.write_text(text)
@@ -425,5 +432,13 @@ def test_a_bad_map_is_refused_with_its_line(text: str, line: int, why: str, tmp_
 
 
 def test_a_missing_map_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="not found"):
         load(tmp_path / "nowhere.yaml")
+
+
+def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 300_000)
+    with pytest.raises(InputError, match="absurd"):
+        load(tmp_path / "deep.yaml")
+    with pytest.raises(InputError, match="regular"):
+        load(Path("/dev/zero"))

@@ -30,6 +30,8 @@ from ..errors import InputError
 from .rows import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent
+MOST_ROWS: Final = 50_000  # of a table
+LONGEST: Final = 1 << 20  # bytes of a file; the longest that is shipped has 5 140
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Architecture:
             if name == "<<":
                 stem, _, theirs = canonical.partition(".")
                 other = next(a for a in shipped() if a.file.stem == stem)
-                rows.extend(other._rows(theirs or table, own | without))
+                if (theirs := theirs or table) not in other.tables:
+                    raise _bad(self.file, line, f"{other.file.name} has no table {theirs}")
+                rows.extend(other._rows(theirs, own | without))
                 continue
             if name in without:
                 continue
@@ -84,6 +88,8 @@ class Architecture:
                 rows.extend(parse(name, canonical, self.ranges))
             except BadRow as e:
                 raise _bad(self.file, line, f"{name}: {e}") from e
+            if len(rows) > MOST_ROWS:
+                raise _bad(self.file, line, f"more than {MOST_ROWS} rows up to here")
         return rows
 
 
@@ -107,12 +113,15 @@ def load(file: Path) -> Architecture:
     """One file, checked; InputError with file and line for anything that is not as it should be."""
     import yaml
 
+    from ..yaml_lines import check_depth, read_text
+
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = read_text(file, LONGEST)
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=loader)
-    except OSError as e:
-        raise InputError("the map cannot be read", f"{file}: {e.strerror}", "check the path") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        if file.parent != FOLDER:
+            check_depth(text, str(file))
+        node = yaml.compose(text, Loader=loader)
+    except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         raise _bad(file, mark.line + 1 if mark else 1, "it is no YAML") from e
     return _Reader(file).architecture(node)
@@ -158,8 +167,10 @@ class _Reader:
             raise _bad(self.file, _line(node), "there should be a mapping")
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.id != "scalar" or key.value in seen:
-                raise _bad(self.file, _line(key), f"{key.value} occurs twice or is no name")
+            if key.id != "scalar":
+                raise _bad(self.file, _line(key), "there should be a name")
+            if key.value in seen:
+                raise _bad(self.file, _line(key), f"{key.value} occurs twice")
             seen.add(key.value)
         return list(node.value)
 

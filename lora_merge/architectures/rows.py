@@ -29,12 +29,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Final, TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
 Bound: TypeAlias = Mapping[str, str]
 
 LAST: Final = "{last}"
+MOST_ROWS: Final = 10_000  # of one line; models have up to 100 blocks
+LONGEST_SUM: Final = 60  # characters of arithmetic in braces
 DEEPEST: Final = 8  # segments down to which numbers of blocks are looked for
 
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
@@ -102,6 +105,8 @@ def _numbers(text: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
     names = sorted(set(re.findall("[a-z]", " ".join(sums))))
     if missing := [n for n in names if n not in ranges]:
         raise BadRow(f"no range is given for {', '.join(missing)}")
+    if prod(ranges[n] for n in names) > MOST_ROWS:
+        raise BadRow(f"the ranges of {', '.join(names)} make more than {MOST_ROWS} rows")
     for values in product(*(range(ranges[n]) for n in names)):
         yield dict(zip(names, values, strict=True))
 
@@ -128,6 +133,8 @@ def _evaluate(text: str, numbers: Mapping[str, int]) -> int:
                 return of(a) * of(b)
         raise BadRow(f"{{{text}}} is no arithmetic with + - *")
 
+    if len(text) > LONGEST_SUM:
+        raise BadRow(f"{{{text[:20]}…}} is too long")
     try:
         return of(ast.parse(text, mode="eval").body)
     except SyntaxError as e:
