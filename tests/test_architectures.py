@@ -68,6 +68,7 @@ def test_exactly_one_row_recognises_a_model(name: str) -> None:
 UNET = {"layers_per_block": 2, "addition_embed_type": None}
 H3: dict[str, Any] = {"config": {}}
 VAE = {"down_block_types": "1234", "up_block_types": "1234"}
+KOALA = {"layers_per_block": 1, "addition_embed_type": "text_time"}
 SDXL = {"layers_per_block": 2, "addition_embed_type": "text_time"}
 
 CONVERTERS = (
@@ -75,6 +76,7 @@ CONVERTERS = (
     ("native/sd15",             "diffusers/sd15",        "ldm_unet_checkpoint",           {"config": UNET}),
     ("native/sd21",             "diffusers/sd21",        "ldm_unet_checkpoint",           {"config": UNET}),
     ("native/sdxl",             "diffusers/sdxl",        "ldm_unet_checkpoint",           {"config": SDXL}),
+    ("",                        "diffusers/koala",       "ldm_unet_checkpoint",           {"config": KOALA}),
     ("native/sdxl-refiner",     "diffusers/sdxl-refiner", "ldm_unet_checkpoint",          {"config": SDXL}),
     ("native/vae-sd",           "diffusers/vae-sd",      "ldm_vae_checkpoint",            {"config": VAE}),
     ("native/sd3",              "diffusers/sd3",         "sd3_transformer_checkpoint_to_diffusers", {}),
@@ -241,6 +243,12 @@ def tiny(name: str) -> Any:
              "num_key_value_heads": 1, "vocab_size": 32}  # fmt: skip
     vit = {k: small[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
     moe = {"num_local_experts": 3, "num_experts_per_tok": 1}
+    experts = small | {"moe_intermediate_size": 12, "n_routed_experts": 3, "num_experts_per_tok": 1,
+                       "n_shared_experts": 1, "first_k_dense_replace": 0}  # fmt: skip
+    turned = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1],
+                                                 "rope_theta": 1e4, "partial_rotary_factor": 0.5}}  # fmt: skip
+    seeing = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+              "num_position_embeddings": 16}  # fmt: skip
     made = {
         "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**small, **moe)),
         "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
@@ -270,6 +278,35 @@ def tiny(name: str) -> Any:
         "jamba": lambda: t.JambaForCausalLM(t.JambaConfig(**small, num_experts=3)),
         "phimoe": lambda: t.PhimoeForCausalLM(t.PhimoeConfig(**small, **moe)),
         "granite_moe": lambda: t.GraniteMoeForCausalLM(t.GraniteMoeConfig(**small, **moe)),
+        "glm4v_moe": lambda: t.Glm4vMoeForConditionalGeneration(
+            t.Glm4vMoeConfig(text_config=experts | turned, vision_config=seeing)
+        ),
+        "qwen3_vl_moe": lambda: t.Qwen3VLMoeForConditionalGeneration(
+            t.Qwen3VLMoeConfig(
+                text_config=experts | turned | {"num_experts": 3},
+                vision_config=seeing | {"deepstack_visual_indexes": [0]},
+            )
+        ),
+        "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(
+            t.DeepseekV3Config(
+                **experts,
+                n_group=1,
+                topk_group=1,
+                q_lora_rank=4,
+                kv_lora_rank=4,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=4,
+            )
+        ),
+        "qwen2_moe": lambda: t.Qwen2MoeForCausalLM(
+            t.Qwen2MoeConfig(**experts, num_experts=3, shared_expert_intermediate_size=8)
+        ),
+        "gemma3": lambda: t.Gemma3ForConditionalGeneration(
+            t.Gemma3Config(
+                text_config=small | {"head_dim": 8}, vision_config=vit | {"image_size": 28, "patch_size": 14}
+            )
+        ),
         "llava": lambda: t.LlavaForConditionalGeneration(
             t.LlavaConfig(
                 text_config={**small, "model_type": "llama"},
@@ -299,6 +336,11 @@ def tiny(name: str) -> Any:
         "phimoe",
         "granite_moe",
         "llava",
+        "glm4v_moe",
+        "qwen3_vl_moe",
+        "deepseek_v3",
+        "qwen2_moe",
+        "gemma3",
     ],
 )
 def test_names_in_memory_are_where_transformers_stores_them(name: str, tmp_path: Path) -> None:
