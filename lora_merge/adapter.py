@@ -166,7 +166,7 @@ def group(index: Index) -> AdapterFile:
     for info in [i for i in strange if i.name.rpartition(".")[0] in wrapped]:
         strange.remove(info)
         ignored[info.name] = "the base's own tensor inside a wrapped layer"
-    return AdapterFile(index.path, index, modules, tuple(strange), ignored)
+    return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
 
 
 def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, TensorInfo]) -> list[TensorInfo]:

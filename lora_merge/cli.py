@@ -147,7 +147,7 @@ def merge(
     if as_json:
         typer.echo(done.to_json())
     else:
-        conclude(done, say)
+        conclude(done, say, plan.base.notes)
 
 
 @app.command()

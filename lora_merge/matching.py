@@ -36,11 +36,15 @@ class Matcher:
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
+        self.lone = ""  # what names begin with that speak of the base's only expert
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
         """All modules placed, or one error that names what is wrong; `skip` leaves out what has no place."""
         modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
+        self.lone = self.names.lone_expert([m.name for m in modules])
+        if self.lone:
+            self.result.notes.append("it is for the second transformer (low noise), which the base is taken to be")
         self.patcher.widest = self._widest(modules)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
@@ -73,19 +77,22 @@ class Matcher:
         if patch is None:
             return
         self._add(patch)
-        bias = self.names.find(module.name, "bias") if module.parameter == "weight" else None
+        bias = self._look(module.name, "bias") if module.parameter == "weight" else None
         if bias is not None and ALGORITHMS[patch.algorithm].and_bias:
             self._add(_with_view(patch, bias))
         up = module.slots.get("up")
         if bias is not None and patch.magnitude and up is not None and up.name.endswith(".lora_b.weight"):
             self.patcher.remark(TUNED_BIAS, module)
 
+    def _look(self, name: str, parameter: str = "weight") -> View | None:
+        return self.names.find(name.removeprefix(self.lone), parameter)
+
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
         name, number = part(module.name)
         view = self._named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
-            view = self.names.find(*_apart(name))
+            view = self._look(*_apart(name))
         if view is None or number is None:
             return view
         heights = {part(m.name)[1]: _height(m) for m in self.adapter.modules if part(m.name)[0] == name}
@@ -99,7 +106,7 @@ class Matcher:
         targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self.names.find(*_apart(target)) for target in targets)
+        found = (self._look(*_apart(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._tied(name, parameter)
 
     def _tied(self, name: str, parameter: str) -> View | None:
@@ -110,7 +117,7 @@ class Matcher:
         if parameter != "weight" or not name.endswith("lm_head"):
             return None
         for shared in EMBEDDINGS:
-            view = self.names.find(shared)
+            view = self._look(shared)
             if view is not None:
                 self.result.notes.append(
                     f"{name}: the head is tied to {view.pieces[0].key}, so the input embeddings change too"
@@ -148,7 +155,7 @@ class Matcher:
 
     def _new_bias(self, module: Module) -> View | None:
         """A bias for a layer that has none in the base: created as zeros, if the layer is one whole tensor."""
-        weight = self.names.find(module.name, "weight")
+        weight = self._look(module.name, "weight")
         if weight is None or len(weight.pieces) != 1 or not weight.pieces[0].key.endswith(".weight"):
             return None
         piece, rows = weight.pieces[0], weight.shape[0]
@@ -162,7 +169,7 @@ class Matcher:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
         meant = self.patcher.rules.of(info.name).plain(info.name)
         name, parameter = _apart(meant.target if meant else info.name)
-        view = self.names.find(name, parameter) if name else None
+        view = self._look(name, parameter) if name else None
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
         elif view is None:

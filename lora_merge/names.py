@@ -71,6 +71,9 @@ ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
 """What names may speak of that is a denoiser; all but the last expert may be the only one."""
 
+SECOND: Final = "transformer_2."
+"""Names of Wan 2.2's low-noise expert in a pipeline; its single file says nothing of the kind."""
+
 REWRITES: Final = (
     (re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), ""),
     (re.compile(r"\.default$"), ""),
@@ -122,6 +125,12 @@ class Names:
             if views:
                 return views[0]
         return None
+
+    def lone_expert(self, modules: Sequence[str]) -> str:
+        """The prefix of an adapter for the second of two experts, on a base that is one of them alone; else ""."""
+        denoisers = [p for p in self._parts if p.role == "denoiser"]
+        alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
+        return SECOND if alone and modules and all(m.startswith(SECOND) for m in modules) else ""
 
     def value(self, view: View) -> View:
         """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.

@@ -233,11 +233,15 @@ def rows_of(target: Target) -> tuple[int, int]:
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:
-    """Per adapter: how many modules found their place, and what was left out and why."""
-    return {
-        m.adapter.path.name: {
+    """Per adapter, by file name or path: how many modules found their place, and what was left out and why."""
+    found: dict[str, Any] = {}
+    for m in plan.adapters:
+        path = m.adapter.path
+        alone = sum(path.name == other.adapter.path.name for other in plan.adapters) == 1
+        name = path.name if alone else str(path)
+        name = name if name not in found else f"{name} ({len(found) + 1})"
+        found[name] = {
             "matched": m.modules, "total": m.total, "components": m.components,
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
-        }
-        for m in plan.adapters
-    }  # fmt: skip
+        }  # fmt: skip
+    return found

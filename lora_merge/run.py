@@ -113,7 +113,7 @@ class _Output:
             tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
             seconds=time.monotonic() - self.started, device=",".join(str(p.device) for p in work.folder.at),
             dtype=job.dtype, compute_dtype=job.compute_dtype, stages=work.seconds, peak_memory=peak_memory(),
-            verified=proof, version=__version__, notes=tuple(work.folder.notes),
+            verified=proof, version=__version__, notes=(*plan.base.notes, *work.folder.notes),
         )  # fmt: skip
 
 

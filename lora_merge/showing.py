@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ def silent(_: str) -> None:
 def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
     """A few lines before the work: what was recognised, what matched, what will be written."""
     say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
+    for note in plan.base.notes:
+        say(f"  note: {note}")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
         parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
         what = ", ".join(m.algorithms) or "nothing"
@@ -62,11 +64,11 @@ def carry_out(plan: Plan, *, quiet: bool) -> Report:
         return run(plan, bar.update)
 
 
-def conclude(done: Report, say: Any) -> None:
-    """A few lines after the work."""
+def conclude(done: Report, say: Any, said: Sequence[str] = ()) -> None:
+    """A few lines after the work; without the notes that were `said` before it."""
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
-    for note in done.notes:
+    for note in [n for n in done.notes if n not in said]:
         say(f"note     {note}")
     if done.verified is not None:
         show_proof(done.verified, say)
@@ -80,7 +82,7 @@ def dry(plan: Plan) -> dict[str, Any]:
     return {
         "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
         "bytes": plan.size, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
-        "coverage": coverage(plan), "version": __version__,
+        "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
     }  # fmt: skip
 
 

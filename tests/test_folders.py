@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.errors import FitError
 
 from .support import Tensors, load, rand, save
 from .test_diffusers import CONFIGS
@@ -76,6 +77,44 @@ def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
     padded = torch.cat([base.x_embedder.weight, torch.zeros(16, 4)], dim=1)
     torch.testing.assert_close(got.x_embedder.weight, padded + delta)
     torch.testing.assert_close(got.proj_out.weight, base.proj_out.weight)
+
+
+@pytest.mark.parametrize("parts", [("transformer_2",), ("transformer", "transformer_2")])
+def test_the_second_expert_alone_is_a_single_file(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    """An adapter for it finds its place; one for both experts does not know which of them the file is."""
+    torch.manual_seed(0)
+    weights = diffusers.WanTransformer3DModel(**CONFIGS["WanTransformer3DModel T2V"]).state_dict()
+    base = save(dict(weights), tmp_path / "low_noise.safetensors")
+    lora = {}
+    for part in parts:
+        lora[f"{part}.blocks.0.attn1.to_q.lora_A.weight"] = rand(2, 24)
+        lora[f"{part}.blocks.0.attn1.to_q.lora_B.weight"] = rand(24, 2)
+    file = save(lora, tmp_path / "a.safetensors")
+    if len(parts) == 2:
+        with pytest.raises(FitError, match="second transformer"):
+            lora_merge.merge(base, file, tmp_path / "out.safetensors")
+        return
+    report = lora_merge.merge(base, file, tmp_path / "out.safetensors")
+    assert "low noise" in report.coverage["a.safetensors"]["notes"][0]
+    key = "blocks.0.attn1.to_q.weight"
+    torch.testing.assert_close(load(tmp_path / "out.safetensors")[key], weights[key] + rand(24, 2) @ rand(2, 24))
+
+
+def test_the_report_names_every_adapter_and_what_was_seen_on_opening(tmp_path: Path) -> None:
+    """Files of one name, one of them twice; a folder with a variant that was not used."""
+    base = {"model.a.weight": rand(4, 4)}
+    (tmp_path / "base").mkdir()
+    for name in ("model", "model.fp16"):
+        save(base, tmp_path / "base" / f"{name}.safetensors")
+    paths = []
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        lora = {"model.a.lora_up.weight": rand(4, 1), "model.a.lora_down.weight": rand(1, 4)}
+        paths.append(save(lora, tmp_path / folder / "a.safetensors"))
+    report = lora_merge.merge(tmp_path / "base", [*paths, paths[0]], tmp_path / "out")
+    assert list(report.coverage) == [str(paths[0]), str(paths[1]), f"{paths[0]} (3)"]
+    assert report.matched == 3
+    assert any("model.fp16" in note for note in report.notes)
 
 
 def test_two_experts_of_one_pipeline_keep_an_index_each(tmp_path: Path) -> None:
