@@ -54,7 +54,10 @@ class Algorithm:
     """(stored alpha or None, fitted shapes, weight shape) → value per `Scalar` field."""
     sliced: Mapping[str, int] | None = None
     """Slots that hold one entry per output row, and on which axis of the fitted shape; rows of ΔW
-    then need only those entries (and those rows of the base). None: ΔW can only be formed whole."""
+    then need only those entries (and those rows of the base). Where an entry serves several rows,
+    as that of one expert does, they are formed together. None: ΔW can only be formed whole."""
+    uncut: frozenset[str] = frozenset()
+    """Optional slots and settings with which it can only be formed whole all the same."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
     shared: frozenset[str] = frozenset()

@@ -77,7 +77,13 @@ def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
 
 def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
     return Algorithm(
-        name, ExpertsTensors, fits, delta, "arXiv:2106.09685", numbers=alpha_by(lambda shapes: shapes["down"][1])
+        name,
+        ExpertsTensors,
+        fits,
+        delta,
+        "arXiv:2106.09685",
+        numbers=alpha_by(lambda shapes: shapes["down"][1]),
+        sliced={"up": -1, "down": 0},
     )
 
 

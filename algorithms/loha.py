@@ -97,5 +97,5 @@ def _second(t: LohaTensors) -> Tensor:
 
 LOHA = Algorithm(
     "loha", LohaTensors, fit, delta, "arXiv:2108.06098",
-    numbers=alpha_over("w1_b"), accumulate=accumulate,
+    numbers=alpha_over("w1_b"), sliced={"w1_a": 0, "w2_a": 0}, uncut=frozenset({"t1", "t2"}), accumulate=accumulate,
 )  # fmt: skip

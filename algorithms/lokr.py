@@ -122,4 +122,7 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
     return w1[:, :, None, :, None], w2.flatten(2)[:, None, :, None, :]
 
 
-LOKR = Algorithm("lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers, accumulate=accumulate)
+LOKR = Algorithm(
+    "lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers,
+    sliced={"w1": 0, "w1_a": 0}, uncut=frozenset({"right_aligned"}), accumulate=accumulate,
+)  # fmt: skip

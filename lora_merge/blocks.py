@@ -20,15 +20,15 @@ BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: both casts ta
 
 @dataclass(frozen=True)
 class Slice:
-    """One use inside a block: block rows [low, high), which are the view's rows [start, start + high − low).
+    """One use inside a block: block rows [low, high) are rows `taken` of what the formula gives, None: all of them.
 
-    `start` is None where the formula cannot be sliced: the whole ΔW is formed and rows `taken` are used.
+    It is given the factors of the view's rows `formed`, as many whole grains as the block needs.
     """
 
     use: Use
     low: int
     high: int
-    start: int | None
+    formed: tuple[int, int]
     taken: tuple[int, int] | None
 
     @property
@@ -36,6 +36,11 @@ class Slice:
         """Whether the formula needs rows of the base that lie outside this block."""
         patch = self.use.patch
         return self.taken is not None and patch.reads_base and len(patch.view.pieces) > 1
+
+    def entries(self, axis_length: int) -> tuple[int, int]:
+        """(first, count) of what is needed along an axis that `sliced` names."""
+        grain = self.use.patch.view.matrix[0] // axis_length
+        return self.formed[0] // grain, (self.formed[1] - self.formed[0]) // grain
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class Block:
             self.last - self.first, self.cols, self.target.dtype,
             self.target.source.dtype if self.target.source else None, self.reshaped,
             tuple(
-                (s.low, s.high, s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())),
-                 s.use.patch.settings, s.use.patch.magnitude, s.use.piece.transposed, s.start is None, s.taken,
-                 s.use.patch.view.shape if s.taken is not None else None)
+                (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
+                 s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())), s.use.patch.settings,
+                 s.use.patch.magnitude, s.use.piece.transposed, s.use.patch.view.shape if s.taken is not None else None)
                 for s in self.slices
             ),
         )  # fmt: skip
@@ -74,11 +79,10 @@ class Block:
 
 
 def blocks(target: Target) -> Iterator[Block]:
-    """The target's rows in blocks, in order, without a gap. A use that cannot be sliced is never cut."""
+    """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
     rows, cols = rows_of(target)
-    for low, high in _uncut(target, rows):
-        whole = target.source is not None and target.source.shape != target.shape
-        whole = whole or any(_overlaps(u, low, high) and not _sliceable(u) for u in target.uses)
+    for low, high in _uncut(target, rows, cols):
+        whole = _grows(target) or any(_overlaps(u, low, high) and _grain(u) > 1 for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))
         for first in range(low, high, step):
             last = min(first + step, high)
@@ -86,20 +90,38 @@ def blocks(target: Target) -> Iterator[Block]:
             yield Block(target, first, last, cols, found)
 
 
-def _uncut(target: Target, rows: int) -> list[tuple[int, int]]:
-    """Row ranges between boundaries of uses, joined where a use that cannot be sliced spans several."""
-    if target.source is not None and target.source.shape != target.shape:
+def _uncut(target: Target, rows: int, cols: int) -> list[tuple[int, int]]:
+    """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several."""
+    if _grows(target):
         return [(0, rows)]
     edges = {0, rows}
+    held: list[tuple[int, int]] = []
     for u in target.uses:
-        edges |= {u.piece.start, u.piece.stop}
-    held = [(u.piece.start, u.piece.stop) for u in target.uses if not _sliceable(u)]
+        bounds = list(_bounds(u, cols))
+        edges.update(bounds)
+        if _grain(u) > 1:
+            held += pairwise(bounds)
     cuts = sorted(e for e in edges if not any(a < e < b for a, b in held))
     return list(pairwise(cuts))
 
 
-def _sliceable(use: Use) -> bool:
-    return use.patch.sliceable and not use.piece.transposed
+def _bounds(use: Use, cols: int) -> Iterator[int]:
+    """Where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
+    piece, grain = use.piece, _grain(use)
+    yield piece.start
+    if 1 < grain < use.patch.view.matrix[0]:
+        step = max(1, BLOCK_ELEMENTS // max(cols * grain, 1)) * grain
+        first = piece.start - use.start % step + step
+        yield from range(first, piece.stop, step)
+    yield piece.stop
+
+
+def _grows(target: Target) -> bool:
+    return target.source is not None and target.source.shape != target.shape
+
+
+def _grain(use: Use) -> int:
+    return use.patch.view.matrix[0] if use.piece.transposed else use.patch.grain
 
 
 def _overlaps(use: Use, low: int, high: int) -> bool:
@@ -108,8 +130,10 @@ def _overlaps(use: Use, low: int, high: int) -> bool:
 
 def _slice(use: Use, first: int, last: int) -> Slice:
     low, high = max(use.piece.start, first), min(use.piece.stop, last)
-    if _sliceable(use):
-        return Slice(use, low - first, high - first, use.start + low - use.piece.start, None)
-    whole = len(use.patch.view.pieces) == 1
-    taken = None if whole else (use.start, use.start + use.piece.rows)
-    return Slice(use, low - first, high - first, None, taken)
+    start, rows = use.start + low - use.piece.start, high - low
+    if use.piece.transposed:
+        start, rows = use.start, use.piece.rows
+    grain = _grain(use)
+    formed = start // grain * grain, -(-(start + rows) // grain) * grain
+    taken = None if formed == (start, start + rows) else (start - formed[0], start - formed[0] + rows)
+    return Slice(use, low - first, high - first, formed, taken)

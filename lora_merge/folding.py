@@ -145,7 +145,7 @@ class Folder:
             first.use.piece.transposed,
             stage([self._view(s.use.patch.view, at) for s in slices], at) if first.needs_view else None,
             slice(*first.taken) if first.taken is not None else None,
-            patch.view.matrix if first.taken is not None else None,
+            (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
             self._magnitude(slices, at),
         )
 
@@ -162,8 +162,9 @@ class Folder:
         patch, info = s.use.patch, s.use.patch.module.slots[slot]
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
-        if s.start is not None and row.sliced is not None and slot in row.sliced:
-            cut = (row.sliced[slot], s.start, s.high - s.low)
+        if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:
+            axis = row.sliced[slot]
+            cut = (axis, *s.entries(shape[axis]))
         key = (info.file, info.name, shape, cut, at)
         if self.kept is not None and key in self.kept:
             return self.kept[key]
@@ -183,7 +184,7 @@ class Folder:
         tensors = []
         for s in slices:
             tensor = self.fetch(s.use.patch.module.shared["magnitude"]).reshape(shape)
-            tensors.append(tensor if s.start is None else tensor.narrow(0, s.start, s.high - s.low))
+            tensors.append(tensor if axis == "in" else tensor.narrow(0, s.formed[0], s.formed[1] - s.formed[0]))
         return axis, stage(tensors, at)
 
     def _view(self, view: View, at: Placement) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import isnan, prod
 from pathlib import Path
@@ -45,11 +46,21 @@ class Patch:
     view: View
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
 
-    @property
-    def sliceable(self) -> bool:
-        """Whether rows of ΔW can be computed from the same rows of the base alone."""
-        axis = self.magnitude[0] if self.magnitude else "out"
-        return ALGORITHMS[self.algorithm].sliced is not None and axis == "out"
+    @cached_property
+    def grain(self) -> int:
+        """How many consecutive rows of ΔW are formed together: 1, those of one expert or one block, or all.
+
+        Factors are cut to a multiple of it, along the axes that the algorithm's `sliced` names.
+        """
+        row, rows = ALGORITHMS[self.algorithm], self.view.matrix[0]
+        chosen = self.shapes.keys() | {name for name, value in self.settings if value}
+        if row.sliced is None or row.uncut & chosen or (self.magnitude or ("out",))[0] != "out":
+            return rows
+        entries = {self.shapes[slot][axis] for slot, axis in row.sliced.items() if slot in self.shapes} or {rows}
+        count = entries.pop()
+        if entries or not count or rows % count or (self.reads_base and count < rows):
+            return rows
+        return rows // count
 
     @property
     def reads_base(self) -> bool:

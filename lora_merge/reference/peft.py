@@ -27,12 +27,19 @@ def embedding(g: Given) -> Array:
 
 
 def experts(g: Given) -> Array:
-    """Expert e has rows e·r … of A and every E-th column of B; rows of the stack are those of [E, out, in]."""
-    up, down = g["up"], g["down"]
-    turned, up = up.ndim == 4, up.reshape(up.shape[-3:])
-    blocks = [up[:, :, e] @ down[e] for e in range(len(down))]
-    stack = np.stack([b.T for b in blocks] if turned else blocks)
-    return g.numbers["scale"] * stack.reshape(g.out, g.cols)[g.rows]
+    """Expert e has rows e·r … of A and every E-th column of B. A row of the weight is one of an expert's, or all."""
+    _, height, width = g.shape
+    lines = g.cols // width
+    which, inside = np.divmod((g.rows[:, None] * lines + np.arange(lines)).reshape(-1), height)
+    first = g.read("up", np.array([0]))
+    result = np.empty((len(which), width))
+    for e in np.unique(which):
+        down, rows = g.read("down", np.array([e]))[0], which == e
+        if first.ndim == 4:  # the first entry is all of B: each ΔW[e] is transposed
+            result[rows] = (first[0, :, :, e] @ down[:, inside[rows]]).T
+        else:
+            result[rows] = g.read("up", inside[rows])[:, :, e] @ down
+    return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
 
 
 def bdlora(g: Given) -> Array:
@@ -269,7 +276,7 @@ def vera(g: Given) -> Array:
 
 PEFT: Final = MappingProxyType({
     "adalora": Reference(adalora), "lora_bias": Reference(lora_bias), "lora_embedding": Reference(embedding),
-    "lora_experts": Reference(experts, whole=True), "lora_experts_transposed": Reference(experts, whole=True),
+    "lora_experts": Reference(experts), "lora_experts_transposed": Reference(experts),
     "bdlora": Reference(bdlora), "c3a": Reference(c3a), "deft": Reference(deft, whole=True, loss=8),
     "delora": Reference(delora), "fourierft": Reference(fourierft, loss=8), "gralora": Reference(gralora),
     "hira": Reference(hira), "hira_embedding": Reference(hira_embedding), "hra": Reference(hra, loss=8),

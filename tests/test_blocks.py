@@ -1,0 +1,69 @@
+"""However a weight is cut into blocks and spread over tensors, every formula gives what it gives as a whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge import blocks
+from lora_merge.adapter import Module
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.examples import EXAMPLES, given, tensors, weight
+from lora_merge.folding import Folder, Item
+from lora_merge.header import TensorInfo
+from lora_merge.matched import Use
+from lora_merge.patching import Patch
+from lora_merge.placement import FILE_DTYPES, Placement
+from lora_merge.planning import Target
+from lora_merge.reference import REFERENCE
+from lora_merge.views import Piece, View
+
+STRENGTH = 0.7
+STACKED = ("lora_experts", "lora_experts_transposed")
+
+
+def held(name: str, tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
+
+
+@pytest.mark.parametrize("largest", [1, 40, 100, 2**20])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_cutting_and_spreading_change_nothing(
+    name: str, parts: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+    example = EXAMPLES[name]
+    whole = weight(example)
+    want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
+    if name in STACKED:  # rows of width `in`, as an architecture with experts has them
+        whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
+    rows, cols = whole.shape
+    edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a grain too
+    stored = {f"base {i}": torch.from_numpy(whole[a:b]) for i, (a, b) in enumerate(pairwise(edges))}
+    slots = {slot: torch.from_numpy(t) for slot, t in tensors(name, example).items()}
+    module = Module("m", "weight", {s: held(s, t) for s, t in slots.items()}, {}, (name,))
+    pieces = tuple(Piece(key, 0, len(t), cols) for key, t in stored.items())
+    shapes = {slot: tuple(t.shape) for slot, t in slots.items()}
+    view = View(pieces, example.shape)
+    patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
+    base = {key: held(key, t) for key, t in stored.items()}
+    everything = stored | slots
+    folder = Folder((Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept={})
+    found, count = [], 0
+    for piece, start in zip(pieces, edges, strict=False):
+        uses = (Use(patch, piece, start, STRENGTH),)
+        info = base[piece.key]
+        target = Target(piece.key, piece.key, "F64", info.shape, 0, info.nbytes, info, uses)
+        for block in blocks.blocks(target):
+            into = torch.empty(block.last - block.first, cols, dtype=torch.float64)
+            folder.fold([Item(block, stored[piece.key][block.first : block.last], into)])
+            found.append(into)
+            count += 1
+    np.testing.assert_allclose(torch.cat(found).numpy(), want, rtol=1e-9, atol=1e-9)
+    if parts == largest == 1 and patch.grain < rows:
+        assert count == rows // patch.grain
