@@ -170,6 +170,9 @@ class Matcher:
         meant = self.patcher.rules.of(info.name).plain(info.name)
         name, parameter = _apart(meant.target if meant else info.name)
         view = self._look(name, parameter) if name else None
+        if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
+            bare = self._look(info.name)
+            view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
         elif view is None:

@@ -275,3 +275,17 @@ def test_a_grown_vocabulary_is_in_the_config(tmp_path: Path) -> None:
     lora_merge.merge(base, peft, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 12
     assert torch.equal(load(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"], rand(12, 4, seed=1))
+
+
+def test_a_bare_parameter_right_below_its_prefix_is_replaced() -> None:
+    """A name of two dots' depth that is a module of the base without its leaf is none of its parameters."""
+    te = "cond_stage_model.model."
+    base = {f"{te}positional_embedding": rand(7, 4), f"{te}token_embedding.weight": rand(9, 4), f"{te}ln_final.weight": rand(4),
+            f"{te}transformer.resblocks.0.attn.in_proj_weight": rand(12, 4)}  # fmt: skip
+    name = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+    lora = {f"{name}.lora_up.weight": rand(4, 1), f"{name}.lora_down.weight": rand(1, 4)}
+    new = rand(7, 4, seed=3)
+    merged = lora_merge.merge_state_dict(base, lora | {f"{te}positional_embedding": new})
+    assert torch.equal(merged[f"{te}positional_embedding"], new)
+    with pytest.raises(MergeError, match="no place"):
+        lora_merge.merge_state_dict(base, lora | {f"{te}ln_final": rand(4)})
