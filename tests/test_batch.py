@@ -495,6 +495,57 @@ def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(small: Pa
     assert len(moments) > 2, "the moments were spread over the run"
 
 
+def test_one_of_two_processes_is_killed_and_the_other_takes_its_jobs_over(small: Path, children: Any) -> None:
+    jobs, out, chance = grid(small, 6), small / "out", random.Random(8)
+    wanted = {f"{n}.safetensors" for n in range(1, 7)}
+    for moment in range(6):
+        shutil.rmtree(out, ignore_errors=True)
+        pair = [children.Process(target=_run_in_child, args=(jobs, str(small / f"{moment}-{n}"), 2)) for n in range(2)]
+        for process in pair:
+            process.start()
+        while len(made(out)) < moment % 6 and pair[0].is_alive():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.02))
+        pair[0].kill()
+        for process in pair:
+            process.join(60)
+        assert pair[1].exitcode == 0
+        reports = [json.loads(t) for t in (small / f"{moment}-1").read_text().splitlines()]
+        assert sorted(r["number"] for r in reports) == [1, 2, 3, 4, 5, 6]
+        assert {r["status"] for r in reports} <= {"merged", "skipped"}
+        # The part of a job that was killed may be left beside an output that is not made again: the next run removes it.
+        run(jobs)
+        assert {p.name for p in out.iterdir()} == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["parent", "group"])
+def test_a_batch_with_workers_is_killed_and_finished_by_the_next(small: Path, who: str) -> None:
+    lines = "\n".join(json.dumps(j) for j in grid(small, 12))
+    (small / "jobs.yaml").write_text("version: 1\njobs:\n" + "".join(f"- {line}\n" for line in lines.splitlines()))
+    command = [sys.executable, "-m", "lora_merge", "batch", str(small / "jobs.yaml"), "--workers", "2"]
+    chance = random.Random(9)
+    for _ in range(5):
+        shutil.rmtree(small / "out", ignore_errors=True)
+        first = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        time.sleep(chance.uniform(0.5, 4))
+        there = made(small / "out")
+        if who == "parent":
+            first.kill()
+        else:
+            os.killpg(first.pid, signal.SIGTERM)
+        first.communicate(timeout=60)  # its workers hold the pipes until they have ended as well
+        if who == "group":
+            assert first.returncode in (0, 143)
+            assert not strays(small)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(p.name for p in (small / "out").iterdir()) == sorted(f"{n}.safetensors" for n in range(1, 13))
+        assert all((small / "out" / n).stat().st_mtime_ns == s.st_mtime_ns for n, s in there.items())
+
+
 def made(out: Path) -> dict[str, os.stat_result]:
     """The outputs that are there."""
     return {p.name: p.stat() for p in out.glob("[!.]*")}
