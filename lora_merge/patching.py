@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import isnan, prod
+from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,8 +169,8 @@ class Patcher:
                 f"{slot} is not one number", f"{info.file}: {info.name} {list(info.shape)}", "export it again"
             )
         value = self.read(info)[0]
-        if isnan(value):
-            raise InputError(f"{slot} is NaN", f"{info.file}: {info.name}", "use an earlier save of the adapter")
+        if isnan(value) or (slot != "alpha" and not isfinite(value)):  # an infinite alpha has a meaning in LoKr and OFT
+            raise InputError(f"{slot} is {value}", f"{info.file}: {info.name}", "use an earlier save of the adapter")
         return value
 
     def _with_shared(self, module: Module, keys: Mapping[str, str]) -> Module:
