@@ -238,7 +238,7 @@ def sync_folder(folder: Path) -> None:
 def _publish(part: Path, target: Path, *, overwrite: bool) -> None:
     """Give `part` its name. Without `overwrite`, never over something that appeared meanwhile."""
     if part.is_dir():
-        _publish_folder(part, target)
+        _publish_folder(part, target, overwrite=overwrite)
     elif overwrite:
         if target.exists():
             part.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -264,10 +264,15 @@ def _appeared(target: Path) -> MergeError:
     )
 
 
-def _publish_folder(part: Path, target: Path) -> None:
+def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
     """Rename the folder, or swap it with the one it replaces, which then has the name of the part."""
-    if not os.path.lexists(target):
-        part.rename(target)
+    if not overwrite or not os.path.lexists(target):
+        try:
+            part.rename(target)  # it fails over anything but an empty folder
+        except OSError as e:
+            if not overwrite and os.path.lexists(target):
+                raise _appeared(target) from e
+            raise
         return
     if _exchange(part, target):
         return

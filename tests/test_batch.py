@@ -448,7 +448,7 @@ def children() -> Iterator[Any]:
     if sys.platform == "win32":
         pytest.skip("no fork server")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lora_merge.run", "lora_merge.batch", __name__])
+    context.set_forkserver_preload(["lora_merge.writing", "lora_merge.batch", __name__])
     return context
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import lora_merge.cli
 import lora_merge.replay
 import lora_merge.run
+import lora_merge.writing
+from lora_merge.architectures import shipped
 
 LIMITS = {"FSIZE": resource.RLIMIT_FSIZE, "DATA": resource.RLIMIT_DATA}
 
@@ -48,6 +50,7 @@ def child(request: dict[str, object]) -> int:
 
 def main() -> None:
     """Serve until stdin ends."""
+    shipped()
     running: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)

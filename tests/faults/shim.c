@@ -105,6 +105,10 @@ int linkat(int p, const char *a, int q, const char *b, int f) {
     if (hit("name", a) && happen()) return -1;
     return NEXT(int, "linkat", int, const char *, int, const char *, int)(p, a, q, b, f);
 }
+int renameat2(int p, const char *a, int q, const char *b, unsigned f) {
+    if (hit("name", a) && happen()) return -1;
+    return NEXT(int, "renameat2", int, const char *, int, const char *, unsigned)(p, a, q, b, f);
+}
 int unlink(const char *a) {
     return hit("unlink", a) && happen() ? -1 : NEXT(int, "unlink", const char *)(a);
 }
