@@ -25,6 +25,8 @@ IGNORED: Final = {
 }
 """Key prefix → why tensors under it are not merged."""
 
+_IGNORED: Final = tuple(IGNORED)
+
 
 WRAPPED: Final = ".linear"
 """Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
@@ -127,7 +129,7 @@ def group(index: Index) -> AdapterFile:
     ignored: dict[str, str] = {}
     bare: dict[str, TensorInfo] = {}
     for key, info in index.tensors.items():
-        if key.startswith(tuple(IGNORED)):
+        if key.startswith(_IGNORED):
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
         if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # one truth value is a switch
@@ -141,14 +143,15 @@ def group(index: Index) -> AdapterFile:
         if row.ending == ".weight":  # of (IA)³, if its `on_input` is there too
             bare[name] = info
             continue
-        one = groups.setdefault((name, row.parameter), _Group())
+        one = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
         if row.slot in SHARED:
             one.shared[row.slot] = info
             continue
         if row.slot in one.slots:
             raise _twice(index.path, one.slots[row.slot], info)
         one.slots[row.slot] = info
-        one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
+        if one.algorithms != row.algorithms:
+            one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
@@ -161,7 +164,8 @@ def group(index: Index) -> AdapterFile:
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
     lonely = [info for (name, _), g in groups.items() if name not in used for info in g.shared.values()]
-    strange += [info for info in lonely if info not in strange]
+    named = {info.name for info in strange}
+    strange += [info for info in lonely if info.name not in named]
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
     for info in [i for i in strange if i.name.rpartition(".")[0] in wrapped]:
         strange.remove(info)

@@ -77,11 +77,18 @@ class Matcher:
         if patch is None:
             return
         self._add(patch)
-        bias = self._look(module.name, "bias") if module.parameter == "weight" else None
-        if bias is not None and ALGORITHMS[patch.algorithm].and_bias:
-            self._add(_with_view(patch, bias))
+        if module.parameter == "weight":
+            self._place_bias(module, patch)
+
+    def _place_bias(self, module: Module, patch: Patch) -> None:
+        """The bias of a layer whose weight was placed, where the formula holds for it too."""
         up = module.slots.get("up")
-        if bias is not None and patch.magnitude and up is not None and up.name.endswith(".lora_b.weight"):
+        torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
+        both = ALGORITHMS[patch.algorithm].and_bias
+        bias = self._look(module.name, "bias") if both or torchtune else None
+        if bias is not None and both:
+            self._add(_with_view(patch, bias))
+        if bias is not None and torchtune:
             self.patcher.remark(TUNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
