@@ -93,6 +93,11 @@ class _Group:
     shared: dict[str, TensorInfo] = field(default_factory=dict)
     algorithms: tuple[str, ...] | None = None
 
+    def narrow(self, algorithms: tuple[str, ...]) -> None:
+        """Leave those that one more tensor's suffix allows."""
+        if self.algorithms != algorithms:
+            self.algorithms = tuple(a for a in algorithms if self.algorithms is None or a in self.algorithms)
+
 
 def file_numbers(info: TensorInfo) -> tuple[float, ...]:
     """All elements of a small tensor of any stored dtype, straight from its file."""
@@ -150,8 +155,7 @@ def group(index: Index) -> AdapterFile:
         if row.slot in one.slots:
             raise _twice(index.path, one.slots[row.slot], info)
         one.slots[row.slot] = info
-        if one.algorithms != row.algorithms:
-            one.algorithms = tuple(a for a in row.algorithms if one.algorithms is None or a in one.algorithms)
+        one.narrow(row.algorithms)
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
