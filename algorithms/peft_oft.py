@@ -16,13 +16,15 @@ PEFT tuners/oft/layer.py of 0.13.2, 0.15.2, 0.17.0, 0.21.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
@@ -34,6 +36,7 @@ class OftTensors:
     terms: int  # of the Neumann series; 0: the exact Cayley transform
     doubled_last: bool = False  # as PEFT 0.16 and 0.17 had it
     limit: float = 0.0  # `eps` where `coft` is on; 0: none
+    shared: bool = True  # `block_share`: whether one block may stand for all
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class FirstTensors:
 
     blocks: Tensor  # X, [n, k, b, b]
     limit: float = 0.0
+    shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class SecondTensors:
     blocks: Tensor  # X, [n, k, b, b]
     rows: Tensor  # oft_s, [n, out, 1]
     limit: float = 0.0
+    shared: bool = True
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -91,6 +96,18 @@ def fit_first(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": (count, size, size)}
 
 
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
+    """One block for all only where the configuration says so."""
+    stored = shapes["skew"] if "skew" in shapes else shapes["blocks"]
+    size = _size(stored[1]) if "skew" in shapes else stored[1]
+    rows, cols = flat(target)
+    width = rows if "blocks" in shapes and "rows" not in shapes else cols
+    expect(
+        holds=settings.get("shared", True) or stored[0] > 1 or size >= width,
+        otherwise=f"one block of {size} for {width}, and the configuration does not say that it is shared",
+    )
+
+
 def _size(triangle: int) -> int:
     return (1 + isqrt(1 + 8 * triangle)) // 2
 
@@ -120,7 +137,7 @@ def delta(base: Tensor, t: OftTensors) -> Tensor:
 
 def embedding_delta(base: Tensor, t: OftTensors) -> Tensor:
     """W (diag(R) − I): an embedding's rows are rotated as outputs, so without the transpose."""
-    return delta(base, OftTensors(-t.skew, t.terms, t.doubled_last, t.limit))
+    return delta(base, replace(t, skew=-t.skew))
 
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
@@ -200,10 +217,11 @@ PEFT_OFT = Algorithm(
     sliced={},
     reads_base=True,
     decomposes=True,
+    check_settings=check_settings,
 )
 PEFT_OFT_EMBEDDING = Algorithm(
     "peft_oft_embedding", OftTensors, fit, embedding_delta, "arXiv:2306.07280",
-    sliced={}, reads_base=True, decomposes=True,
+    sliced={}, reads_base=True, decomposes=True, check_settings=check_settings,
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",
@@ -213,6 +231,7 @@ PEFT_OFT2 = Algorithm(
     "arXiv:2306.07280",
     reads_base=True,
     decomposes=True,
+    check_settings=check_settings,
 )
 PEFT_OFT1 = Algorithm(
     "peft_oft1",
@@ -222,4 +241,5 @@ PEFT_OFT1 = Algorithm(
     "arXiv:2306.07280",
     reads_base=True,
     decomposes=True,
+    check_settings=check_settings,
 )

@@ -34,7 +34,7 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, Fields, refuse, refuse_lora, refuse_type
-from .peft_numbers import PREFIX, SCALES, SETTINGS, bare
+from .peft_numbers import PREFIX, SCALES, SETTINGS, bare, check_count
 
 METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
@@ -166,7 +166,8 @@ class Rules:
         return tuple(f"{name}.{leaf}" for leaf in leaves)
 
     def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
-        """Scalars that the configuration decides."""
+        """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors."""
+        check_count(self.fields, algorithm, module, shapes)
         make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
         return {} if make is None else {"scale": make(self.fields, module, shapes)}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from .algorithms import Shapes
+from .algorithms import DoesNotFit, Shapes
 from .errors import InputError
 from .peft_config import RETAKE, Fields
 
@@ -84,6 +84,29 @@ SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingPro
 )
 """Row → its `scale`; rows that are not here have none, or their own."""
 
+COUNTS: Final[Mapping[str, tuple[str, int, str, str]]] = MappingProxyType(
+    {
+        "vera": ("rank_scale", 0, "r", ""),
+        "hra": ("vectors", 1, "r", "rank_pattern"),
+        "miss": ("block", 0, "r", "rank_pattern"),
+        "miss_mini": ("block", 0, "r", "rank_pattern"),
+        "fourierft": ("spectrum", 0, "n_frequency", "n_frequency_pattern"),
+        "waveft": ("spectrum", 0, "n_frequency", "n_frequency_pattern"),
+    }
+)
+"""Row → the slot and axis whose length no other tensor confirms, and the field, perhaps with a pattern, that does."""
+
+
+def check_count(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> None:
+    """DoesNotFit if a length is another than the configuration's; nothing where the configuration does not tell."""
+    slot, axis, name, pattern = COUNTS.get(algorithm, ("", 0, "", ""))
+    if not name or fields.get(name) is None or fields.get("proportional_parameters"):
+        return
+    said = fields.pattern(pattern, bare(module), fields.number(name, 0)) if pattern else fields.number(name, 0)
+    if shapes[slot][axis] != said:
+        raise DoesNotFit(f"{slot} is {list(shapes[slot])}, the configuration says {name} = {said:g}")
+
+
 CONFIGURED: Final = frozenset({"adalora", "randlora", "waveft", "peanut"})
 """Rows whose scale follows from no tensor, and is 1 in no file."""
 
@@ -98,11 +121,12 @@ def _oft(fields: Fields) -> Mapping[str, object]:
         raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
     version = re.match(r"(\d+)\.(\d+)", fields.text("peft_version", "0.17"))
     old = version is None or (int(version[1]), int(version[2])) < (0, 18)
-    return {"terms": terms, "doubled_last": old, **_limit(fields)}
+    return {"terms": terms, "doubled_last": old, **_blocks(fields)}
 
 
-def _limit(fields: Fields) -> Mapping[str, object]:
-    return {"limit": fields.number("eps", 6e-5) if fields.flag("coft", default=False) else 0.0}
+def _blocks(fields: Fields) -> Mapping[str, object]:
+    limit = fields.number("eps", 6e-5) if fields.flag("coft", default=False) else 0.0
+    return {"limit": limit, "shared": fields.flag("block_share", default=False)}
 
 
 def _random(fields: Fields) -> Mapping[str, object]:
@@ -120,8 +144,8 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
     {
         "peft_oft": _oft,
         "peft_oft_embedding": _oft,
-        "peft_oft1": _limit,
-        "peft_oft2": _limit,
+        "peft_oft1": _blocks,
+        "peft_oft2": _blocks,
         "lokr": lambda _: {"right_aligned": True},
         "vera": _random,
         "pvera": _random,

@@ -130,7 +130,8 @@ def test_rank_comes_from_the_tensors() -> None:
                                                   ("0.21.2.dev0", False), ("1.0.0", False)])  # fmt: skip
 def test_oft_series_ends_as_in_the_version_that_trained_it(version: str | None, doubled: bool) -> None:  # noqa: FBT001
     config = {"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 4, "peft_version": version}
-    assert rules(config, "c").settings("peft_oft") == {"terms": 4, "doubled_last": doubled, "limit": 0.0}
+    told = rules(config, "c").settings("peft_oft")
+    assert told == {"terms": 4, "doubled_last": doubled, "limit": 0.0, "shared": False}
 
 
 # Whole parameters
@@ -227,6 +228,27 @@ def test_a_scaling_without_its_side_is_no_new_value() -> None:
     del adapter["lora_unet_blocks_1.on_input"]
     with pytest.raises(MergeError):
         lora_merge.merge_state_dict({f"blocks.{i}.weight": torch.randn(8, 8) for i in range(3)}, adapter)
+
+
+@pytest.mark.parametrize(("kind", "tensors", "told"), [
+    ("HRA", {"hra_u": (8, 3)}, {"r": 4}),
+    ("MISS", {"miss_block": (3, 8)}, {"r": 4}),
+    ("VERA", {"vera_lambda_b": (8,), "vera_lambda_d": (3,)}, {"r": 4}),
+    ("FOURIERFT", {"fourierft_spectrum": (9,)}, {"n_frequency": 10}),
+    ("WAVEFT", {"waveft_spectrum": (9,)}, {"n_frequency": 10}),
+    ("OFT", {"oft_R.weight": (1, 6)}, {"use_cayley_neumann": True}),  # one block of two, and not shared
+    ("OFT", {"oft_r": (1, 4, 4)}, {"r": 2}),
+    ("OFT", {"oft_r": (1, 4, 4), "oft_s": (8, 1)}, {"r": 2}),
+])  # fmt: skip
+def test_lengths_that_only_the_configuration_confirms(
+    kind: str, tensors: Mapping[str, tuple[int, ...]], told: Mapping[str, Any], tmp_path: Path
+) -> None:
+    saved = {f"base_model.model.a.{name}": torch.randn(shape) for name, shape in tensors.items()}
+    base = {"a.weight": torch.randn(8, 8)}
+    with pytest.raises(FitError, match="configuration"):
+        lora_merge.merge_state_dict(base, folder(tmp_path, {"peft_type": kind, **told}, saved))
+    agreed = {"r": 3, "n_frequency": 9, "block_share": True}
+    lora_merge.merge_state_dict(base, folder(tmp_path, {"peft_type": kind, **told, **agreed}, saved))
 
 
 @pytest.mark.parametrize(("tensors", "named"), [

@@ -63,7 +63,7 @@ def test_first_generation_turns_outputs(
     limit = told.get("eps", math.inf) * size**2 / math.sqrt(len(x))
     rotation = whole(x, r, limit)[:out, :out]
     want = (rotation.T @ weight.flatten(1)).reshape(shape)
-    got = ours(weight, saved(tmp_path, {"oft_r": x}, r=r, **told))
+    got = ours(weight, saved(tmp_path, {"oft_r": x}, r=r, block_share=shared, **told))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(got, weight, atol=1e-3)
 
@@ -81,7 +81,7 @@ def test_second_generation_turns_inputs_and_scales_outputs(
     rows = (1 + torch.randn(shape[0], 1) * 0.1).double()
     limit = told.get("eps", math.inf) * math.ceil(shape[0] / r) ** 2 / math.sqrt(len(x))
     want = ((weight.flatten(1) @ whole(x, r, limit).T) * rows).reshape(shape)
-    got = ours(weight, saved(tmp_path, {"oft_r": x, "oft_s": rows}, r=r, **told))
+    got = ours(weight, saved(tmp_path, {"oft_r": x, "oft_s": rows}, r=r, block_share=shared, **told))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
