@@ -111,7 +111,7 @@ def merge(
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="What a file does not tell, e.g. lora_alpha=16 (LLMs-from-scratch)."),
+        typer.Option(metavar="NAME=VALUE", help="What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune)."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
