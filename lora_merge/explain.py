@@ -10,7 +10,7 @@ from .algorithms import Shape
 from .architectures import Architecture
 from .guess import architectures, described, seen, variants
 
-_BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:blocks|layers|h)[._](\d{1,9})(?=[._])")
+_BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
 PARTS: Final = {
     "te": "the text encoder",

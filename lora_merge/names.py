@@ -168,8 +168,12 @@ class Names:
         if absent := sorted(set(wanted) - labels):
             return absence(absent, sorted(labels))
         main = {m: () for m in unmatched} | dict(shapes)
-        known = self._parts[0].architecture if self._parts else None
-        return likely_reason(unmatched, _denoiser(main), known, self._weights())
+        part = next((p for p in self._parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
+        if part is None or part is self._parts[0]:
+            known = self._parts[0].architecture if self._parts else None
+            return likely_reason(unmatched, _denoiser(main), known, self._weights())
+        there = [m for m in unmatched if self.wanted(m) == part.label]
+        return likely_reason(there, {}, part.architecture, self._weights(part))
 
     def doubt(self, shapes: Callable[[], Mapping[str, Shape]]) -> str:
         """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
@@ -187,12 +191,11 @@ class Names:
         known = self._parts[0].architecture if self._parts else None
         return described([known], seen(self._weights())) if known else "unknown"
 
-    def _weights(self) -> dict[str, Shape]:
-        """Module → shape of the weight, of the main network."""
-        keys = self._parts[0].keys if self._parts else {}
-        return {
-            body.removesuffix(".weight"): self._shapes[key] for body, key in keys.items() if len(self._shapes[key]) > 1
-        }
+    def _weights(self, part: Component | None = None) -> dict[str, Shape]:
+        """Module → shape of the weight, of one network; of the main one without."""
+        part = part or (self._parts[0] if self._parts else None)
+        found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
+        return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
         """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""

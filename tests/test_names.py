@@ -537,6 +537,9 @@ def test_other_reasons() -> None:
     modules = adapter("transformers/llama-3.1-8b", "base_model.model.", "self_attn.q_proj")
     found = base("transformers/llama-3.2-1b")
     assert "block 31" in found.explain([m for m in modules if not found.find(m)], modules)
+    text = base("single-file/sdxl").explain(["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {})
+    assert "block 40" in text
+    assert "block 31" in text, "of the same encoder, not of the denoiser"
     assert guess({"strange.module": (3, 3)}) == "unknown"
 
 
