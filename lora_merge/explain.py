@@ -60,11 +60,10 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
 
 def _other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     theirs, ours = seen(modules), seen(stored)
-    found = architectures(theirs)
-    if not found or base in found:
+    found, here = architectures(theirs), [base] if base else architectures(ours)
+    if not found or any(a in found for a in here):
         return ""
-    is_a = described([base] if base else architectures(ours), ours)
-    return _sentence(described(found, theirs), is_a)
+    return _sentence(described(found, theirs), described(here, ours))
 
 
 def _sentence(theirs: str, ours: str) -> str:

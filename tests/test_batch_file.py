@@ -197,14 +197,14 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
     )
     values = ", ".join(map(str, range(1000)))
     product = f"version: 1\njobs: [{{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: [{values}], y: [{values}]}}}}]"
-    started = time.monotonic()
+    started = time.process_time()
     for text in (lists, merges, "a: &a [*a]", "[" * 100_000, "{" * 100_000, "- " * 5000 + "1"):
         refused(tmp_path, text, InputError)
     assert "1000000 combinations" in refused(tmp_path, product)
     some = f"[{', '.join(map(str, range(250)))}]"  # two matrices, each of 62 500 jobs
     both = f"version: 1\njobs:\n- &j {{base: b, adapters: [a], output: 'o{{x}}{{y}}', matrix: {{x: {some}, y: {some}}}}}\n- *j"
     assert "62500 combinations, 125000 jobs in all" in refused(tmp_path, both)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="UTF-8"):
         load(tmp_path / "jobs.yaml")

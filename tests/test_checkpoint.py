@@ -547,9 +547,9 @@ def test_planning_is_fast(tmp_path: Path) -> None:
         f.write(content)
         f.truncate(len(content) + end)  # sparse
     assert end > 40e9
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(open_checkpoint(tmp_path / "big.safetensors").tensors) == 6000
-    assert time.perf_counter() - started < 0.4
+    assert time.process_time() - started < 0.4
 
 
 def test_headers_need_no_torch() -> None:

@@ -189,11 +189,11 @@ def test_tables_are_built_quickly(name: str) -> None:
     """Measured 0.04 to 0.1 s; a whole resolution has to stay under a second on a slow machine."""
     shapes = header(name)
     base("native/sd15")  # the architecture files are read once
-    start = time.perf_counter()
+    start = time.process_time()
     found = names(index(shapes))
     for module, parameter in modules(shapes):
         found.find(module, parameter)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
@@ -596,7 +596,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
         shapes |= {f"{stem}.{strange}.img_attn.qkv.weight": (3, 3) for stem in stems}
         shapes |= {strange: (), f"{strange}.weight": (0,)}
     shapes |= {"model.layers.1.mlp.experts.gate_up_proj": (2**50, 2, 0), "double_blocks.1.img_attn.qkv.weight": (0, 0)}
-    start = time.perf_counter()
+    start = time.process_time()
     found = names(index(shapes))
     for strange in STRANGE:
         for dialect in DENOISER:
@@ -605,7 +605,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
             except AmbiguousName:
                 continue
     found.explain(STRANGE, {strange: (1,) for strange in STRANGE})
-    assert time.perf_counter() - start < 10  # 0.8 s
+    assert time.process_time() - start < 10  # 0.8 s
 
 
 # --- views --------------------------------------------------------------------------------------------

@@ -360,10 +360,10 @@ def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config
 @pytest.mark.parametrize("pattern", ["(a+)+", "(a|a)*b", "a*a*a*a*a*b", "[", "(?P<x>", "a{99999999999}", "x" * 9999])
 def test_patterns_that_are_broken_or_would_never_end_are_refused_at_once(pattern: str) -> None:
     told = rules({**LORA, "alpha_pattern": {pattern: 3}}, "c")
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InputError, match="alpha_pattern"):
         pair_scale(told, "a" * 200)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"r": "x", "lora_alpha": 3}', "[" * 100_000])
