@@ -82,7 +82,7 @@ def blocks(target: Target) -> Iterator[Block]:
     """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
     rows, cols = rows_of(target)
     for low, high in _uncut(target, rows, cols):
-        whole = _grows(target) or any(_overlaps(u, low, high) and _grain(u) > 1 for u in target.uses)
+        whole = _grows(target) or any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))
         for first in range(low, high, step):
             last = min(first + step, high)
@@ -99,7 +99,7 @@ def _uncut(target: Target, rows: int, cols: int) -> list[tuple[int, int]]:
     for u in target.uses:
         bounds = list(_bounds(u, cols))
         edges.update(bounds)
-        if _grain(u) > 1:
+        if _joined(u):
             held += pairwise(bounds)
     cuts = sorted(e for e in edges if not any(a < e < b for a, b in held))
     return list(pairwise(cuts))
@@ -122,6 +122,11 @@ def _grows(target: Target) -> bool:
 
 def _grain(use: Use) -> int:
     return use.patch.view.matrix[0] if use.piece.transposed else use.patch.grain
+
+
+def _joined(use: Use) -> bool:
+    """Whether its formula gives more than a row of the target at once."""
+    return use.piece.transposed or use.patch.grain > 1
 
 
 def _overlaps(use: Use, low: int, high: int) -> bool:
