@@ -218,6 +218,7 @@ DANGEROUS: dict[str, Callable[[], Any]] = {
     "a negative offset": lambda: rebuilt(-1, (2,), (1,)),
     "beyond its storage": lambda: rebuilt(0, (99,), (1,)),
     "expanded to exabytes": lambda: rebuilt(0, (1 << 30, 1 << 30), (0, 0)),
+    "expanded to a gigabyte": lambda: rebuilt(0, (1 << 14, 1 << 14), (0, 0)),
     "size and stride of other lengths": lambda: rebuilt(0, (2,), (1, 1)),
     "meta": lambda: torch.empty(1 << 40, device="meta"),
     "numpy": lambda: torch.ones(2).numpy(),
@@ -312,6 +313,10 @@ def test_small_files_take_little_memory_and_time(tmp_path: Path, kind: str) -> N
         for i, make in enumerate(DANGEROUS.values()):
             for zipped in (True, False):
                 torch.save({"a": make()}, folder / f"{i}{zipped}", _use_new_zipfile_serialization=zipped)
+        torch.save({"a": torch.zeros(300)}, folder / "claims", _use_new_zipfile_serialization=False)
+        claims = (folder / "claims").read_bytes()  # a storage of a gigabyte in a file of two kilobytes
+        assert claims.count(b"M,\x01") > 1
+        (folder / "claims").write_bytes(claims.replace(b"M,\x01", b"J" + struct.pack("<i", 1 << 28)))
         (folder / "memo").write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")  # a memo of two billion entries
         (folder / "frame").write_bytes(b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"}.")
         (folder / "bytes").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"}.")

@@ -16,7 +16,7 @@ import lora_merge
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.header import parse_file
-from lora_merge.recipe import KEY, LEGACY, find, read_recipe
+from lora_merge.recipe import KEY, LEGACY, LIMIT, find, read_recipe
 from lora_merge.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.run import run
 
@@ -167,7 +167,7 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
     "text",
     ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),
      told(adapters=[{**GOOD, "strength": True, "parts": []}]), told(adapters=[{**GOOD, "strength": 10**400, "parts": []}]),
-     told(base=of(size=float("inf"))), *(told(base=of(name=n)) for n in OUTSIDE),
+     told(base=of(size=float("inf"))), told(more="x" * LIMIT), *(told(base=of(name=n)) for n in OUTSIDE),
      *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800"))],
 )  # fmt: skip
 def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
@@ -189,7 +189,9 @@ def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
             prove(out)
 
 
-def test_the_search_is_bounded_and_stays_below_its_folders(files: Path, tmp_path: Path) -> None:
+def test_the_search_is_bounded_and_stays_below_its_folders(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = merged(files)
     deep = tmp_path / "a" / "b" / "c" / "d" / "e"
     deep.mkdir(parents=True)
@@ -198,6 +200,9 @@ def test_the_search_is_bounded_and_stays_below_its_folders(files: Path, tmp_path
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path])
     assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
+    monkeypatch.setattr("lora_merge.recipe.FILES", 2)
+    with pytest.raises(InputError, match="not found"):
+        find(recipe, [tmp_path, deep])
 
 
 def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
