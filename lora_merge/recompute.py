@@ -36,6 +36,7 @@ class Findings:
     tensors: int = 0
     rows: int = 0
     elements: int = 0
+    clipped: int = 0  # elements beyond the range of an 8-bit output
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
@@ -157,6 +158,7 @@ class Recomputation:
         worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
         f = self.findings
         f.rows, f.elements = f.rows + len(rows), f.elements + found.size
+        f.clipped += int(np.count_nonzero(np.abs(exact.value) > np.abs(value)))
         if not worst <= f.worst:
             f.worst, f.worst_tensor = worst, target.name
         if bad.any():

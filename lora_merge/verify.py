@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -175,20 +175,23 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
     return {
         "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
-        "untouched": compared, "retained": shares, "warnings": [w for w in map(_warning(plan), shares) if w],
+        "untouched": compared, "retained": shares, "warnings": list(_warnings(plan, merged, shares)),
     }  # fmt: skip
 
 
-def _warning(plan: Plan) -> Any:
-    dtypes = sorted({t.dtype for x in plan.files for t in x.targets if t.uses})
-
-    def warn(share: dict[str, Any]) -> str | None:
-        kept = share["retained"]
-        if kept is None or kept >= RETAINED:
-            return None
-        return (
-            f"only {max(kept, 0):.0%} of {share['adapter']} is in the output: its changes are smaller than "
-            f"{', '.join(dtypes)} can hold beside the weights; write --dtype fp32, or raise the strength"
+def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the output dtype cannot hold: numbers too large for it, or changes too small."""
+    dtypes = ", ".join(sorted({t.dtype for x in plan.files for t in x.targets if t.uses}))
+    f = merged.findings
+    if f.clipped:
+        yield (
+            f"{f.clipped} of {f.elements} numbers looked at are larger than {dtypes} can hold and were cut to its "
+            "largest; write --dtype bf16 or fp32"
         )
-
-    return warn
+        return
+    for share in shares:
+        if share["retained"] is not None and share["retained"] < RETAINED:
+            yield (
+                f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
+                f"than {dtypes} can hold beside the weights; write --dtype fp32, or raise the strength"
+            )
