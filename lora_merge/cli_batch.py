@@ -79,7 +79,8 @@ def _announce(made: Batch, *, quiet: bool) -> None:
 
 def _dry_run(made: Batch, workers: int, *, as_json: bool) -> None:
     """Every job with what would happen to it; fails as the run would, where jobs or the disk cannot do it."""
-    from .survey import check_space
+    from .disk import free_bytes
+    from .survey import check_space, disk_needs
 
     for s in made.sketches:
         if as_json:
@@ -90,6 +91,8 @@ def _dry_run(made: Batch, workers: int, *, as_json: bool) -> None:
                 typer.echo(_indented(s.error))
     if not as_json:
         _announce(made, quiet=False)
+        for path, size in disk_needs(made.sketches, workers):
+            typer.echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")
     if _broken(made):
         raise _failure(_broken(made), len(made.sketches), "planned")
     check_space(made.sketches, workers)

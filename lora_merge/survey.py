@@ -193,8 +193,8 @@ class _Surveyor:
         return _Outline(plan.size, plan.is_folder, plan.inputs, plan.contents, hash(layout_key(plan)))
 
 
-def check_space(sketches: Sequence[Sketch], workers: int) -> None:
-    """ResourceError unless every disk can hold all that will be written; what is replaced stays until it is."""
+def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:
+    """A path on every disk that is written to, and the bytes needed there; what is replaced stays until it is."""
     by_disk: dict[int, list[Sketch]] = {}
     disks: dict[Path, int] = {}
     for s in (s for s in sketches if s.runs):
@@ -204,7 +204,13 @@ def check_space(sketches: Sequence[Sketch], workers: int) -> None:
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
         kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
-        require_space(some[0].entry.job.output, sum(s.size - s.replaces for s in some) + sum(kept))
+        yield some[0].entry.job.output, sum(s.size - s.replaces for s in some) + sum(kept)
+
+
+def check_space(sketches: Sequence[Sketch], workers: int) -> None:
+    """ResourceError unless every disk can hold all that will be written."""
+    for path, size in disk_needs(sketches, workers):
+        require_space(path, size)
 
 
 def _size(path: Path) -> int:

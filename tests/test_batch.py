@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -562,6 +563,7 @@ jobs:
     command, runner = ["batch", str(models / "jobs.yaml")], CliRunner()
     dry = runner.invoke(app, [*command, "--dry-run"])
     assert "would write" in dry.stdout
+    assert re.search(r"4 to run \((.*) to write\)(?s:.*)disk     .*/out: \1 needed, .* free", dry.stdout)
     assert "cannot run" in dry.stdout
     assert not (models / "out").exists()
     done = runner.invoke(app, [*command, "--report", str(models / "report.jsonl")])
