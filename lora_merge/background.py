@@ -64,7 +64,8 @@ class Reports(Iterator[JobReport]):
                 self._work.closing.set()
             return
         try:
-            self._work.ended.wait()
+            if self._work.is_alive():  # it is not in a process that was forked meanwhile
+                self._work.ended.wait()
         except KeyboardInterrupt:  # it would be lost here
             self._work.interrupts = True
             self.close()
