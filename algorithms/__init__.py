@@ -46,6 +46,7 @@ from .shira import SHIRA
 from .sparse import LORA_SPARSE, LORA_SPARSE_TUCKER
 from .supertuning import SUPERTUNING
 from .tlora import TLORA
+from .unilora import UNILORA
 from .vblora import VBLORA, VBLORA_TOP
 from .vera import PVERA, VERA
 from .waveft import WAVEFT
@@ -57,7 +58,7 @@ ROWS: Final = (
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
-    WAVEFT, PEANUT,
+    WAVEFT, PEANUT, UNILORA,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

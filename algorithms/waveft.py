@@ -1,4 +1,4 @@
-"""WaveFT, ΔW = c · S or c · IDWT(S), S zero but for n entries. Bilican et al. 2025, arXiv:2505.12532, section 3.
+"""WaveFT, ΔW = c · S or c · IDWT(S), S zero but for n entries. Bilican et al. 2025, arXiv:2505.12532.
 
 Where the entries lie is not stored: they are the first n of a random permutation of all positions, drawn from
 `random_loc_seed` on the CPU. For the inverse wavelet transform S lies in the middle of a matrix with f − 2 more rows

@@ -185,6 +185,16 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
                 },
             ),
             (("vblora", "vblora_top"), {".vblora_vector_bank": "bank"}),
+            (
+                ("unilora",),
+                {
+                    ".unilora_indices_A": "down_choice",
+                    ".unilora_scales_A": "down_weight",
+                    ".unilora_indices_B": "up_choice",
+                    ".unilora_scales_B": "up_weight",
+                    ".unilora_theta_d": "bank",
+                },
+            ),
             (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
             (
                 ("supertuning",),

@@ -104,6 +104,9 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
                       settings={"seed": 777, "family": "db3", "transform": True}),
     "peanut": Example({"down": (RANK, OUT), "up": (OUT, RANK), "encoder_0": (RANK, RANK), "decoder_0": (RANK, RANK)},
                       numbers=_SCALE, settings={"depth": 1, "activation": "silu"}),
+    "unilora": Example({"down_choice": np.arange(RANK * IN).reshape(RANK, IN) % 7, "down_weight": (RANK, IN),
+                        "up_choice": np.arange(OUT * RANK).reshape(OUT, RANK) % 5, "up_weight": (OUT, RANK),
+                        "bank": (7,)}),
     "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
 })  # fmt: skip
 

@@ -33,7 +33,7 @@ from typing import Any, Final, Literal
 
 from .algorithms import Shapes
 from .errors import InputError
-from .peft_config import CONVERT, RETAKE, Fields, refuse, refuse_lora, refuse_type
+from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
 from .peft_numbers import PREFIX, SCALES, SETTINGS, bare, check_count
 
 METADATA: Final = "lora_adapter_metadata"
@@ -68,6 +68,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "GRALORA": ("gralora",),
         "HIRA": ("hira", "hira_embedding"),
         "VBLORA": ("vblora", "vblora_top"),
+        "UNILORA": ("unilora",),
         "BEFT": ("lora_bias",),
         "DEFT": ("deft",),
         "SUPERTUNING": ("supertuning",),
@@ -86,6 +87,7 @@ SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "randlora": {"down": "randlora_A", "up": "randlora_B"},
         "vblora": {"bank": "vblora_vector_bank"},
         "vblora_top": {"bank": "vblora_vector_bank"},
+        "unilora": {"bank": "unilora_theta_d"},
     }
 )
 
@@ -259,6 +261,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
         why = "it was trained without a seed, so nobody knows its frequencies"
         raise refuse("FOURIERFT", why, CONVERT, where)
+    if kind == "UNILORA" and not fields.flag("save_indices", default=False):
+        raise refuse("UNILORA", UNKNOWN_ORDER, "save it again with save_indices=True", where)
     return Rules(fields, kind)
 
 

@@ -46,7 +46,6 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
         "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
         "TINYLORA": (UNKNOWN_ORDER, CONVERT),
-        "UNILORA": (UNKNOWN_ORDER, CONVERT),
         "ADAMSS": (
             "its rows come from clustering the base, which versions do differently",
             CONVERT,

@@ -54,6 +54,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-config": ({**LORA, "future_config": {"a": 1}}, "future_config"),
     "unknown-type": ({"peft_type": "FUTURE"}, "FUTURE"),
     "no-type": ({"r": 4}, "without peft_type"),
+    "without-places": ({"peft_type": "UNILORA"}, "UNILORA"),
     "unseeded": ({"peft_type": "FOURIERFT", "random_loc_seed": None}, "FOURIERFT"),
 }
 

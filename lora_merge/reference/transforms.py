@@ -75,4 +75,13 @@ def peanut(g: Given) -> Array:
     return g.numbers["scale"] * (g.some("up") @ hidden)
 
 
-TRANSFORMS: Final = MappingProxyType({"waveft": Reference(waveft), "peanut": Reference(peanut, whole=True)})
+def unilora(g: Given) -> Array:
+    """Both factors looked up in one vector."""
+    theta = g["bank"].reshape(-1)
+    up = theta[g.some("up_choice")] * g.some("up_weight")
+    return np.asarray(up @ (theta[g["down_choice"]] * g["down_weight"]))
+
+
+TRANSFORMS: Final = MappingProxyType({
+    "waveft": Reference(waveft), "peanut": Reference(peanut, whole=True), "unilora": Reference(unilora),
+})  # fmt: skip

@@ -131,6 +131,12 @@ def _peanut() -> list[Example]:
     ]
 
 
+def _unilora() -> list[Example]:
+    slots = {"down_choice": (3, 10), "down_weight": (3, 10), "up_choice": (12, 3), "up_weight": (12, 3), "bank": (7,)}
+    values = {slot: numbers_below(slots[slot], 7) for slot in ("down_choice", "up_choice")}
+    return [Example("linear", (12, 10), slots, values, free=(("bank", 0),), spread=1.0)]
+
+
 def _vblora() -> list[Example]:
     slots = {"down": (2, 5, 7), "up": (4, 2, 7), "bank": (7, 3)}
     return [Example("two of seven", (12, 15), slots, settings={"top": 2})]
@@ -237,6 +243,7 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
     "vblora_top": _vblora_top(),
     "waveft": _waveft(),
     "peanut": _peanut(),
+    "unilora": _unilora(),
     "deft": _deft(),
     "supertuning": [
         Example("sparse", (12, 10), {"values": (7,), "places": (7,)}, {"places": places(120, count=7)}, blind=(0, 1)),

@@ -70,6 +70,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "osf": (PEFT, "peft.OSFConfig"),
     "waveft": (PEFT, "peft.WaveFTConfig"),
     "peanut": (PEFT, "peft.PeanutConfig"),
+    "unilora": (PEFT, "peft.UniLoraConfig"),
 }
 """Row → (file, words of the case there)."""
 

@@ -124,6 +124,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "waveft-conv1d": (peft.WaveFTConfig, GPT, {"n_frequency": 50, "wavelet_family": "db4", "fan_in_fan_out": True}),
     **{f"peanut-{depth}": (peft.PeanutConfig, LINEAR, {"r": 4, "depth": depth, "scaling": 0.5, "act_fn": act})
        for depth, act in ((0, "relu"), (1, "silu"), (3, "tanh"))},
+    "unilora": (peft.UniLoraConfig, LINEAR, {"r": 4, "save_indices": True}),
     "osf": (peft.OSFConfig, LINEAR, {"effective_rank": 10}),
 }  # fmt: skip
 

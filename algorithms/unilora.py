@@ -1,0 +1,68 @@
+"""Uni-LoRA, ΔW = B A, all numbers of A and B taken from one short vector. Li et al. 2025, arXiv:2506.00799.
+
+A[i, j] = θ[a_ij] · s_ij, B likewise; θ is stored once for all layers. Which entry each number is (a) and its scale (s)
+follow from the order in which the model's code lists its layers, so only files that hold them can be merged (PEFT
+`save_indices`, tuners/unilora/layer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Indices
+
+
+@dataclass(frozen=True)
+class UniTensors:
+    """Where the numbers of both factors are in the vector, and their scales."""
+
+    down_choice: Indices  # [n, r, in]
+    down_weight: Tensor  # [n, r, in]
+    up_choice: Indices  # [n, out, r]
+    up_weight: Tensor  # [n, out, r]
+    bank: Tensor  # θ, [n, numbers]; shared
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored."""
+    (out, cols), choice = flat(target), shapes["down_choice"]
+    rank, bank = choice[0] if choice else 0, shapes.get("bank", ())
+    want = {
+        "down_choice": (rank, cols),
+        "down_weight": (rank, cols),
+        "up_choice": (out, rank),
+        "up_weight": (out, rank),
+    }
+    for slot, shape in want.items():
+        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
+    expect(holds=len(bank) == 1 and bank[0] > 0, otherwise=f"the vector that all layers share is {list(bank)}")
+    return {**want, "bank": bank}
+
+
+def check(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
+    """Refuses entries that the vector does not have."""
+    for slot, chosen in stored.items():
+        inside = bool(((chosen >= 0) & (chosen < shapes["bank"][0])).all())
+        expect(holds=inside, otherwise=f"{slot} lies outside of the {shapes['bank'][0]} numbers of the vector")
+
+
+def delta(base: Tensor, t: UniTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    return _factor(t.bank, t.up_choice, t.up_weight) @ _factor(t.bank, t.down_choice, t.down_weight)
+
+
+def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    return bank.gather(1, choice.flatten(1)).view(weight.shape) * weight
+
+
+UNILORA = Algorithm(
+    "unilora", UniTensors, fit, delta, "arXiv:2506.00799",
+    sliced={"up_choice": 0, "up_weight": 0}, shared=frozenset({"bank"}), check=check,
+)  # fmt: skip
