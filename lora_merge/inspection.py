@@ -76,7 +76,7 @@ def _is_adapter(index: Index) -> bool:
 
 def _base(index: Index) -> dict[str, Any]:
     lookup = names(index)
-    recipe = _recipe(index)
+    recipe = _json(index, "lora_merge.recipe")
     return {
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": sum(_count(t.shape) for t in index.tensors.values()),
@@ -98,6 +98,8 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
             ranks[module.slots[slot].shape[0]] += 1
         if "alpha" in module.shared:
             alphas[file_numbers(module.shared["alpha"])[0]] += 1
+    for table in (file.index.config, _json(file.index, "lora_adapter_metadata")):
+        alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     dora = sum("magnitude" in m.shared for m in file.modules)
     return {
         "kind": "adapter", "algorithms": dict(found), **({"dora": dora} if dora else {}),
@@ -142,12 +144,21 @@ def _trainer(index: Index) -> str:
     return next((name for key, name in TRAINERS if key in index.metadata), "unknown")
 
 
-def _recipe(index: Index) -> Any:
-    """How a merged file was made, if we made it."""
+def _json(index: Index, entry: str) -> Any:
+    """What an entry of the metadata holds; None without."""
     try:
-        return json.loads(index.metadata.get("lora_merge.recipe", "null"))
+        return json.loads(index.metadata.get(entry, "null"))
     except (ValueError, RecursionError):
         return "unreadable"
+
+
+def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
+    """The α that a PEFT configuration gives, for all modules or for some; diffusers has one per component."""
+    for key, value in configuration.items():
+        if key.rpartition(".")[2] == "lora_alpha" and isinstance(value, int | float):
+            yield float(value)
+        if key.rpartition(".")[2] == "alpha_pattern" and isinstance(value, Mapping):
+            yield from (float(v) for v in value.values() if isinstance(v, int | float))
 
 
 def _dialect(file: AdapterFile) -> list[str]:

@@ -106,3 +106,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
     path = save({"a": torch.zeros(3, 4), "b": torch.zeros(5).half()}, tmp_path / "m.safetensors")
     assert inspect(path)["dtypes"] == {"F32": 12, "F16": 5}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"transformer.r": 2, "transformer.lora_alpha": 6, "transformer.alpha_pattern": {"x": 9}}', "{"]
+)
+def test_the_alpha_of_a_configuration_is_shown(tmp_path: Path, text: str) -> None:
+    tensors = {"transformer.x.lora_A.weight": torch.zeros(2, 4), "transformer.x.lora_B.weight": torch.zeros(4, 2)}
+    facts = inspect(save(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": text}))
+    assert facts["alphas"] == ([6, 9] if len(text) > 1 else [])
+    assert facts["trainer"] == "diffusers"
