@@ -457,6 +457,8 @@ def test_shipped_files_are_sound(file: str) -> None:
         ("title: A\nranges: {i: many}", 2, "number"),
         ("- title", 1, "mapping"),
         ("title: A\nlayouts: {native: [a]}\nnative: {<<: sdxl.none}", 3, "no table none"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {a..b: c}", 3, "nothing between"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {a.b: c.}", 3, "nothing between"),
         ("title: A\nranges: {i: 999999999}\nlayouts: {native: [a]}\nnative: {'a.{i+1}': 'b.{i}'}", 4, "more than"),
         ("title: A\nranges: {i: 9999}\nlayouts: {native: [a]}\nnative:\n" +
          "\n".join(f" a{n}.{{i+1}}: 'b.{{i}}'" for n in range(99)), 10, "more than"),

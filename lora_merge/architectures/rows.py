@@ -145,6 +145,8 @@ def _row(name: str, canonical: str) -> Row:
     if not re.fullmatch(r"[\w.{}-]+", name):
         raise BadRow(f"{name!r} is no path")
     parts = tuple(_parts(canonical))
+    if not all(name.split(".")) or not all(all(p.path) for p in parts):
+        raise BadRow("a path with nothing between two dots")
     own = set(_VARIABLE.findall(name))
     theirs = {v for p in parts for v in _VARIABLE.findall(".".join(p.path))}
     if own - theirs or len(theirs - own) > 1:
