@@ -6,6 +6,10 @@ import os
 import sys
 
 from .cli import main
+from .telling import Teller, open_descriptors
+
+ANSWERS = frozenset({"inspect", "verify", "doctor"})
+"""Commands that only say something: they fail where nobody can hear it. What others have made is there all the same."""
 
 
 def start() -> None:
@@ -15,6 +19,9 @@ def start() -> None:
     cyclic garbage, of which a merge makes little, takes nearly as long.
     """
     gc.set_threshold(50_000)
+    open_descriptors()
+    sys.stdout = out = Teller(sys.stdout)
+    sys.stderr = err = Teller(sys.stderr)
     code = 0
     try:
         main()
@@ -23,11 +30,11 @@ def start() -> None:
             raise
         code = end.code or 0
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # a closed pipe
-            code = code or 1
+    out.flush()
+    if out.lost:
+        print(f"warning: not all could be written to the standard output: {out.lost.strerror}", file=err)
+        code = code or int(sys.argv[1] in ANSWERS)
+    err.flush()
     os._exit(code)
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -125,8 +125,9 @@ def merge(
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
     """Merge adapters into a base model and write the result."""
-    from .job import expand, make_job
+    from .job import make_job
     from .planning import make_plan
+    from .telling import ReportFile
 
     job = make_job(
         base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
@@ -135,6 +136,8 @@ def merge(
         setting=[_setting(s) for s in setting or []],
     )  # fmt: skip
     plan = make_plan(job)
+    sources = [job.base, *plan.inputs, *(a.path for a in job.adapters)]
+    told = ReportFile(report, sources, [job.output]) if report else None
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=verbose)
     if dry_run:
@@ -142,8 +145,8 @@ def merge(
             typer.echo(json.dumps(dry(plan), ensure_ascii=False))
         return
     done = carry_out(plan, quiet=quiet)
-    if report is not None:
-        expand(report).write_text(done.to_json() + "\n", encoding="utf-8")
+    if told is not None:
+        told.replace(done.to_json())
     if as_json:
         typer.echo(done.to_json())
     else:
@@ -225,14 +228,18 @@ class _Stopped(BaseException):
         self.number = number
 
 
+STOPPING: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
     raise _Stopped(number)
 
 
 def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _stop)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         app()

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,7 +48,7 @@ def batch(
     from .batch import make_batch
     from .executors import Crew
     from .executors import executor as find
-    from .job import expand
+    from .telling import ReportFile
 
     find(executor)
     made = make_batch(jobs, workers=workers, overwrite=overwrite)
@@ -55,19 +56,28 @@ def batch(
         _dry_run(made, workers or 1, as_json=as_json)
         return
     _announce(made, quiet=quiet or as_json)
+    told = ReportFile(report, *_files(made, jobs)) if report else None
     ended: list[JobReport] = []
     with ExitStack() as stack:
-        lines = stack.enter_context(expand(report).open("a", encoding="utf-8")) if report else None
         progress = stack.enter_context(_progress(made, quiet=quiet))
         for one in made.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
             ended.append(one)
-            if lines is not None:
-                print(one.to_json(), file=lines, flush=True)
+            if told is not None:
+                told.append(one.to_json())
             if as_json:
                 typer.echo(one.to_json())
             elif not quiet or not one.ok:
                 _write(_line(one, len(made.sketches)))
     _conclude(made, ended, sys.stderr if as_json else sys.stdout)
+
+
+def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
+    """What is read and what is made."""
+    from .job import expand
+
+    asked = [s.entry.job for s in made.sketches]
+    sources = {p for j in asked for p in (j.base, *(a.path for a in j.adapters))}
+    return {expand(jobs), *sources}, {j.output for j in asked}
 
 
 def _announce(made: Batch, *, quiet: bool) -> None:

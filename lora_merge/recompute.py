@@ -53,7 +53,7 @@ class Exact:
     """Rows as they must be, in float64."""
 
     value: Array
-    terms: Array  # |W| and every |s ΔW|, whichever is largest
+    terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
     loss: float = 1.0  # Reference.loss of the worst formula
     changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
 
@@ -136,7 +136,7 @@ class Recomputation:
             change[inside] = use.strength * self._change(use, rows[inside])
             number = use.patch.adapter
             exact.value += change
-            exact.terms = np.maximum(exact.terms, np.abs(change))
+            exact.terms = np.maximum(exact.terms, np.maximum(np.abs(change), np.abs(exact.value)))
             exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
             exact.loss = max(exact.loss, REFERENCE[use.patch.algorithm].loss)
         return exact
@@ -153,7 +153,8 @@ class Recomputation:
             error = np.abs(found - value)
         overflown = np.isinf(found) & (found == rounded(value, target.dtype))
         error[(found == value) | overflown | (np.isnan(found) & np.isnan(value))] = 0.0
-        bad = ~(error <= 0.5000001 * units + exact.loss * self.rounding * largest)
+        rounding = self.rounding * max(1.0, len(target.uses) / 16)
+        bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
         worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
         f = self.findings

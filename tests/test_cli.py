@@ -372,3 +372,36 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, model:
         assert done.returncode == 3
         assert ("Traceback" in done.stderr) is shown
         assert "error: file not found" in done.stderr
+
+
+def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    (tmp_path / "link").symlink_to(model)
+    before = model.read_bytes(), style.read_bytes()
+    for place in (model, style, tmp_path / "o.safetensors", tmp_path / "link", tmp_path, tmp_path / "no" / "r.json"):
+        code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--report", place)
+        assert (code, "--report" in err) == (2, True), place
+    assert before == (model.read_bytes(), style.read_bytes())
+    assert not (tmp_path / "o.safetensors").exists()
+    jobs = tmp_path / "j.yaml"
+    jobs.write_text(
+        "version: 1\njobs: [{base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}]\n"
+    )
+    for place in (model, jobs, tmp_path / "o.safetensors"):
+        assert run("batch", jobs, "--report", place)[0] == 2, place
+    assert not (tmp_path / "o.safetensors").exists()
+    assert model.read_bytes() == before[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("redirections", "code"),
+    [(">/dev/full --json --report /dev/full", 0), (">&- 2>&- <&-", 0), ("2>/dev/full --dtype no", 2)],
+)
+def test_what_cannot_be_told_undoes_nothing(
+    tmp_path: Path, model: Path, style: Path, redirections: str, code: int
+) -> None:
+    out = tmp_path / "o.safetensors"
+    line = f"{sys.executable} -m lora_merge {model} {style} -o {out} {redirections}"
+    assert subprocess.run(["sh", "-c", line], capture_output=True, check=False).returncode == code
+    assert out.exists() == (code == 0)
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lora_merge.placement import convert
 from lora_merge.reference import floats
 from lora_merge.replay import prove
 
-from .support import UNET, kohya, load, rand, save, sd1
+from .support import UNET, kohya, load, metadata, rand, save, sd1
 
 QUERY = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
 UP = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"
@@ -281,3 +282,25 @@ def test_fp64_is_rounded_once(name: str, dtype: torch.dtype) -> None:
         into = torch.empty(special.shape, dtype=dtype)
         convert(special, into)
         torch.testing.assert_close(into, special.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_many_equal_adapters_are_no_error(tmp_path: Path) -> None:
+    """Their sums on the way are larger than any of them, and rounded every time."""
+    torch.manual_seed(0)
+    base = save({"model.a.weight": torch.randn(64, 32)}, tmp_path / "b.safetensors")
+    factors = {"model.a.lora_down.weight": torch.randn(8, 32), "model.a.lora_up.weight": torch.randn(64, 8)}
+    adapter = save(factors | {"model.a.alpha": torch.tensor(8.0)}, tmp_path / "a.safetensors")
+    for count in (20, 60):
+        lora_merge.merge(base, [adapter] * count, tmp_path / f"{count}.safetensors")
+
+
+def test_large_metadata_of_the_base_costs_little(tmp_path: Path) -> None:
+    """It is compared, not searched: a pattern of 8 MB took 15 s and 1.5 GB."""
+    text = "([a-z]+)*$" * 800_000
+    base = save({"model.a.weight": torch.randn(8, 8)}, tmp_path / "b.safetensors", {"note": text})
+    factors = {"model.a.lora_down.weight": torch.randn(2, 8), "model.a.lora_up.weight": torch.randn(8, 2)}
+    adapter = save(factors, tmp_path / "a.safetensors")
+    started = time.process_time()
+    lora_merge.merge(base, adapter, tmp_path / "o.safetensors")
+    assert time.process_time() - started < 5
+    assert metadata(tmp_path / "o.safetensors")["note"] == text

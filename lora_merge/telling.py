@@ -1,0 +1,90 @@
+"""Standard output and error that nobody may be listening to, and report files: telling never undoes what was done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from .errors import UsageError
+
+ELSEWHERE: Final = "choose another file"
+
+
+class Teller:
+    """A text stream that goes on when it cannot be written: a closed pipe, a full disk."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
+        self.lost: OSError | None = None
+        """Why something could not be written; nobody reading any more is no reason."""
+
+    def write(self, text: str) -> int:
+        """Write, or leave it."""
+        try:
+            self._stream.write(text)
+        except OSError as e:
+            self._note(e)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or leave it."""
+        try:
+            self._stream.flush()
+        except OSError as e:
+            self._note(e)
+
+    def _note(self, e: OSError) -> None:
+        if e.errno != errno.EPIPE:
+            self.lost = e
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_descriptors() -> None:
+    """Give descriptors 0 to 2 a place if they were closed; the first files to be opened would be taken for them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+class ReportFile:
+    """`--report`: looked at before the work begins, so that it is not the work that fails."""
+
+    def __init__(self, text: str, inputs: Iterable[Path], outputs: Iterable[Path]) -> None:
+        """UsageError if it can be no report, or if a file that is read or made here is meant."""
+        from .job import expand
+
+        self.path = expand(text)
+        for role, paths in (("an input", inputs), ("an output", outputs)):
+            if any(self._hits(path, new=role == "an output") for path in paths):
+                raise UsageError(f"the report would be written over {role}", f"--report {text}", ELSEWHERE)
+        if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
+            raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
+
+    def _hits(self, path: Path, *, new: bool) -> bool:
+        """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
+        here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
+        inside = there in here.parents and (new or present)
+        return here == there or inside or (present and path.exists() and self.path.samefile(path))
+
+    def replace(self, line: str) -> None:
+        """The line is all of the report."""
+        self._put(line, "w")
+
+    def append(self, line: str) -> None:
+        """One more line, on its way to the disk on return."""
+        self._put(line, "a")
+
+    def _put(self, line: str, mode: str) -> None:
+        try:
+            with self.path.open(mode, encoding="utf-8") as f:
+                f.write(line + "\n")
+        except OSError as e:
+            print(f"warning: the report could not be written: {e.strerror} ({self.path})", file=sys.stderr)  # noqa: T201
