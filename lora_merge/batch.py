@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -74,9 +75,10 @@ class Batch:
     def _clean(self) -> None:
         """Remove what killed runs left beside the outputs."""
         for folder in {s.entry.job.output.parent for s in self.sketches}:
-            if folder.is_dir():
-                remove_stale(folder)
-                sweep(folder)
+            with suppress(OSError):  # a folder that cannot be read is the failure of its own jobs
+                if folder.is_dir():
+                    remove_stale(folder)
+                    sweep(folder)
 
 
 def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, None]:

@@ -22,24 +22,20 @@ from .publish import make_parents, try_lock
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
 POLL: Final = 0.2  # seconds between looks at a claim that is held by another process
+TRIES: Final = 20  # times that a folder may be removed between its making and the claim in it
 
 
 @contextmanager
 def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
     """Whether the output is ours to make, until the block ends; with `wait`, not before it is."""
+    path, made = claim_path(output), list[Path]()
+    fd = None
     try:
-        made = make_parents(output.parent)
-    except OSError as e:
-        raise failure(e, output, 0) from e
-    path = claim_path(output)
-    try:
-        fd = _acquire(path)
-        while fd is None and wait:
-            time.sleep(POLL)
-            fd = _acquire(path)
-    except OSError as e:
-        raise failure(e, output, 0) from e
-    try:
+        try:
+            while (fd := _reach(path, made)) is None and wait:
+                time.sleep(POLL)
+        except OSError as e:
+            raise failure(e, output, 0) from e
         yield fd is not None
     finally:
         if fd is not None:
@@ -49,6 +45,18 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
         for folder in reversed(made):
             with suppress(OSError):  # the output is in it
                 folder.rmdir()
+
+
+def _reach(path: Path, made: list[Path]) -> int | None:
+    """As `_acquire`, in a folder that is made if missing: a process that was interrupted removes what it had made."""
+    for _ in range(TRIES):
+        try:
+            made += make_parents(path.parent)
+            return _acquire(path)
+        except FileNotFoundError:  # removed since
+            time.sleep(POLL / TRIES)
+    made += make_parents(path.parent)
+    return _acquire(path)
 
 
 def claim_path(output: Path) -> Path:

@@ -144,7 +144,8 @@ def make_parents(folder: Path) -> list[Path]:
             made.append(path)
     except OSError:
         for path in reversed(made):
-            path.rmdir()
+            with suppress(OSError):  # somebody else put something there meanwhile
+                path.rmdir()
         raise
     return made
 

@@ -26,12 +26,12 @@ import torch
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge import disk, folding, header, passes, survey, writing
+from lora_merge import claims, disk, folding, header, passes, survey, writing
 from lora_merge.batch import make_batch
 from lora_merge.claims import claim_path, claimed
 from lora_merge.cli import app
 from lora_merge.disk import Writer
-from lora_merge.errors import ResourceError, UsageError
+from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.outcome import JobReport
 from lora_merge.placement import Lane, Placement
 from lora_merge.reader import Reader
@@ -347,6 +347,58 @@ def test_an_output_that_another_process_makes_is_waited_for(models: Path) -> Non
     thread.join(30)
     assert fates(reports) == ["merged"] * 2
     assert not strays(models)
+
+
+def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(models: Path) -> None:
+    """It removes the folder that it made, with what waits for its claim."""
+    output = models / "out" / "deep" / "1.safetensors"
+    reports: SimpleQueue[list[JobReport]] = SimpleQueue()
+    jobs = [job(models, "deep/1.safetensors")]
+    thread = threading.Thread(target=lambda: reports.put(run(jobs)))
+    with claimed(output) as ours:
+        assert ours
+        assert output.parent.is_dir()
+        thread.start()
+        time.sleep(1)
+        assert thread.is_alive()
+    thread.join(60)
+    (report,) = reports.get()
+    assert report.status == "merged", report.error
+    assert not strays(models)
+
+
+def test_one_who_waits_in_vain_leaves_no_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = models / "out" / "deep" / "1.safetensors"
+    with claimed(output):
+        monkeypatch.setattr(claims.time, "sleep", lambda _: shutil.rmtree(models / "out") or sys.exit(1))
+        with pytest.raises(SystemExit), claimed(output, wait=True):
+            pass
+    assert not (models / "out").exists()
+
+
+def test_a_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims.time, "sleep", lambda _: None)
+    monkeypatch.setattr(claims, "_acquire", lambda path: path.with_name("none").read_bytes())
+    with pytest.raises(MergeError, match="No such file"), claimed(models / "out" / "1.safetensors"):
+        pass
+    assert not (models / "out").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_the_failure_of_its_job(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (models / "out" / "closed").mkdir(parents=True)
+    iterdir = Path.iterdir
+
+    def refused(self: Path) -> Iterator[Path]:
+        if self.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return iterdir(self)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    reports = run([job(models, "closed/1.safetensors"), job(models, "2.safetensors")])
+    assert fates(reports) == ["failed", "merged"]
+    error = next(r.error for r in reports if r.status == "failed")
+    assert error is not None
+    assert "Permission denied" in error.what
 
 
 def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> None:
