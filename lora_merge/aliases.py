@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from .algorithms import Shape
 from .architectures import Architecture
 from .architectures.rows import Hit, Path, Row, Table, fill
-from .views import View, rows_of, stacked, transposed, whole
+from .views import Piece, View, rows_of, stacked, transposed, whole
 
 NO_TABLE: Final = Table(())
 
@@ -124,6 +124,8 @@ def _canonical(
         hit = None if table.empty else table.canonical(path)
         view = whole(key, shapes[key])
         cut = list(_cut(hit, view, _width(body, keys, shapes))) if hit else []
+        if cut and hit and hit.row.stack:
+            view = _matrices(view)  # as its spelling puts it together again: one place, not two
         for name, half, part in cut:
             if half is None:
                 _put(found, name, part)
@@ -174,12 +176,18 @@ def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
     each, rest = divmod(rows, len(parts))
     if rest or not each or count > MOST_EXPERTS:
         return
-    stack = whole(view.pieces[0].key, (count * rows, cols))
+    stack = View(_matrices(view).pieces, (count * rows, cols))
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
             start = e * rows + i * each
             yield ".".join(fill(part.path, bound) + hit.tail), part.half, rows_of(stack, start, start + each)
+
+
+def _matrices(view: View) -> View:
+    """A stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
+    count, rows, cols = view.shape
+    return View((Piece(view.pieces[0].key, 0, count * rows, cols),), view.shape)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:

@@ -6,6 +6,7 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from .adapter import WRAPPED, Module
@@ -141,7 +142,7 @@ class Matcher:
 
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
-            return self.patcher.patch(module, view)
+            return self.patcher.patch(*_by_rows(module, view))
         except (InputError, ShapeMismatch) as e:
             self.failures.append(e)
             return None
@@ -266,6 +267,15 @@ def _with_view(patch: Patch, view: View) -> Patch:
     row = ALGORITHMS[patch.algorithm]
     shapes = row.fit(patch.module.shapes, view.shape)
     return Patch(patch.adapter, patch.module, patch.algorithm, shapes, patch.numbers, patch.settings, view)
+
+
+def _by_rows(module: Module, view: View) -> tuple[Module, View]:
+    """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
+    info = module.slots.get("diff")
+    if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
+        return module, view
+    slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
+    return replace(module, slots=slots), View(view.pieces, view.matrix)
 
 
 def _apart(name: str) -> tuple[str, str]:

@@ -139,3 +139,57 @@ def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> No
         init_lora_weights=False,
     )
     compare(model, lora, tmp_path)
+
+
+STACKED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3 moe": EXPERTS["qwen3 moe"],  # [E, out, in]
+    "llama 4": ("Llama4ForCausalLM", "Llama4TextConfig", LLM | dict(
+        head_dim=8, intermediate_size=24, intermediate_size_mlp=24, num_local_experts=4, interleave_moe_layer_step=1,
+    )),  # [E, in, out]
+}  # fmt: skip
+
+
+def _stacked(name: str, folder: Path) -> Any:
+    """A model saved as it is in memory, with all experts of a layer in one tensor."""
+    kind, config, arguments = STACKED[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
+    model.save_pretrained(folder, save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in _all(folder))
+    return model
+
+
+@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("parameters", [["down_proj"], ["gate_up_proj", "down_proj"]], ids="+".join)
+def test_experts_that_are_stored_stacked(name: str, parameters: list[str], tmp_path: Path) -> None:
+    model = _stacked(name, tmp_path / "base")
+    lora = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=[f"experts.{p}" for p in parameters]
+    )
+    tuned = peft.get_peft_model(model, lora)
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "theirs", save_original_format=False)
+    ours, theirs = _all(tmp_path / "ours"), _all(tmp_path / "theirs")
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_experts_that_were_trained_whole(strength: float, tmp_path: Path) -> None:
+    model = _stacked("qwen3 moe", tmp_path / "stacked")
+    model.save_pretrained(tmp_path / "apart")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]))
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    after = tuned.merge_and_unload().state_dict()
+    for base in ("stacked", "apart"):
+        lora_merge.merge(tmp_path / base, [(tmp_path / "adapter", strength)], tmp_path / f"{base} merged")
+        ours = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / f"{base} merged").state_dict()
+        for key, value in before.items():
+            torch.testing.assert_close(ours[key], value + strength * (after[key] - value), atol=2e-6, rtol=1e-5)
