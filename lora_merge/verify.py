@@ -21,7 +21,7 @@ from .errors import InputError, VerificationFailed
 from .header import ITEM_BYTES, parse, parse_file
 from .kinds import quoted
 from .planning import OutputFile, Plan, Target
-from .recipe import OURS
+from .recipe import KEY, OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
@@ -72,8 +72,9 @@ def _check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target,
     except InputError as e:
         raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
     _, metadata = parse(file.header[8:], path, file.size)
+    made_here = KEY in found.metadata
     for key, text in metadata.items():
-        binding = fresh or (key in found.metadata and key not in OURS)
+        binding = fresh or (key not in OURS and (made_here or key in found.metadata))
         if binding and not _is(found.metadata.get(key, ""), text):
             raise _failed("the metadata is not the planned one", f"{path}: {quoted(key)}")
     missing = [t.stored for t in file.targets if t.stored not in found.tensors]

@@ -138,7 +138,7 @@ def test_an_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
 
 def test_another_dtype_shape_or_tensor_is_found(made: Path) -> None:
     out = made / "out.safetensors"
-    good, recipe = load(out), {"lora_merge.recipe": parse_file(out).metadata["lora_merge.recipe"]}
+    good, recipe = load(out), metadata(out)
     for change in (
         {QUERY: good[QUERY].float()},
         {QUERY: good[QUERY].reshape(-1)},
@@ -304,3 +304,13 @@ def test_large_metadata_of_the_base_costs_little(tmp_path: Path) -> None:
     lora_merge.merge(base, adapter, tmp_path / "o.safetensors")
     assert time.process_time() - started < 5
     assert metadata(tmp_path / "o.safetensors")["note"] == text
+
+
+def test_a_lost_entry_of_the_metadata_is_found(made: Path) -> None:
+    base = save(load(made / "base.safetensors"), made / "noted.safetensors", {"note": "kept"})
+    out = made / "noted-out.safetensors"
+    lora_merge.merge(base, made / "style.safetensors", out)
+    prove(out)
+    save_file(load(out), out, {k: v for k, v in metadata(out).items() if k != "note"})
+    with pytest.raises(VerificationFailed, match="note"):
+        prove(out)
