@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any, Final
@@ -91,7 +90,8 @@ class Patcher:
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
             candidates = []
         reasons = []
-        for name, seen in product(candidates, _ways(view, in_out=told.fan_in_fan_out)):
+        turned = told.fan_in_fan_out  # of embeddings PEFT never asks it
+        for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=turned and "embedding" not in n)):
             full = self._with_shared(module, told.shared(name))
             settings = self._settings(name, told.settings(name))
             try:

@@ -193,3 +193,12 @@ def test_experts_that_were_trained_whole(strength: float, tmp_path: Path) -> Non
         ours = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / f"{base} merged").state_dict()
         for key, value in before.items():
             torch.testing.assert_close(ours[key], value + strength * (after[key] - value), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_fan_in_fan_out_says_nothing_about_a_square_embedding(*, dora: bool, tmp_path: Path) -> None:
+    arguments = dict(vocab_size=100, n_embd=32, n_layer=1, n_head=4, n_positions=32, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**arguments))
+    config = peft.LoraConfig(target_modules=["wpe", "wte", "c_attn"], fan_in_fan_out=True, use_dora=dora)
+    compare(model, config, tmp_path)
