@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from .errors import MergeError, ResourceError, UsageError
+from .header import open_regular
 
 Mode = Literal["auto", "direct", "buffered"]
 
@@ -270,15 +271,19 @@ def _write_seeking(fd: int, data: memoryview, at: int) -> int:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy that shares its blocks with the source where the file system can; on the disk on return."""
-    try:
-        with source.open("rb") as old, target.open("xb") as new:
-            if not _reflink(old.fileno(), new.fileno()):
-                shutil.copyfileobj(old, new, 1 << 20)
-                new.flush()
-            os.fsync(new.fileno())
-    except OSError as e:
-        raise failure(e, target, source.stat().st_size) from e
+    """A copy that shares its blocks with the source where the file system can; on the disk on return.
+
+    InputError for a source that is a pipe, a device or the like.
+    """
+    with open_regular(source) as old:
+        try:
+            with target.open("xb") as new:
+                if not _reflink(old.fileno(), new.fileno()):
+                    shutil.copyfileobj(old, new, 1 << 20)
+                    new.flush()
+                os.fsync(new.fileno())
+        except OSError as e:
+            raise failure(e, target, os.fstat(old.fileno()).st_size) from e
 
 
 def _reflink(old: int, new: int) -> bool:

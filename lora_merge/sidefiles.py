@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from .algorithms import Shape
 from .checkpoint import Index, read_json
+from .errors import InputError
 from .header import TensorInfo
 
 WEIGHTS: Final = frozenset(
@@ -33,15 +35,39 @@ CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def side_files(base: Index) -> Iterator[str]:
-    """Names, relative to the base folder with forward slashes, of what is copied as it is."""
+    """Names, relative to the base folder with forward slashes, of what is copied as it is.
+
+    InputError for what cannot be: pipes, devices, links that point nowhere, and links to folders without weights of
+    the base, which may lead anywhere.
+    """
     written = {*base.files, *base.index_files}
-    for folder, names, files in os.walk(base.path):
+    homes = {folder for file in base.files for folder in file.parents}
+    for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
         names[:] = sorted(n for n in names if n not in LEFT)
+        for path in (Path(folder, name) for name in names):
+            if path.is_symlink() and path not in homes:
+                raise InputError("the model folder holds a link to a folder", str(path),
+                                 "put the folder itself there, or remove the link")  # fmt: skip
         for name in sorted(files):
             path = Path(folder, name)
             stale = path.suffix in WEIGHTS or ".index." in name
             if path not in written and not stale and name not in LEFT:
+                _require_file(path)
                 yield path.relative_to(base.path).as_posix()
+
+
+def _unreadable(e: OSError) -> NoReturn:
+    raise InputError(f"folder cannot be read: {e.strerror}", str(e.filename), "check its permissions") from e
+
+
+def _require_file(path: Path) -> None:
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as e:
+        what = "a link that points nowhere" if path.is_symlink() else f"file cannot be read: {e.strerror}"
+        raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
+    if not regular:
+        raise InputError("the model folder holds what is no file", f"{path}: a device, a pipe or the like", "remove it")
 
 
 def output_name(file: Path, base: Index) -> str:
@@ -79,7 +105,11 @@ def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Itera
         members = {t.stored: t for f in files for t in written[f]}
         homes = {t.stored: Path(output_name(f, base)).name for f in files for t in written[f]}
         content["weight_map"] = {n: homes[n] for n in (*content.get("weight_map", {}), *homes) if n in homes}
-        metadata = content.setdefault("metadata", {})
+        metadata = content["metadata"] = content.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise InputError(
+                "the index file is damaged", f"{path}: its metadata is no JSON object", "download it again"
+            )
         metadata["total_size"] = sum(t.nbytes for t in members.values())
         if isinstance(metadata.get("total_parameters"), int):  # tied ones may be counted twice: only what is new
             old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
@@ -94,8 +124,10 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
     if dtype not in CONFIG_DTYPES and not resized:
         return content
     try:
-        config: dict[str, Any] = json.loads(content)
-    except ValueError:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(config, dict):
         return content
     for key in ("dtype", "torch_dtype"):
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):

@@ -1,0 +1,132 @@
+"""What lies in a model folder beside its weights: copied, or refused while planning; never waited for, never endless."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.disk import copy_file
+from lora_merge.errors import InputError
+from lora_merge.job import make_job
+from lora_merge.planning import make_plan
+from lora_merge.sidefiles import configured
+
+from .support import cli, rand, save
+
+NAME = "layers.0.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of one file and a configuration, and an adapter beside it."""
+    (tmp_path / "base").mkdir()
+    save({NAME: rand(8, 8)}, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text('{"torch_dtype": "float32"}')
+    lora = {"layers.0.lora_up.weight": rand(8, 2), "layers.0.lora_down.weight": rand(2, 8)}
+    save(lora, tmp_path / "lora.safetensors")
+    return tmp_path
+
+
+def merge(model: Path, **options: Any) -> Path:
+    lora_merge.merge(model / "base", model / "lora.safetensors", model / "out", **options)
+    return model / "out"
+
+
+def bind(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the address of a socket is short
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(path.name)
+    os.chdir(here)
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "what is no file"),
+    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "what is no file"),
+    "a socket": (bind, "what is no file"),
+    "a link to nowhere": (lambda path: path.symlink_to("gone"), "points nowhere"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "points nowhere"),
+    "a link to a folder": (lambda path: path.symlink_to("/usr"), "link to a folder"),
+    "a link to the folder": (lambda path: path.symlink_to("."), "link to a folder"),
+}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "below/notes"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_cannot_be_copied_is_refused_while_planning(model: Path, kind: str, name: str) -> None:
+    make, why = ODD[kind]
+    path = model / "base" / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(InputError, match=why if name != "config.json" else ".") as caught:
+        make_plan(make_job(model / "base", model / "lora.safetensors", model / "out"))
+    assert str(path) in caught.value.where
+
+
+def test_the_command_says_so(model: Path) -> None:
+    os.mkfifo(model / "base" / "merges.txt")
+    done = cli(model / "base", model / "lora.safetensors", "-o", model / "out")
+    assert done.returncode == 3
+    assert str(model / "base" / "merges.txt") in done.stderr
+    assert not (model / "out").exists()
+
+
+def test_a_copy_is_of_a_file(tmp_path: Path) -> None:
+    """Also where it became something else since the plan."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="not a regular file"):
+        copy_file(tmp_path / "pipe", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_links_to_files_are_followed(model: Path) -> None:
+    """As in the cache of the Hugging Face hub."""
+    (model / "blob").write_text("words")
+    (model / "base" / "vocab.txt").symlink_to(model / "blob")
+    assert (merge(model) / "vocab.txt").read_text() == "words"
+    assert not (model / "out" / "vocab.txt").is_symlink()
+
+
+def test_a_linked_component_comes_with_its_configuration(model: Path) -> None:
+    pipeline, elsewhere = model / "pipeline", model / "elsewhere"
+    (model / "base").rename(elsewhere)
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
+    (pipeline / "unet").symlink_to(elsewhere)
+    pipeline.rename(model / "base")
+    out = merge(model)
+    assert (out / "unet" / "config.json").exists()
+    assert not (out / "unet").is_symlink()
+
+
+@pytest.mark.parametrize("inside", [5, "text", [1], True])
+def test_an_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
+    with pytest.raises(InputError, match="index file is damaged"):
+        merge(indexed(model, inside))
+
+
+def test_an_index_without_metadata_gets_it(model: Path) -> None:
+    index = json.loads((merge(indexed(model, None)) / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 8 * 8 * 4
+
+
+def indexed(model: Path, inside: Any) -> Path:
+    file = "model-00001-of-00001.safetensors"
+    (model / "base" / "model.safetensors").rename(model / "base" / file)
+    index = {"metadata": inside, "weight_map": {NAME: file}}
+    (model / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"5", b"[" * 100_000, b"\xff"])
+def test_a_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None:
+    assert configured(content, "F16", {NAME: (torch.Size([1]), torch.Size([2]))}) == content
