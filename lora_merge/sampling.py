@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 from typing import Final, TypeAlias
 
@@ -60,13 +61,13 @@ def ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[Range]:
         for t in targets:
             yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
         return
-    random, before = np.random.default_rng(total), 0
-    edges = np.linspace(0, total - RANGE, RANGES + 1).astype(np.int64)
-    starts = iter(random.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1)))
-    start = int(next(starts))
+    random, before = Random(total), 0
+    edges = [(total - RANGE) * i // RANGES for i in range(RANGES + 1)]
+    starts = iter([random.randrange(low, max(high, low + 1)) for low, high in pairwise(edges)])
+    start = next(starts)
     for t in targets:
         while start < before + t.nbytes:
             first = max(start - before, 0) // 64 * 64
             yield t, first, min(RANGE, t.nbytes - first)
-            start = int(next(starts, total))
+            start = next(starts, total)
         before += t.nbytes
