@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
@@ -23,6 +23,8 @@ PARTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
 """Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
+
+HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
 
 _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -102,10 +104,14 @@ def exists(path: str | Path) -> bool:
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
+    fix = "write it like 512MiB or 4GB"
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", _shown(text, None).lower())
     if match is None or match[2] == "i":
-        raise UsageError(f"{text!r} is no size", option, "write it like 512MiB or 4GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+        raise UsageError(f"{_shown(text)!r} is no size", option, fix)
+    size = float(match[1]) * _UNITS[match[2]]
+    if size >= HUGE:
+        raise UsageError(f"{_shown(text)} is more than any machine has", option, fix)
+    return int(size)
 
 
 def make_job(
@@ -182,13 +188,27 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
         own = (_part(p, f) for p, f in value.parts)
         return _checked(Adapter(expand(value.path), value.strength, (*own, *parts)))
     path, strength = value if _is_pair(value) else (value, 1.0)
-    return _checked(Adapter(expand(path), float(strength), parts))
+    return _checked(Adapter(expand(path), strength, parts))
 
 
 def _checked(adapter: Adapter) -> Adapter:
-    if not math.isfinite(adapter.strength):
-        raise UsageError(f"strength {adapter.strength} is not finite", str(adapter.path), "use a number such as 0.8")
-    return adapter
+    if not _is_finite(adapter.strength):
+        what = f"strength {_shown(adapter.strength)} is not finite"
+        raise UsageError(what, str(adapter.path), "use a number such as 0.8")
+    return replace(adapter, strength=float(adapter.strength))
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a double can hold it."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def _shown(value: Any, length: int | None = 40) -> str:
+    """The beginning of a value in a message; Python does not write out numbers of thousands of digits."""
+    return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
 
 
 def _part(part: str, factor: float) -> tuple[str, float]:
@@ -202,8 +222,10 @@ def _part(part: str, factor: float) -> tuple[str, float]:
             raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
     elif part not in PARTS:
         raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
-    if not math.isfinite(factor):
-        raise UsageError(f"strength {factor} is not finite", f"--strength-for {part}", "use a number such as 0.5")
+    if not _is_finite(factor):
+        raise UsageError(
+            f"strength {_shown(factor)} is not finite", f"--strength-for {part}", "use a number such as 0.5"
+        )
     return part, float(factor)
 
 
@@ -218,7 +240,7 @@ def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tup
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
         wanted, fits = known[name]
         if not fits(value):
-            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={str(value)[:40]}", f"use {wanted}")
+            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={_shown(value)}", f"use {wanted}")
     return tuple(sorted(found.items()))
 
 
@@ -227,11 +249,11 @@ def _frozen(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < HUGE
 
 
 def _are_ranges(value: Any) -> bool:

@@ -37,6 +37,8 @@ def _strength(value: Any) -> Any:
         return value
     try:
         number = float(value)
+    except OverflowError:
+        raise ValueError("a number of hundreds of digits") from None
     except ValueError:
         raise ValueError(f"{value!r} is no number and has no template") from None
     if not math.isfinite(number):
@@ -64,7 +66,7 @@ def _size(value: Any) -> Any:
             return value
     except UsageError:
         pass
-    raise ValueError(f"{value!r} is no size; write it like 512MiB or 4GB")
+    raise ValueError(f"{repr(value)[:40]} is no size; write it like 512MiB or 4GB")
 
 
 def _device(value: Any) -> Any:

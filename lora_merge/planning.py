@@ -116,7 +116,12 @@ class Plan:
 
 def make_plan(job: Job) -> Plan:
     """The plan for a job, from headers alone; raises what the merge would raise."""
-    plan = draw(job, Opened())
+    return placed(draw(job, Opened()))
+
+
+def placed(plan: Plan) -> Plan:
+    """The plan, with room for its output where that goes; UsageError or ResourceError otherwise."""
+    job = plan.job
     check_output(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
     require_space(job.output, plan.size)
     return plan

@@ -179,9 +179,18 @@ def read_recipe(index: Index) -> Recipe:
     try:
         if value is None:
             raise ValueError("it is no JSON object")
-        return _recipe_of(value)
+        found = _recipe_of(value)
+        found.job([index.path] * len(found.inputs), index.path)  # its values, before any that a user adds
+        return found
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
-        raise InputError(f"the recipe is damaged: {e}", f"{index.path}: {KEY}", "give --base and --adapter") from e
+        raise damaged(index.path, str(e)) from e
+    except UsageError as e:
+        raise damaged(index.path, f"{e.what} ({e.where})") from e
+
+
+def damaged(path: Path, why: str) -> InputError:
+    """What to raise where the recipe in the file at `path` cannot be followed."""
+    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", "give --base and --adapter")
 
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:
@@ -210,6 +219,7 @@ def _input_of(value: Mapping[str, Any]) -> Input:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{quoted(str(value))} is no text")
+    value.encode()  # ValueError for half a character
     return value
 
 
@@ -249,6 +259,8 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
     last = PurePosixPath(name).name
     alike = sorted((p for p in present if _size(p) == size), key=lambda p: p.name != last)
     for path in alike:
+        if one.folder and depth > len(path.parents):
+            continue  # it lies not as deep
         root = path.parents[depth - 1] if one.folder else path
         if sha256(path) == digest and (not one.folder or not different(one, root)):
             return root

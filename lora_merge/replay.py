@@ -14,8 +14,8 @@ from .errors import UsageError, VerificationFailed
 from .job import DTYPES, Adapter, Job, make_job
 from .kinds import quoted
 from .opened import Opened
-from .planning import FLOATS, Plan, draw, make_plan
-from .recipe import KEY, Recipe, different, find, read_recipe
+from .planning import FLOATS, Plan, draw, placed
+from .recipe import KEY, Recipe, damaged, different, find, read_recipe
 from .verify import verify
 
 
@@ -41,16 +41,28 @@ def prove(
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
             job = _job_of(made, base, adapters, stack)
-        plan = draw(job, Opened())
+        plan = _followed(job, made)
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         return {"output": str(output), "proven": True, **verify(plan, output, reader, full=full, fresh=False)}
 
 
 def plan_again(made: Path, output: Path, search: Sequence[Path] = (), **options: Any) -> Plan:
     """The plan that makes `made` a second time, under another name; its inputs are searched by content."""
-    recipe = read_recipe(open_checkpoint(made))
+    index = open_checkpoint(made)
+    recipe = read_recipe(index)
     with ExitStack() as stack:
-        return make_plan(_job(recipe, find(recipe, _around(made, search)), output, stack, **options))
+        job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
+        return placed(_followed(job, index))
+
+
+def _followed(job: Job, made: Index) -> Plan:
+    """The plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
+    try:
+        return draw(job, Opened())
+    except UsageError as e:
+        if KEY not in made.metadata:
+            raise
+        raise damaged(made.path, f"{e.what} ({e.where})") from e
 
 
 def refuse_to_unmerge(made: Path) -> NoReturn:

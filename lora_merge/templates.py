@@ -39,6 +39,8 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
     """As `render`, for a path that is written to; NoSuchName if a value leads it elsewhere."""
     path = render(template, values)
     literal = render(template, dict.fromkeys(values, "x"))
+    if "\0" in literal:
+        raise NoSuchName(f"a NUL character in {template!r}")
     escapes = PurePath(path).parts.count("..") != PurePath(literal).parts.count("..")
     absolute = PurePath(path).is_absolute() != PurePath(literal).is_absolute()
     home = path.startswith("~") != literal.startswith("~")

@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -29,15 +30,17 @@ class Task:
 
 def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # under nohup it stays ignored
+            signal.signal(number, _stop)
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     opened = Opened()
     while True:
         try:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
         for report in carry_out(spread(task), opened, lambda n: _send(reports, n)):
             _send(reports, report)
@@ -61,9 +64,14 @@ def _on_gpu(entry: Entry, number: int) -> Entry:
 
 
 def _send(reports: BinaryIO, message: Any) -> None:
-    """To the parent; fails when it is gone, which ends the pass and with it this process."""
-    pickle.dump(message, reports)
-    reports.flush()
+    """To the parent; when it is gone, that ends the pass and with it this process, which removes what it has begun."""
+    try:
+        pickle.dump(message, reports)
+        reports.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:  # what was not sent goes there on closing
+            os.dup2(nowhere.fileno(), reports.fileno())
+        raise SystemExit(1) from None
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

@@ -174,6 +174,22 @@ jobs:
         ("version: 1\njobs: [{base: b, adapters: [{path: 'a:1', strength: 2}], output: o}]", "twice"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: '{x', matrix: {x: [1]}}]", "single"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: '{x.size}', matrix: {x: [1]}}]", "stem"),
+        ('version: 1\njobs: [{base: b, adapters: [a], output: "o\\0"}]', "a NUL character in 'o"),
+        ('version: 1\njobs: [{base: b, adapters: [a], output: "o\\0{x}", matrix: {x: [1]}}]', "a NUL character in 'o"),
+        (
+            f"version: 1\njobs: [{{base: b, adapters: [{{path: a, strength: {'9' * 400}}}], output: o}}]",
+            "hundreds of digits",
+        ),
+        (f"version: 1\njobs: [{{base: b, adapters: [{{path: a, strength: -{'9' * 5000}}}], output: o}}]", "mistake"),
+        (
+            f"version: 1\njobs: [{{base: b, adapters: [a], output: o, strength_for: {{te: {'9' * 400}}}}}]",
+            "hundreds of digits",
+        ),
+        (f"version: 1\njobs: [{{base: b, adapters: [a], output: o, max_memory: {'9' * 400}}}]", "no size"),
+        (
+            f"version: 1\njobs: [{{base: b, adapters: [a], output: o, setting: {{lora_alpha: {'9' * 400}}}}}]",
+            "lora_alpha is not a number",
+        ),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [[1]]}}]", "one value"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {tee: 1}}]", "tee"),
         ("version: 1\njobs: [{base: b, adapters: [{path: a, strength_for: {tee: 1}}], output: o}]", "tee"),

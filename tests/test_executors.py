@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from lora_merge.executors import EXECUTORS, Crew, executor
 from lora_merge.job import Adapter
 from lora_merge.outcome import JobReport
 from lora_merge.passes import Pass
+from lora_merge.worker import Task
 
 from .support import kohya, rand, save, sd1
 
@@ -48,9 +51,9 @@ def jobs(models: Path, count: int, out: str = "out") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def heavy(models: Path) -> None:
+def heavy(models: Path, count: int = 12) -> None:
     """More bytes, so that a job takes long enough to be killed in."""
-    base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(12)}
+    base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(count)}
     save(base, models / "base.safetensors")
 
 
@@ -99,6 +102,64 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
     reports = list(lora_merge.run_batch(jobs(models, 2), workers=2))
     assert [r.status for r in reports] == ["failed"] * 2
     assert all(r.error is not None and "signal 9" in r.error.what for r in reports)
+
+
+def begun(models: Path, *, inherit: bool = False) -> subprocess.Popen[bytes]:
+    """A worker in the middle of a job."""
+    heavy(models, 3)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_merge.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}, restore_signals=False,
+        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None) if inherit else None,
+    )  # fmt: skip
+    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
+    assert process.stdin is not None
+    pickle.dump(Task(Pass(entries), 0), process.stdin)
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not list(models.glob("out/.*.part")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert strays(models)
+    return process
+
+
+def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path) -> None:
+    with begun(models) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 1
+    assert said == b""
+    assert not strays(models)
+
+
+def test_a_task_that_is_cut_off_is_the_end(models: Path) -> None:
+    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
+    text = pickle.dumps(Task(Pass(entries), 0))
+    done = subprocess.run(
+        [sys.executable, "-m", "lora_merge.worker"], input=text[: len(text) // 2], capture_output=True, timeout=60,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_a_worker_whose_terminal_is_gone_leaves_nothing(models: Path) -> None:
+    process = begun(models)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, b"")
+    assert not strays(models)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_under_nohup_a_worker_goes_on(models: Path) -> None:
+    process = begun(models, inherit=True)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
 
 
 def test_unknown_executors_and_a_missing_ray_are_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,9 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
     ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),
      told(adapters=[{**GOOD, "strength": True, "parts": []}]), told(adapters=[{**GOOD, "strength": 10**400, "parts": []}]),
      told(base=of(size=float("inf"))), told(more="x" * LIMIT), *(told(base=of(name=n)) for n in OUTSIDE),
-     *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800"))],
+     *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800")),
+     told(map={"name": "a", "text": "\ud800"}), told(base=of(name="\ud800")), told(setting={"x": 1}), told(dtype="int4"),
+     told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["tee", 1]]}])],
 )  # fmt: skip
 def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
     path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
@@ -179,14 +181,38 @@ def test_a_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
 def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
     out = merged(files)
     recipe = json.loads(parse_file(out).metadata[KEY])
-    patterns = ("re:(a+)+$", "re:(", "tee", "re:" + "a*" * 9)
+    patterns = ("re:(a+)+$", "re:(", "tee", "re:" + "a*" * 9, "te3", "re:nothing")
     for change in (
         {"dtype": "int4"}, {"compute_dtype": ""}, {"unmatched": "maybe"}, {"setting": {"x": 1}},
+        {"setting": {"lora_alpha": 3}},
         *({"adapters": [{**recipe["adapters"][0], "parts": [[p, 1]]}]} for p in patterns),
     ):  # fmt: skip
         save(load(out), out, {KEY: json.dumps({**recipe, **change})})
-        with pytest.raises(MergeError):
+        with pytest.raises(InputError, match="the recipe is damaged"):
             prove(out)
+        with pytest.raises(InputError, match="the recipe is damaged"):
+            prove(out, files / "base.safetensors", [(files / "style.safetensors", None)])
+        with pytest.raises(InputError, match="the recipe is damaged"):
+            plan_again(out, files / "again.safetensors")
+
+
+def test_what_the_user_asks_for_is_no_damage_of_the_recipe(files: Path) -> None:
+    out = merged(files)
+    with pytest.raises(UsageError, match="the output exists"):
+        plan_again(out, out)
+    with pytest.raises(UsageError, match="is no size"):
+        plan_again(out, files / "again.safetensors", max_memory="much")
+
+
+def test_a_file_deeper_than_any_folder_is_not_found(files: Path) -> None:
+    out = merged(files)
+    recipe = json.loads(parse_file(out).metadata[KEY])
+    file = recipe["base"]["files"][0]
+    recipe["base"] |= {"folder": True, "files": [file | {"name": "a/" * 60 + "base.safetensors"}]}
+    save(load(out), out, {KEY: json.dumps(recipe)})
+    with pytest.raises(MergeError) as caught:
+        prove(out)
+    assert caught.value.exit_code in (3, 6)
 
 
 def test_the_search_is_bounded_and_stays_below_its_folders(
