@@ -30,16 +30,9 @@ class ExpertsTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up and down for a weight (E, ·, ·); which way round it is must show in its
-    sides."""
-    sides = target[1:]
-    expect(
-        holds=len(set(sides)) == 2,
-        otherwise=f"the weight {list(target)} must be stacked experts, and not square ones: "
-        "their shape does not "
-        "tell whether they are stored as [in, out] or [out, in]",
-    )
-    return _fit(shapes, target, transposed=shapes["up"][:1] != sides[:1])
+    """Shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones are taken
+    for (E, out, in): the caller knows that they are (peft_parameters.py)."""
+    return _fit(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 
 def fit_transposed(shapes: Shapes, target: Shape) -> Shapes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Numbers
-from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora
+from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
 from .network_args import network_factor, network_settings
@@ -27,6 +27,12 @@ NO_ALPHA: Final = (
 )
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
+
+UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
+FROM_THE_TRAINING: Final = (
+    "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
+)
+STACKED: Final = ("lora_experts", "lora_experts_transposed")
 
 ODD: Final = 1e-3
 """An α that no file leaves out: with it, the scale is another than without."""
@@ -72,6 +78,7 @@ class Patcher:
 
     def __init__(self, number: int, adapter: AdapterFile, rules: Rules, numbers: Numbers) -> None:
         self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
+        self.model = ""  # the base's type
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
@@ -85,17 +92,24 @@ class Patcher:
         InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
         """
         complete, told = module.complete, self.rules.of(module.name)
-        chosen = told.algorithm(module.name, complete)
+        try:
+            chosen = told.algorithm(module.name, complete, view, self.model)
+        except DoesNotFit as e:
+            raise ShapeMismatch(
+                UNTOLD, f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}", FROM_THE_TRAINING
+            ) from e
         candidates = complete if chosen is None else [chosen]
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
             candidates = []
         reasons = []
         turned = told.fan_in_fan_out  # of embeddings PEFT never asks it
         for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=turned and "embedding" not in n)):
+            if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
+                continue
             full = self._with_shared(module, told.shared(name))
             settings = self._settings(name, told.settings(name))
             try:
-                shapes = ALGORITHMS[name].fit(full.shapes, seen.shape)
+                shapes = _fit(name, full, seen)
                 magnitude = self._magnitude(module, name, seen.shape)
                 self._check(name, settings, shapes, seen.shape)
                 numbers = self._numbers(module, name, shapes, seen.shape)
@@ -109,7 +123,7 @@ class Patcher:
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
-            raise ShapeMismatch("the adapter's file does not tell all that its formula needs", where, untold)
+            raise ShapeMismatch(UNTOLD, where, untold)
         fix = "merge into the checkpoint that the adapter was trained on"
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
@@ -126,6 +140,8 @@ class Patcher:
         row = ALGORITHMS[name]
         if name == "peft_oft" and prod(shape[2:]) > 1:
             self.remark(KERNEL_OFT, module)
+        if doubt := self.rules.of(module.name).doubt(name, module.name, shapes):
+            self.remark(doubt, module)
         self.used |= self.given.keys() & row.settings.keys()
         told = {"alpha", "scale_override"} & module.shared.keys() or self.rules.of(module.name).numbers(
             name, module.name, shapes
@@ -210,6 +226,14 @@ def _ways(view: View, *, in_out: bool) -> Iterator[View]:
     if in_out and len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed:
         yield transposed(view)
     yield view
+
+
+def _fit(name: str, module: Module, view: View) -> Mapping[str, Shape]:
+    """The shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide matrix."""
+    shapes = ALGORITHMS[name].fit(module.shapes, view.shape)
+    if view.matrix != flat(view.shape) and name not in STACKED:
+        raise DoesNotFit(f"the weight {list(view.shape)} is stacked experts, which {name} is not made for")
+    return shapes
 
 
 def _has_all(module: Module, name: str) -> bool:

@@ -34,12 +34,12 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
-from .peft_numbers import PREFIX, SCALES, SETTINGS, bare, check_count
+from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
+from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, parameters
+from .views import View
 
 METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
-REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-"""Expert parameters in the order in which transformers' modules register them."""
 
 KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -137,8 +137,13 @@ class Rules:
         prefixes = [name for name in self.components if module.startswith(f"{name}.")]
         return self.components[max(prefixes, key=len)] if prefixes else self
 
-    def algorithm(self, module: str, candidates: Sequence[str]) -> str | None:
-        """The row for a module; None leaves it to the table. InputError if it is none of ours."""
+    def algorithm(
+        self, module: str, candidates: Sequence[str], weight: View | None = None, model: str = ""
+    ) -> str | None:
+        """The row for a module on its weight in a model of this type; None leaves it to the table.
+
+        InputError if it is none of ours, DoesNotFit if nothing tells which way round stacked experts are.
+        """
         if not self.kind and module.startswith(PREFIX):  # PEFT's, without its configuration
             rows = [name for name in candidates if name not in OTHERS]
             return next(iter(rows), "lora") if len(rows) < min(2, len(candidates)) else None
@@ -152,26 +157,23 @@ class Rules:
         if self.kind == "IA3":
             return "peft_ia3_in" if self._feedforward(bare(module)) else "peft_ia3_out"
         if "lora" in rows:
-            return self._lora_row(module, rows)
+            return self._lora_row(module, rows, weight, model)
         return rows[0] if len(rows) == 1 else None
 
     def targets(self, module: str) -> tuple[str, ...]:
         """Parameters that the module may mean, best first; without PEFT's prefix and wrappers."""
-        path = bare(module)
-        name = path.replace(".base_layer", "")
-        leaves = self._parameters(name)
-        if not leaves:
-            return f"{name}.weight", f"{name}.in_proj_weight"
-        depth = path.count(".base_layer")  # the outermost wrapper is that of the last parameter
-        if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
-            leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
-        return tuple(f"{name}.{leaf}" for leaf in leaves)
+        name = bare(module).replace(WRAPPER, "")
+        return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
 
     def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
         """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors."""
         check_count(self.fields, algorithm, module, shapes)
         make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
         return {} if make is None else {"scale": make(self.fields, module, shapes)}
+
+    def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
+        """What the user should know of a configuration that says another rank than the tensors have; or ""."""
+        return rank_doubt(self.fields, algorithm, module, shapes) if self.kind else ""
 
     def settings(self, algorithm: str) -> Mapping[str, object]:
         """Settings of the row; `widest` is not among them."""
@@ -199,7 +201,12 @@ class Rules:
             return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _lora_row(self, module: str, rows: Sequence[str]) -> str | None:
+    def _lora_row(self, module: str, rows: Sequence[str], weight: View | None, model: str) -> str | None:
+        named = parameters(self.fields, module)
+        if named and weight is not None and len(weight.shape) == 3:
+            return experts_row(self.fields, weight.shape[1:], model, apart=len(weight.pieces) > 1)
+        if named and weight is None and not named[0].endswith(".weight"):
+            return "lora_experts"
         start = self.fields.get("init_lora_weights")
         if isinstance(start, str) and start.lower() in ("pissa", "olora"):
             return start.lower()
@@ -207,20 +214,7 @@ class Rules:
             raise InputError("KaSA without its lora_diag", f"{self.fields.where}: {module}", "save the adapter again")
         if self.fields.get("use_bdlora"):
             return "bdlora"
-        experts = self._parameters(bare(module).replace(".base_layer", ""))
-        return "lora_experts_transposed" if experts and self._gpt_oss() else None
-
-    def _gpt_oss(self) -> bool:
-        """Whether experts are stored [in, out]; gpt-oss' are square, so that no shape tells."""
-        mapping = self.fields.get("auto_mapping")
-        model = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        named = f"{model} {self.fields.get('base_model_name_or_path')}".lower()
-        return any(spelling in named for spelling in ("gptoss", "gpt-oss", "gpt_oss"))
-
-    def _parameters(self, module: str) -> list[str]:
-        """Parameters of a module that were trained by name, without a layer of their own."""
-        split = (name.rpartition(".") for name in self.fields.texts("target_parameters"))
-        return [leaf for owner, _, leaf in split if f".{module}".endswith(f".{owner}")]
+        return "lora" if named else None
 
     def _feedforward(self, module: str) -> bool:
         names = self.fields.get("feedforward_modules")

@@ -11,16 +11,19 @@ from typing import Final
 from .algorithms import DoesNotFit, Shapes
 from .errors import InputError
 from .peft_config import RETAKE, Fields
+from .peft_parameters import bare, parameters
 
-PREFIX: Final = "base_model.model."
 MHA_OUTPUT: Final = ".base_layer.out_proj"
 """Only MultiheadAttention has a layer below its `base_layer`; PEFT adds that layer's delta twice
 (0.21.2)."""
 
 
-def bare(module: str) -> str:
-    """The module's path in the model that PEFT wrapped."""
-    return module.removeprefix(PREFIX)
+def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float:
+    """The number that a pattern gives a module, or the parameter that it means; DoesNotFit if that is open."""
+    found = {fields.pattern(name, path, default) for path in parameters(fields, module) or (bare(module),)}
+    if len(found) > 1:
+        raise DoesNotFit(f"{name} has several numbers for the parameters that this may mean")
+    return found.pop()
 
 
 def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callable[[Fields, str, Shapes], float]:
@@ -28,12 +31,11 @@ def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callabl
     rs-LoRA)."""
 
     def scale(fields: Fields, module: str, shapes: Shapes) -> float:
-        path = bare(module)
-        a = fields.pattern("alpha_pattern", path, fields.number(alpha, default))
-        r = rank(shapes) or fields.pattern("rank_pattern", path, fields.number("r", 8))
+        a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
+        r = rank(shapes) or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
         if r <= 0:
             raise fields.odd("r", "a positive number")
-        doubled = 2 if path.endswith(MHA_OUTPUT) else 1
+        doubled = 2 if module.endswith(MHA_OUTPUT) else 1
         return doubled * a / (r**0.5 if fields.flag("use_rslora", default=False) else r)
 
     return scale
@@ -61,14 +63,20 @@ def _supra(fields: Fields, _: str, shapes: Shapes) -> float:
     return fields.number("lora_alpha", rank) / rank if rank else 1.0
 
 
-_lora: Final = _ratio("lora_alpha", 8, lambda shapes: shapes["down"][0])
-_experts: Final = _ratio("lora_alpha", 8, lambda shapes: shapes["down"][1])
+RANKS: Final[Mapping[str, Callable[[Shapes], int]]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("lora", "lora_embedding", "pissa", "olora", "kasa", "lora_sparse"), lambda shapes: shapes["down"][0]
+        ),
+        **dict.fromkeys(("lora_experts", "lora_experts_transposed"), lambda shapes: shapes["down"][1]),
+        "bdlora": lambda shapes: shapes["down"][0] * shapes["down"][1],
+    }
+)
+"""Row → the rank of its tensors, which PEFT's field `r` says too."""
 
 SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingProxyType(
     {
-        **dict.fromkeys(("lora", "lora_embedding", "pissa", "olora", "kasa", "lora_sparse"), _lora),
-        **dict.fromkeys(("lora_experts", "lora_experts_transposed"), _experts),
-        "bdlora": _ratio("lora_alpha", 8, lambda shapes: shapes["down"][0] * shapes["down"][1]),
+        **{row: _ratio("lora_alpha", 8, rank) for row, rank in RANKS.items()},
         "lora_bias": _ratio("lora_alpha", 8, lambda _: 0),
         "loha": _ratio("alpha", 8, lambda _: 0),
         "lokr": _ratio("alpha", 8, lambda _: 0),  # also where both factors are full; LyCORIS has 1 there
@@ -105,6 +113,16 @@ def check_count(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> 
     said = fields.pattern(pattern, bare(module), fields.number(name, 0)) if pattern else fields.number(name, 0)
     if shapes[slot][axis] != said:
         raise DoesNotFit(f"{slot} is {list(shapes[slot])}, the configuration says {name} = {said:g}")
+
+
+def rank_doubt(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> str:
+    """What the user should know if the tensors have another rank than the configuration says; "" if not."""
+    if algorithm not in RANKS or fields.get("r") is None:
+        return ""
+    said, rank = _by_pattern(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
+    return (
+        "" if said == rank else f"the configuration says rank {said:g}, the tensors have {rank}, which is what counts"
+    )
 
 
 CONFIGURED: Final = frozenset({"adalora", "randlora", "waveft", "peanut"})

@@ -148,6 +148,7 @@ def match(
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
+        patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
         matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
         used |= patcher.used
     clashes(job.adapters, matched)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.algorithms import ALGORITHMS
+from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.peft import KINDS, SHARED, Plain, Rules, rules
 from lora_merge.peft_config import REFUSED, REFUSED_INIT, REFUSED_LORA
 from lora_merge.peft_numbers import SCALES, SETTINGS
+from lora_merge.views import Piece, View
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 UP, DOWN = "base_model.model.a.lora_B.weight", "base_model.model.a.lora_A.weight"
@@ -278,13 +279,59 @@ def test_parameter_that_a_module_means(module: str, first: str) -> None:
         assert rules({**LORA, "target_parameters": order}, "c").targets(module)[0] == first
 
 
-def test_square_experts_of_a_known_model_are_transposed_and_of_others_refused() -> None:
-    config = {**LORA, "target_parameters": ["experts.down_proj"]}
-    known = rules({**config, "base_model_name_or_path": "openai/gpt-oss-20b"}, "c")
-    assert known.algorithm("m.experts", ["lora", "lora_experts"]) == "lora_experts_transposed"
-    assert rules(config, "c").algorithm("m.experts", ["lora", "lora_experts"]) is None
-    with pytest.raises(ValueError, match="square"):
-        ALGORITHMS["lora_experts"].fit({"up": (4, 6), "down": (6, 4)}, (3, 4, 4))
+STACK = {**LORA, "target_parameters": ["experts.down_proj"]}
+NOW, BEFORE = {"peft_version": "0.19.1"}, {"peft_version": "0.18.1"}
+
+
+@pytest.mark.parametrize(("config", "model", "apart", "row"), [
+    ({"base_model_name_or_path": "openai/gpt-oss-20b"}, "", False, "lora_experts_transposed"),
+    (BEFORE, "gpt_oss", False, "lora_experts_transposed"),
+    (NOW, "aria", False, "lora_experts_transposed"),
+    (NOW, "llama4_text", False, "lora_experts"),
+    (NOW | {"auto_mapping": {"base_model_class": "Qwen3_5MoeForCausalLM"}}, "", False, "lora_experts"),
+    (NOW, "", True, "lora_experts"),
+    (NOW, "", False, "the base's type"),
+    (BEFORE, "llama4_text", False, "0.18.1"),
+    ({}, "llama4_text", False, "peft_version"),
+    ({"peft_version": "0.19.0"}, "gpt_oss", False, "0.19.0"),
+])  # fmt: skip
+def test_which_way_round_square_experts_are(config: dict[str, Any], model: str, apart: bool, row: str) -> None:  # noqa: FBT001
+    pieces = [Piece(f"m.{i}", 0, 12 // (1 + apart), 4) for i in range(1 + apart)]
+    told, view = rules({**STACK, **config}, "c"), View(tuple(pieces), (3, 4, 4))
+    if row.startswith("lora"):
+        assert told.algorithm("m.experts", ["lora", "lora_experts"], view, model) == row
+    else:
+        with pytest.raises(DoesNotFit, match=row):
+            told.algorithm("m.experts", ["lora", "lora_experts"], view, model)
+    oblong = View(pieces[:1], (3, 4, 5))
+    assert told.algorithm("m.experts", ["lora", "lora_experts"], oblong, model) == "lora_experts"
+
+
+def test_square_experts_of_an_unknown_base_are_refused_and_a_matrix_is_no_stack_of_them(tmp_path: Path) -> None:
+    pair = {"m.experts.lora_A.weight": torch.randn(6, 4), "m.experts.lora_B.weight": torch.randn(4, 6)}
+    adapter = folder(tmp_path, STACK | NOW, pair)
+    with pytest.raises(MergeError, match="square") as refused:
+        lora_merge.merge_state_dict({"m.experts.down_proj": torch.randn(3, 4, 4)}, adapter)
+    assert "config.json" in refused.value.fix
+    with pytest.raises(MergeError, match="the weight has 5") as misfit:
+        lora_merge.merge_state_dict({"m.experts.weight": torch.randn(5, 4)}, pair)
+    assert "stacked" not in str(misfit.value)
+
+
+def test_bare_names_are_of_modules_that_are_no_layers() -> None:
+    config = {**LORA, "target_parameters": ["down_proj", "gate.weight"]}
+    for targets in (["q_proj"], r".*\.q_proj", "all-linear"):
+        told = rules({**config, "target_modules": targets}, "c")
+        assert told.targets("base_model.model.m.experts") == ("m.experts.down_proj",)
+        assert told.targets("base_model.model.m.gate") == ("m.gate.weight",)
+        assert told.targets("base_model.model.m.q_proj")[0] == "m.q_proj.weight"
+
+
+def test_another_rank_than_the_configuration_says_is_noted() -> None:
+    said = {**LORA, "r": 16, "rank_pattern": {"k": 4}}
+    assert "rank 16" in rules(said, "c").doubt("lora", "m.q", {"down": (4, 9), "up": (9, 4)})
+    assert not rules(said, "c").doubt("lora", "m.k", {"down": (4, 9), "up": (9, 4)})
+    assert not rules({}, "c").doubt("lora", "m.q", {"down": (4, 9), "up": (9, 4)})
 
 
 # diffusers' metadata

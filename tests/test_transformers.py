@@ -202,3 +202,37 @@ def test_fan_in_fan_out_says_nothing_about_a_square_embedding(*, dora: bool, tmp
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**arguments))
     config = peft.LoraConfig(target_modules=["wpe", "wte", "c_attn"], fan_in_fan_out=True, use_dora=dora)
     compare(model, config, tmp_path)
+
+
+SQUARE = LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (model, what the configuration says); patterns are matched with the parameter's whole name
+    "patterns": ("mixtral", dict(target_parameters=STACKS, alpha_pattern={"experts.gate_up_proj": 32}, rank_pattern={"experts.down_proj": 3})),
+    "anchored": ("gpt oss", dict(target_parameters=STACKS[:1], alpha_pattern={"^model.layers.0.mlp.experts.gate_up_proj": 32})),
+    "pattern of the module": ("mixtral", dict(target_parameters=STACKS, alpha_pattern={"experts": 32})),
+    "pattern of the layer": ("llama", dict(target_modules=["o_proj"], target_parameters=["q_proj.weight"], alpha_pattern={"q_proj": 32})),
+    "router": ("gpt oss", dict(target_parameters=["mlp.router.weight"], alpha_pattern={"router.weight": 32})),
+    "bare names": ("qwen3 moe", dict(target_parameters=["gate_up_proj", "down_proj"], alpha_pattern={"gate_up_proj": 32})),
+    "one bare name": ("qwen3 moe", dict(target_parameters=["down_proj"], use_rslora=True)),
+    "one per layer": ("qwen3 moe", dict(target_parameters=["1.mlp.experts.gate_up_proj", "0.mlp.experts.down_proj"])),
+    "all-linear": ("mixtral", dict(target_modules="all-linear")),
+    "names of version 4": ("qwen3 moe", dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])),
+    "square": ("square", dict(target_parameters=STACKS)),
+    "square, stacked": ("llama 4", dict(target_parameters=["experts.gate_up_proj"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_parameters_that_peft_finds_by_name(name: str, tmp_path: Path) -> None:
+    model, given = NAMED[name]
+    kinds = EXPERTS | {
+        "llama 4": (*STACKED["llama 4"][:2], STACKED["llama 4"][2] | dict(intermediate_size=16)),
+        "llama": MODELS["llama"][:3],
+        "square": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SQUARE),
+    }
+    kind, config, arguments = kinds[model]
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
+    lora = peft.LoraConfig(**dict(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False) | given)
+    compare(made, lora, tmp_path)

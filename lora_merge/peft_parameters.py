@@ -1,0 +1,98 @@
+"""LoRA of a parameter that PEFT's `target_parameters` names: which parameter a module means, and which way round
+stacked experts are. No torch.
+
+PEFT wraps the module that owns the parameter, once for every parameter, the one registered last outermost; patterns
+of ranks and alphas are matched with the parameter's whole name. Source: PEFT 0.21.2, tuners/tuners_utils.py
+(`_inject_parameters`) and tuners/lora/layer.py (`ParamWrapper`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from .algorithms import DoesNotFit
+from .peft_config import Fields
+
+PREFIX: Final = "base_model.model."
+WRAPPER: Final = ".base_layer"
+REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Expert parameters in the order in which transformers' modules register them."""
+
+IN_OUT: Final = ("gptoss", "aria", "openaiprivacyfilter")
+"""Model types of transformers whose experts say that they are [in, out] (`is_transposed`)."""
+
+UPRIGHT_SINCE: Final = (0, 19, 1)
+"""From this PEFT on the factors of [E, out, in] are those of [out, in]; before, those of its transpose."""
+
+SQUARE: Final = (
+    "the experts are square, and {unknown} does not tell whether their factors are those of [in, out] or of [out, in]"
+)
+
+
+def bare(module: str) -> str:
+    """The module's path in the model that PEFT wrapped."""
+    return module.removeprefix(PREFIX)
+
+
+def parameters(fields: Fields, module: str) -> tuple[str, ...]:
+    """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
+    path = bare(module)
+    owner = path.replace(WRAPPER, "")
+    split = [name.rpartition(".") for name in fields.texts("target_parameters")]
+    leaves = [leaf for of, _, leaf in split if of and f".{owner}".endswith(f".{of}")]
+    if "weight" not in leaves and any(not of for of, _, _ in split) and not _is_layer(fields, owner):
+        leaves += [leaf for of, _, leaf in split if not of]
+    leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
+    if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
+        leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
+    return tuple(f"{owner}.{leaf}" for leaf in leaves)
+
+
+def _is_layer(fields: Fields, path: str) -> bool:
+    """Whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
+    if fields.get("target_modules") == "all-linear":
+        return not path.endswith("experts")
+    return _named(fields, "target_modules", path) and not _named(fields, "exclude_modules", path)
+
+
+def _named(fields: Fields, name: str, path: str) -> bool:
+    """A regular expression for the whole path, or names of which one is its end."""
+    value = fields.get(name)
+    if isinstance(value, str):
+        return fields.matches(rf"(?:{value})\Z", path, name, value)
+    return any(f".{path}".endswith(f".{end}") for end in fields.texts(name))
+
+
+def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
+    """The row for stacked experts of these sides, which tell the way round unless they are equal.
+
+    `model`: the base's type. `apart`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
+    nothing tells.
+    """
+    if len(set(sides)) > 1:
+        return "lora_experts"
+    given = fields.text("peft_version", "")
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", given)
+    version = tuple(int(n) for n in numbers.groups()) if numbers else ()
+    in_out = False if apart else _in_out(fields, model)
+    if in_out and version != (0, 19, 0):  # that release took it the other way round
+        return "lora_experts_transposed"
+    if in_out is False and version >= UPRIGHT_SINCE:
+        return "lora_experts"
+    unknown = "the base's type" if in_out is None else f"peft_version {given!r} in adapter_config.json"
+    raise DoesNotFit(SQUARE.format(unknown=unknown))
+
+
+def _in_out(fields: Fields, model: str) -> bool | None:
+    """Whether the model's experts are [in, out]; None if nothing tells what it is."""
+    mapping = fields.get("auto_mapping")
+    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    for known in (model, trained):
+        if isinstance(known, str) and known:
+            return _plain(known).startswith(IN_OUT)
+    return True if IN_OUT[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
