@@ -111,7 +111,12 @@ class Plan:
     @property
     def inputs(self) -> tuple[Path, ...]:
         """Every file that is read: the base's first, then each adapter's."""
-        return (*self.base.files, *(p for m in self.adapters for p in m.adapter.index.files))
+        return (*self.base.files, *self.adapter_files)
+
+    @property
+    def adapter_files(self) -> tuple[Path, ...]:
+        """Every file of the adapters."""
+        return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
 def make_plan(job: Job) -> Plan:
@@ -122,7 +127,10 @@ def make_plan(job: Job) -> Plan:
 def placed(plan: Plan) -> Plan:
     """The plan, with room for its output where that goes; UsageError or ResourceError otherwise."""
     job = plan.job
-    check_output(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
+    check_output(
+        job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
+        spared=plan.adapter_files,
+    )  # fmt: skip
     require_space(job.output, plan.size)
     return plan
 

@@ -69,16 +69,21 @@ def replacing(
 PICKLES: Final = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 
 
-def check_output(
+def check_output(  # noqa: PLR0913  # what an output may not be
     target: Path,
     inputs: Iterable[Path] = (),
     *,
     overwrite: bool = False,
     folder: bool = False,
     contents: Iterable[str] = (),
+    spared: Iterable[Path] = (),
 ) -> None:
-    """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace."""
+    """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace.
+
+    `spared` are inputs that are not replaced whatever `overwrite` says.
+    """
     with _failures(target):
+        _spare(target, spared)
         _check_kind(target, inputs, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
@@ -87,6 +92,14 @@ def check_output(
             f"{target}: {listed(lost)}",
             "choose another -o, or move them away; --overwrite replaces only what it writes anew",
         )
+
+
+def _spare(target: Path, spared: Iterable[Path]) -> None:
+    """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
+    real = Path(os.path.realpath(target))  # new/../name is there when new is made
+    if real.exists() and any(_same(real, p) for file in spared for p in (file, *file.parents)):
+        raise UsageError("the output is one of the adapters, or a folder with one in it", str(target),
+                         "choose another -o; not even --overwrite replaces an adapter")  # fmt: skip
 
 
 def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:

@@ -124,6 +124,7 @@ class _Outline:
     size: int
     folder: bool
     inputs: tuple[Path, ...]
+    spared: tuple[Path, ...]
     contents: tuple[str, ...]
     layout: int
 
@@ -143,7 +144,10 @@ class _Surveyor:
             outline = self._outline(self._grounded(job))
             complete = maker is None and done(job, self.opened, self.hashes)
             there = os.path.lexists(job.output)
-            check_output(job.output, outline.inputs, overwrite=there, folder=outline.folder, contents=outline.contents)
+            check_output(
+                job.output, outline.inputs, overwrite=there, folder=outline.folder, contents=outline.contents,
+                spared=outline.spared,
+            )  # fmt: skip
         except MergeError as e:
             self.sketches[entry.number] = replace(blank, error=e)
             return
@@ -190,7 +194,9 @@ class _Surveyor:
             window_bytes(plan)
         except MergeError as e:
             return e
-        return _Outline(plan.size, plan.is_folder, plan.inputs, plan.contents, hash(layout_key(plan)))
+        return _Outline(
+            plan.size, plan.is_folder, plan.inputs, plan.adapter_files, plan.contents, hash(layout_key(plan))
+        )
 
 
 def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:

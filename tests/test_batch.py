@@ -301,6 +301,21 @@ def test_circles_and_outputs_as_adapters_are_refused(models: Path) -> None:
     assert any(r.error and "adapter is the output" in r.error.what for r in reports)
 
 
+@pytest.mark.parametrize("name", ["ink.safetensors", "hard.safetensors"])
+def test_an_adapter_is_never_replaced(models: Path, name: str) -> None:
+    os.link(models / "oil.safetensors", models / "hard.safetensors")
+    jobs = [
+        job(models, f"../{name}", "oil.safetensors", "ink.safetensors", overwrite=True),
+        job(models, "a", "oil.safetensors"),
+    ]
+    before = (models / name).read_bytes()
+    reports = run(jobs)
+    assert fates(reports) == ["failed", "merged"]
+    assert isinstance(reports[0].error, UsageError)
+    assert "adapter" in reports[0].error.what
+    assert (models / name).read_bytes() == before
+
+
 def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = make_batch(grid(models, 1)).size
     monkeypatch.setattr(disk, "free_bytes", lambda _: int(2.5 * size))

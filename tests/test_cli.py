@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -226,6 +227,32 @@ def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path,
         code, _, err = run(model, style, "-o", target)
         assert code == 2 and "--overwrite" in err
         assert target.read_bytes() == before
+
+
+def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    link, hard, folder = tmp_path / "link.safetensors", tmp_path / "hard.safetensors", tmp_path / "folder"
+    link.symlink_to(style)
+    os.link(style, hard)
+    folder.mkdir()
+    inside = Path(shutil.copy(style, folder / "adapter_model.safetensors"))
+    before = style.read_bytes()
+    for target, adapter in (
+        (style, style),
+        (link, style),
+        (hard, style),
+        (inside, folder),
+        (style.parent / "new" / ".." / style.name, style),
+    ):
+        code, _, err = run(model, adapter, "-o", target, "--overwrite")
+        assert code == 2 and "one of the adapters" in err, err
+        assert style.read_bytes() == inside.read_bytes() == before
+    kept = Path(shutil.copy(style, folder / "model.safetensors"))  # an output folder with nothing else in it
+    inside.unlink()
+    (tmp_path / "base").mkdir()
+    shutil.copy(model, tmp_path / "base" / "model.safetensors")
+    code, _, err = run(tmp_path / "base", kept, "-o", folder, "--overwrite")
+    assert code == 2 and "one of the adapters" in err, err
+    assert kept.read_bytes() == style.read_bytes()
 
 
 def test_overwriting_an_input_is_atomic_and_right(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
