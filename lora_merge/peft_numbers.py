@@ -18,9 +18,14 @@ MHA_OUTPUT: Final = ".base_layer.out_proj"
 (0.21.2)."""
 
 
+def _numbers(fields: Fields, name: str, module: str, default: float) -> set[float]:
+    """What a pattern gives a module, or each of the parameters that it may mean."""
+    return {fields.pattern(name, path, default) for path in parameters(fields, module) or (bare(module),)}
+
+
 def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float:
-    """The number that a pattern gives a module, or the parameter that it means; DoesNotFit if that is open."""
-    found = {fields.pattern(name, path, default) for path in parameters(fields, module) or (bare(module),)}
+    """The one number that a pattern gives a module; DoesNotFit if that is open."""
+    found = _numbers(fields, name, module, default)
     if len(found) > 1:
         raise DoesNotFit(f"{name} has several numbers for the parameters that this may mean")
     return found.pop()
@@ -119,10 +124,10 @@ def rank_doubt(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> s
     """What the user should know if the tensors have another rank than the configuration says; "" if not."""
     if algorithm not in RANKS or fields.get("r") is None:
         return ""
-    said, rank = _by_pattern(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
-    return (
-        "" if said == rank else f"the configuration says rank {said:g}, the tensors have {rank}, which is what counts"
-    )
+    said, rank = _numbers(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
+    if rank in said:
+        return ""
+    return f"the configuration says rank {min(said):g}, the tensors have {rank}, which is what counts"
 
 
 CONFIGURED: Final = frozenset({"adalora", "randlora", "waveft", "peanut"})

@@ -327,6 +327,17 @@ def test_bare_names_are_of_modules_that_are_no_layers() -> None:
         assert told.targets("base_model.model.m.q_proj")[0] == "m.q_proj.weight"
 
 
+@pytest.mark.parametrize(("pattern", "why"), [
+    ({}, "both mean"), ({"rank_pattern": {"w1": 3}}, "both mean"), ({"alpha_pattern": {"w1": 32}}, "alpha_pattern"),
+])  # fmt: skip
+def test_parameters_whose_order_nothing_tells_are_refused(pattern: dict[str, Any], why: str, tmp_path: Path) -> None:
+    names = ["base_model.model.m.mlp", "base_model.model.m.mlp.base_layer"]
+    pairs = {f"{n}.lora_{x}.weight": torch.randn(s) for n in names for x, s in (("A", (4, 5)), ("B", (6, 4)))}
+    adapter = folder(tmp_path, {**LORA, "target_parameters": ["mlp.w1", "mlp.w2"], **pattern}, pairs)
+    with pytest.raises(MergeError, match=why):
+        lora_merge.merge_state_dict({"m.mlp.w1": torch.randn(6, 5), "m.mlp.w2": torch.randn(6, 5)}, adapter)
+
+
 def test_another_rank_than_the_configuration_says_is_noted() -> None:
     said = {**LORA, "r": 16, "rank_pattern": {"k": 4}}
     assert "rank 16" in rules(said, "c").doubt("lora", "m.q", {"down": (4, 9), "up": (9, 4)})
