@@ -14,7 +14,8 @@ import re
 import struct
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ FAILURES: Final = (
     OSError, NotImplementedError, BufferError, Warning,
 )  # fmt: skip
 """What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
+
+NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
+"""Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
 
 FORMAT_NAMES: Final = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -88,11 +92,13 @@ def _read(path: Path) -> Header:
         if sum({id(s): s.nbytes() for s in storages}.values()) > state.size:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
-    infos = sorted((_info(loading, n, v) for n, v in values.items()), key=lambda t: (t.offset, t.nbytes))
-    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in values]
+    infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
+    infos.sort(key=lambda t: (t.offset, t.nbytes))
+    found = {t.name: t for t in infos}
+    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
         notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
-    return Header({t.name: t for t in infos}, {}, 0, state, notes)
+    return Header(found, {}, 0, state, notes)
 
 
 def _reason(e: BaseException) -> str:
@@ -198,6 +204,19 @@ def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
         if name == "__metadata__" or not name.isprintable():
             raise InputError("a tensor name that cannot be stored", f"{path}: {quoted(name)}", "rename it")
         yield name, value
+
+
+def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[TensorInfo]:
+    """Plain numbers that belong to a module of these tensors (sorted names), such as its α, as doubles of no axis."""
+    for name, value in dict.items(table):
+        match = NUMBER.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
+        if match is None or not name.isprintable():
+            continue
+        beside = bisect_left(tensors, match[1])
+        if beside < len(tensors) and tensors[beside].startswith(match[1]):
+            loading.memory += 8
+            data = memoryview(struct.pack("<d", value))
+            yield TensorInfo(name, "F64", (), loading.path, MEMORY + loading.memory - 8, 8, data=data)
 
 
 def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:

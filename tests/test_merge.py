@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
+from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError
 from lora_merge.job import make_job
 from lora_merge.placement import TORCH_DTYPES
@@ -289,3 +290,26 @@ def test_a_bare_parameter_right_below_its_prefix_is_replaced() -> None:
     assert torch.equal(merged[f"{te}positional_embedding"], new)
     with pytest.raises(MergeError, match="no place"):
         lora_merge.merge_state_dict(base, lora | {f"{te}ln_final": rand(4)})
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("alpha", [2.0, 2])
+def test_an_alpha_that_is_a_plain_number_counts(tmp_path: Path, alpha: float, *, zipped: bool) -> None:
+    """In a pickle a number need not be a tensor; without it the scale would be another."""
+    base = {"model.a.weight": torch.eye(8)}
+    lora = {"model.a.lora_down.weight": torch.ones(4, 8), "model.a.lora_up.weight": torch.ones(8, 4)}
+    save(base, tmp_path / "base.safetensors")
+    more = {"model.a.alpha": alpha, "epoch": 3, "ema.alpha": 0.5, "model.a.flag": True}
+    torch.save(lora | more, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "x.pt", tmp_path / "out.safetensors")
+    assert torch.equal(load(tmp_path / "out.safetensors")["model.a.weight"], torch.eye(8) + 2 / 4 * 4)
+    notes = str(report.coverage)
+    assert "'model.a.alpha'" not in notes
+    for name in ("epoch", "ema.alpha", "model.a.flag"):
+        assert repr(name) in notes
+
+
+def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
+    torch.save({"a.lora_down.weight": torch.ones(4, 8), "a.alpha": 10**400}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="not a valid torch file"):
+        open_checkpoint(tmp_path / "x.pt")
