@@ -12,6 +12,9 @@ from .guess import architectures, described, seen, variants
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
+NO_NAMES: Final = "has no tensors of these names"
+OWN_BASE: Final = "use the base the adapter was trained on"
+
 PARTS: Final = {
     "te": "the text encoder",
     "te1": "the first text encoder",
@@ -82,10 +85,10 @@ def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mappin
     if not unmatched:
         return ""
     tied = any("embed" in name or "wte" in name for name in stored)
-    if tied and all(name.endswith("lm_head") for name in unmatched):
+    if tied and all(name.removesuffix(".weight").endswith("lm_head") for name in unmatched):
         return (
-            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings); "
-            "save the base untied first"
+            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
+            "trained apart from it; save the base untied first"
         )
     title = base.title if base else "a model unknown to lora-merge"
-    return f"the base is {title} and has no tensors of these names; use the base the adapter was trained on"
+    return f"the base is {title} and {NO_NAMES}; {OWN_BASE}"

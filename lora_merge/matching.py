@@ -6,14 +6,15 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
+from typing import Final
 
 from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
 from .doubles import EMBEDDINGS, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
+from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
 from .gaps import gaps
 from .growth import grown
@@ -24,16 +25,24 @@ from .matched import Matched, Use
 from .names import Names
 from .patching import ALPHA, TUNED_BIAS, Patch, Patcher, incomplete
 from .peft import Plain
-from .replacements import sizes
+from .replacements import by_rows, sizes
+from .tying import Heads, Tied
 from .views import Piece, View, rows_of
+
+UNKNOWN: Final = "unknown tensor"
+LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
 class Matcher:
     """One adapter against one base."""
 
-    def __init__(self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo]) -> None:
-        self.patcher, self.adapter, self.ref, self.names, self.base = patcher, patcher.adapter, ref, names, base
+    def __init__(
+        self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None
+    ) -> None:
+        self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
         self.result = Matched(self.adapter)
+        self.heads = Heads(tied, patcher, ref, self.result)
+        self.base = {**base, **self.heads.own}
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
@@ -56,7 +65,7 @@ class Matcher:
         self.failures += unfit
         self.result.notes += notes
         self._raise(unmatched)
-        self.result.notes += self.patcher.notes()
+        self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
         return self.result
 
     def _place(self, module: Module) -> None:
@@ -142,20 +151,21 @@ class Matcher:
 
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
-            return self.patcher.patch(*_by_rows(module, view))
+            return self.patcher.patch(*by_rows(module, view))
         except (InputError, ShapeMismatch) as e:
             self.failures.append(e)
             return None
 
-    def _add(self, patch: Patch) -> None:
+    def _add(self, patch: Patch, key: str = "") -> None:
         self.doubles.check(patch)
         start, components = 0, set()
         for piece in patch.view.pieces:
-            component = self.names.component(piece.key)
+            into = key or piece.key
+            component = self.names.component(into)
             components.add(component)
-            strength = self.ref.factor(piece.key, component)
+            strength = self.ref.factor(into, component)
             if strength:  # at 0 the tensor stays untouched, byte for byte
-                self.result.uses.setdefault(piece.key, []).append(Use(patch, piece, start, strength))
+                self.result.uses.setdefault(into, []).append(Use(patch, piece, start, strength))
             start += piece.rows
         self.result.modules += 1
         for component in components:
@@ -183,39 +193,39 @@ class Matcher:
             view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
-        elif view is None:
-            self.result.unmatched[info.name] = "unknown tensor"
+        elif (view := view or self.heads.place(info, name, parameter)) is None:
+            self.result.unmatched[info.name] = UNKNOWN
         elif meant is not None and meant.rows is not None:
             self._replace_rows(info, view, meant.rows)
         elif view.pieces not in self.set:  # PEFT writes some parameters twice
             self.set.add(view.pieces)
+            self.heads.leave(info, view)
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
 
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]
-        strength = self.ref.factor(piece.key, self.names.component(piece.key))
-        whole = len(view.pieces) == 1 and (piece.stop - piece.start) * piece.cols == prod(self.base[piece.key].shape)
-        old = self.base[piece.key].shape
+        strength, old = self.ref.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
+        all_of_it = len(view.pieces) == 1 and (piece.stop - piece.start) * piece.cols == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
-        if whole and strength == 1 and not piece.transposed and (resized or info.shape == old):
+        if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
             self.result.modules += 1
             self.result.replaced[piece.key] = info
-        elif (patch := self._patch(module, view)) is not None:
-            self._add(patch)
+        elif (patch := self._patch(module, self.heads.origin(view))) is not None:
+            self._add(patch, self.heads.key(view))
 
     def _replace_rows(self, info: TensorInfo, view: View, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
         module = Module(*_apart(info.name), {"diff": info}, {}, ("set",))
-        whole = view.pieces[0]
-        if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or whole.transposed:
+        table = view.pieces[0]
+        if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
             self.failures.append(ShapeMismatch(
                 "the adapter trains tokens that the base does not have",
                 f"{self.adapter.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
                 "resize the base's embeddings to the vocabulary of the training first",
             ))  # fmt: skip
             return
-        pieces = tuple(Piece(whole.key, whole.start + r, whole.start + r + 1, whole.cols) for r in rows)
-        patch = self._patch(module, View(pieces, (len(rows), whole.cols)))
+        pieces = tuple(Piece(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
+        patch = self._patch(module, View(pieces, (len(rows), table.cols)))
         if patch is not None:
             self._add(patch)
 
@@ -249,6 +259,12 @@ class Matcher:
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
                 self._why(),
             )
+        if unmatched == "error" and set(result.unmatched.values()) == {UNKNOWN}:
+            raise UnmatchedModules(
+                f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
+                f"{path}: {listed(result.unmatched)}: neither a parameter of the base nor a tensor of any known method",
+                f"{self._why().replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
+            )
         if result.unmatched and unmatched == "error":
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
@@ -267,15 +283,6 @@ def _with_view(patch: Patch, view: View) -> Patch:
     row = ALGORITHMS[patch.algorithm]
     shapes = row.fit(patch.module.shapes, view.shape)
     return Patch(patch.adapter, patch.module, patch.algorithm, shapes, patch.numbers, patch.settings, view)
-
-
-def _by_rows(module: Module, view: View) -> tuple[Module, View]:
-    """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
-    info = module.slots.get("diff")
-    if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
-        return module, view
-    slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
-    return replace(module, slots=slots), View(view.pieces, view.matrix)
 
 
 def _apart(name: str) -> tuple[str, str]:

@@ -138,8 +138,8 @@ class Names:
         They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
         """
         piece = view.pieces[0]
-        part = self._keys[piece.key]
-        own = part.dotted.get(piece.key.removeprefix(part.prefix))
+        part = self._keys.get(piece.key)
+        own = part.dotted.get(piece.key.removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and own == view else view
 
     def component(self, key: str) -> str:

@@ -29,6 +29,7 @@ from .peft import rules
 from .recipe import metadata
 from .replacements import clashes
 from .sidefiles import index_files, output_name, side_files, stored_name
+from .tying import check_alone, tied
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -91,11 +92,16 @@ class Plan:
         return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
-        """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder."""
+        """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder.
+
+        The shape in the base is () for a head that was tied to other weights there.
+        """
         old, found = self.base.tensors, {}
         for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
             if t.name in old and old[t.name].shape != t.shape:
                 found[t.stored] = old[t.name].shape, t.shape
+            if any(t.name in m.parted for m in self.adapters):
+                found[t.stored] = (), t.shape
         return found
 
     @property
@@ -153,13 +159,15 @@ def match(
     _check_parts(job, base, lookup)
     matched: list[Matched] = []
     used: set[str] = set()
+    shared = tied(lookup, base.tensors, base.config)
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
         patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
-        matched.append(Matcher(patcher, ref, lookup, base.tensors).match(job.unmatched))
+        matched.append(Matcher(patcher, ref, lookup, base.tensors, shared).match(job.unmatched))
         used |= patcher.used
     clashes(job.adapters, matched)
+    check_alone(job.adapters, matched)
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
@@ -201,7 +209,9 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
     replaced: dict[str, TensorInfo] = {}
     created: dict[str, tuple[Shape, str]] = {}
     grown: dict[str, Shape] = {}
+    parted: dict[str, TensorInfo] = {}
     for one in matched:
+        parted.update(one.parted)
         replaced.update(one.replaced)
         grown.update(one.grown)
         created.update(one.created)
@@ -213,11 +223,11 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
             target = replace(target, shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
         yield info.file, target
     for key, (shape, beside) in created.items():
-        if key in uses or key in replaced:
+        if key in uses or key in replaced or key in parted:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
-            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, stored)
-            yield sibling.file, _target(job, key, like, replaced.get(key), tuple(uses.get(key, ())))
+            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
+            yield sibling.file, _target(job, key, like, replaced.get(key, parted.get(key)), tuple(uses.get(key, ())))
 
 
 def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:

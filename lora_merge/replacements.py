@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from .adapter import Module
+from .algorithms import flat
 from .errors import FitError, MergeError, ShapeMismatch
 from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched
+from .views import View
+
+
+def by_rows(module: Module, view: View) -> tuple[Module, View]:
+    """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
+    info = module.slots.get("diff")
+    if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
+        return module, view
+    slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
+    return replace(module, slots=slots), View(view.pieces, view.matrix)
 
 
 def sizes(

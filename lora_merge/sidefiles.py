@@ -29,7 +29,7 @@ HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\
 """Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""
 
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
-"""Tensor → its shape in the base and in the output."""
+"""Tensor → its shape in the base, () if that tied it to another, and in the output."""
 
 CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -133,7 +133,10 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
     for name, (old, new) in resized.items():
-        _resize(config, name, old, new)
+        if old:
+            _resize(config, name, old, new)
+        else:  # a head that was tied to the embeddings
+            config["tie_word_embeddings"] = False
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
