@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,6 +14,7 @@ from . import __version__
 from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
+from .errors import ResourceError
 from .formats import replacing
 from .job import COMPUTE_DTYPES, DTYPES
 from .planning import Plan, coverage
@@ -45,7 +47,7 @@ def run_together(
     What concerns all of them is raised.
     """
     outputs = [_Output(n, plan) for n, plan in enumerate(plans)]
-    with ExitStack() as stack:
+    with _scarcity_told(), ExitStack() as stack:
         for o in outputs:
             stack.push(o.stack)  # what is not published at the end is removed
             o.attempt(o.open)
@@ -70,6 +72,35 @@ def run_together(
             yield o.number, report or o.failure or AssertionError("neither done nor failed")
 
 
+@contextmanager
+def _scarcity_told() -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:
+        scarce = _scarcity(e)
+        if scarce is None:
+            raise
+        raise scarce from e
+
+
+def _scarcity(e: Exception) -> ResourceError | None:
+    """What to say where the system gave no memory or no thread, which Python, torch and C++ tell each in its way."""
+    text = next(iter(str(e).splitlines()), "")
+    if isinstance(e, RuntimeError) and "can't start new thread" in text:
+        found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
+    elif (
+        isinstance(e, MemoryError)
+        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
+        or (isinstance(e, RuntimeError) and ("bad_alloc" in text or "can't allocate memory" in text))
+    ):
+        found = ResourceError("not enough memory", text or "the system gave no more",
+                              "give a smaller --max-memory, or raise the limit (ulimit -v)")  # fmt: skip
+    else:
+        return None
+    found.__cause__ = e
+    return found
+
+
 @dataclass
 class _Output:
     """One plan's output between its first byte and its name."""
@@ -91,7 +122,7 @@ class _Output:
 
     def fail(self, e: Exception) -> None:
         """Remove what was written."""
-        self.failure = e
+        self.failure = _scarcity(e) or e
         self.stack.__exit__(type(e), e, e.__traceback__)
 
     def open(self) -> None:

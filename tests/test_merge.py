@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.checkpoint import open_checkpoint
-from lora_merge.errors import InputError, MergeError
+from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.job import make_job
 from lora_merge.placement import TORCH_DTYPES
 from lora_merge.planning import make_plan
@@ -313,3 +315,45 @@ def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
     torch.save({"a.lora_down.weight": torch.ones(4, 8), "a.alpha": 10**400}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="not a valid torch file"):
         open_checkpoint(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", ["digests", "read", "write", "fold", "expect"])
+def test_a_system_without_threads_is_told(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(ResourceError, match="no more threads"):
+        lora_merge.merge(*files, tmp_path / "out.safetensors")
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")],
+)  # fmt: skip
+def test_a_system_without_memory_is_told(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lora_merge.writing.Writing._make", refused)
+    with pytest.raises(ResourceError, match="not enough memory"):
+        lora_merge.merge(*files, tmp_path / "out.safetensors")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_other_errors_stay_what_they_are(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_merge.writing.Writing._make", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lora_merge.merge(*files, tmp_path / "out.safetensors")
