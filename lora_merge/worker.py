@@ -32,7 +32,7 @@ def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # under nohup it stays ignored
+        if number is not None and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # as nohup has it
             signal.signal(number, _stop)
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
