@@ -110,7 +110,7 @@ def begun(models: Path, *, inherit: bool = False) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "lora_merge.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}, restore_signals=False,
-        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None) if inherit else None,
+        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if inherit else signal.SIG_DFL) and None),
     )  # fmt: skip
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
     assert process.stdin is not None
