@@ -40,12 +40,17 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The first positions of a random order of all."""
+    """The places."""
+    return {"places": places(shapes, target, settings["seed"])}
+
+
+def places(shapes: Shapes, target: Shape, seed: int) -> Tensor:
+    """The first positions of a random order of all, one for each coefficient."""
     import torch
 
     rows, cols = flat(target)
-    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
-    return {"places": torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()}
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()
 
 
 def delta(base: Tensor, t: FourierTensors) -> Tensor:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb, prod, sqrt
+from math import comb, sqrt
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .fourierft import fit, places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,16 +38,6 @@ class WaveTensors:
     filters: Tensor | None = None  # low and high pass, [n, 2, f]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of spectrum (m,), no more than the weight has entries."""
-    stored = shapes["spectrum"]
-    expect(
-        holds=len(stored) == 1 and 0 < stored[0] <= prod(target) and len(target) == 2,
-        otherwise=f"it is {list(stored)}, the weight {list(target)}",
-    )
-    return {"spectrum": stored}
-
-
 def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
     """A wavelet whose filter is known here."""
     family = settings.get("family", "db1")
@@ -60,14 +51,12 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
     """The first positions of a random order of all, and the filters of the wavelet."""
     import torch
 
-    rows, cols = flat(target)
-    generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
-    places = torch.randperm(rows * cols, generator=generator)[: shapes["spectrum"][0]].clone()
+    found = {"places": places(shapes, target, settings["seed"])}
     if not settings.get("transform", True):
-        return {"places": places}
+        return found
     low = low_pass(FAMILIES[settings.get("family", "db1")])
     high = [value if i % 2 == 0 else -value for i, value in enumerate(reversed(low))]
-    return {"places": places, "filters": torch.tensor([low, high], dtype=torch.float64)}
+    return found | {"filters": torch.tensor([low, high], dtype=torch.float64)}
 
 
 def low_pass(moments: int) -> list[float]:
