@@ -16,6 +16,7 @@ from .cli_batch import batch
 from .cli_proof import add_to
 from .errors import MergeError, UsageError
 from .showing import carry_out, conclude, describe, dry, silent
+from .stopping import on_stop
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
@@ -234,10 +235,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, _stop)
+    on_stop(_stop)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         app()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 from .jobs_file import Entry
 from .opened import Opened
 from .passes import Pass, carry_out
+from .stopping import on_stop
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,7 @@ class Task:
 
 def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-        number = getattr(signal, name, None)
-        if number is not None and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # as nohup has it
-            signal.signal(number, _stop)
+    on_stop(_stop)
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     opened = Opened()
