@@ -3,6 +3,7 @@
 A digest cannot be split over cores, so with a fast disk and several cores it is what the whole merge waits for. One
 merge therefore starts it before the first window: while torch is imported, the beginning of the base is hashed
 already, and read once more later. Several that share a base have more to do than to wait for it: it is read once.
+What an earlier run has hashed is not hashed again (known_hashes.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from .checkpoint import Reader
+from .known_hashes import recall, remember, state
 from .reader import MEMORY
 
 PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would wait for the import's lock too often
@@ -26,9 +28,13 @@ class Digests:
     """One running digest per file, from `with` on. Bytes of the base may be fed in any pieces; the rest is read."""
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
-        self.reader, self._base = reader, base
-        self._others = [p for p in dict.fromkeys(others) if p not in base]
-        self._sizes = {path: path.stat().st_size for path in (*base, *self._others)}
+        files = dict.fromkeys((*base, *others))
+        self._states, known = {path: state(path) for path in files}, recall()
+        self._done = {path: known[s] for path, s in self._states.items() if s in known}
+        self._learnt: dict[str, str] = {}
+        self.reader, self._base = reader, [p for p in base if p not in self._done]
+        self._others = [p for p in files if p not in base and p not in self._done]
+        self._sizes = {path: path.stat().st_size for path in (*self._base, *self._others)}
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
@@ -46,6 +52,7 @@ class Digests:
         self._fed.set()
         self._closed.set()
         self._thread.shutdown(cancel_futures=True)
+        remember(self._learnt)
 
     def feed(self, file: Path, offset: int, data: memoryview) -> None:
         """Bytes of `file` from `offset` on; what lies before them is read, what is known already skipped."""
@@ -59,10 +66,15 @@ class Digests:
 
     def hexdigest(self, file: Path) -> str:
         """The digest of the whole file; reads whatever was not fed."""
-        self._meet()
-        self._rest.result()
-        self._read_up_to(file, self._sizes[file])
-        return self._digests[file].hexdigest()
+        if file not in self._done:
+            self._meet()
+            self._rest.result()
+            self._read_up_to(file, self._sizes[file])
+            found = self._done[file] = self._digests[file].hexdigest()
+            before = self._states[file]
+            if before is not None and before == state(file):
+                self._learnt[before] = found
+        return self._done[file]
 
     def _meet(self) -> None:
         self._fed.set()

@@ -11,6 +11,7 @@ from .checkpoint import open_checkpoint
 from .errors import MergeError, UsageError
 from .header import FileState
 from .job import Job
+from .known_hashes import recall, remember, state
 from .opened import Opened
 from .recipe import KEY, recipe, sha256, slot
 
@@ -19,16 +20,21 @@ VARIES: Final = frozenset({"name", "version"})
 
 
 class Hashes:
-    """SHA-256 of files, each computed once in the life of this object; nothing is kept on disk."""
+    """SHA-256 of files, each computed once in the life of this object, large ones once for all runs."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Path, FileState | None], str] = {}
+        self._remembered = recall()
 
     def of(self, path: Path) -> str:
         """The hex digest; InputError if the file cannot be read."""
-        key = (path, FileState.at(path))
+        key, before = (path, FileState.at(path)), state(path)
+        if key not in self._known and before in self._remembered:
+            self._known[key] = self._remembered[before]
         if key not in self._known:
             self._known[key] = sha256(path)
+            if before is not None and before == state(path):
+                remember({before: self._known[key]})
         return self._known[key]
 
 

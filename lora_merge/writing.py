@@ -25,7 +25,7 @@ from .windows import SLOTS, Change, Fold, Window, window_bytes, windows
 
 
 class Buffer:
-    """Page-aligned memory that is reused and only ever grows."""
+    """Page-aligned memory that is reused; it grows with room to spare, as the system zeroes all of it each time."""
 
     def __init__(self) -> None:
         self._memory = aligned_buffer(0)
@@ -33,8 +33,9 @@ class Buffer:
     def view(self, start: int, size: int) -> memoryview:
         """`size` bytes whose address has the residue of `start` modulo the page."""
         lead = start % PAGE
-        if len(self._memory) < lead + size:
-            self._memory = aligned_buffer(lead + size)
+        held, needed = len(self._memory), lead + size
+        if held < needed:
+            self._memory = aligned_buffer(needed + needed // 4 if held else needed)
         return self._memory[lead : lead + size]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge import disk
-from lora_merge.disk import PAGE, Mode, Writer, address, aligned_buffer, copy_file, free_bytes
+from lora_merge.disk import HUGE, PAGE, Mode, Writer, address, aligned_buffer, copy_file, free_bytes
 from lora_merge.errors import MergeError, ResourceError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +87,27 @@ def test_buffers_begin_at_a_page() -> None:
     assert address(aligned_buffer(10)) % PAGE == 0
     assert len(aligned_buffer(10)) == 10
     assert len(aligned_buffer(0)) == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how it holds the memory")
+def test_large_buffers_lie_in_huge_pages_and_not_in_forks() -> None:
+    """Otherwise a direct request ends after 254 scattered pages, and a fork during one splits them."""
+    buffer = aligned_buffer(HUGE * 2 + 5)
+    start = address(buffer)
+    assert (start % HUGE, len(buffer), bytes(buffer)) == (0, HUGE * 2 + 5, bytes(HUGE * 2 + 5))
+    ranges = Path("/proc/self/smaps").read_text().split("VmFlags: ")
+    held = dict(zip(ranges, ranges[1:], strict=False))
+    (flags,) = (
+        flags.splitlines()[0].split()
+        for text, flags in held.items()
+        for low, _, high in (
+            line.split()[0].partition("-") for line in text.splitlines() if re.match("[0-9a-f]+-", line)
+        )
+        if int(low, 16) <= start < int(high, 16)
+    )
+    assert "dc" in flags  # not copied on fork
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])

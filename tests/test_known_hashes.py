@@ -1,0 +1,187 @@
+"""SHA-256 that earlier runs have computed. Run: pytest tests/test_known_hashes.py"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge import known_hashes
+from lora_merge.header import parse_file
+from lora_merge.known_hashes import MOST, place, recall, remember, state
+from lora_merge.recipe import KEY
+from lora_merge.replay import prove
+
+from .support import kohya, save, sd1
+
+LATER = known_hashes.SETTLED + 1
+DIGEST = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A merge of files that count as large, and as settled."""
+    base = sd1()
+    save(base, tmp_path / "base.safetensors")
+    save(kohya(base), tmp_path / "style.safetensors")
+    monkeypatch.setattr(known_hashes, "WORTH", 1)
+    monkeypatch.setattr(known_hashes, "SETTLED", -1.0)
+    return tmp_path
+
+
+def merged(folder: Path) -> str:
+    """The hash of the base that the recipe of a new merge tells."""
+    out = folder / "out.safetensors"
+    lora_merge.merge(folder / "base.safetensors", [folder / "style.safetensors"], out, overwrite=True)
+    recipe = json.loads(parse_file(out).metadata[KEY])
+    return str(recipe["base"]["files"][0]["sha256"])
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = files / "base.safetensors"
+    assert merged(files) == sha(base)
+    assert recall() == {state(p): sha(p) for p in (base, files / "style.safetensors")}
+    fed: list[int] = []
+    monkeypatch.setattr("lora_merge.digests.hashlib", SimpleNamespace(sha256=lambda: Counted(fed)))
+    assert merged(files) == sha(base)
+    assert not fed
+
+
+class Counted:
+    def __init__(self, fed: list[int]) -> None:
+        self.update = lambda data: fed.append(len(data))
+
+
+def others() -> dict[str, torch.Tensor]:
+    return {name: tensor * 2 for name, tensor in sd1().items()}
+
+
+def rewritten(base: Path) -> None:
+    save(others(), base)
+
+
+def replaced(base: Path) -> None:
+    other = base.with_name("other")
+    save(others(), other)
+    old = base.stat()
+    os.utime(other, ns=(old.st_atime_ns, old.st_mtime_ns))
+    other.replace(base)
+
+
+def patched(base: Path) -> None:
+    """One byte changed in place, the time of change set back: what cannot be set back is the inode's own time."""
+    old = base.stat()
+    with base.open("r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        last = f.read(1)
+        f.seek(-1, os.SEEK_END)
+        f.write(bytes([last[0] ^ 1]))
+    os.utime(base, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, patched])
+def test_a_changed_file_is_hashed_again(files: Path, change: Callable[[Path], None]) -> None:
+    base = files / "base.safetensors"
+    before = merged(files)
+    change(base)
+    assert merged(files) == sha(base) != before
+
+
+def test_what_was_changed_just_now_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_hashes, "SETTLED", 3600.0)
+    merged(files)
+    assert not recall()
+    now = time.time
+    monkeypatch.setattr(known_hashes.time, "time", lambda: now() + 3601)
+    merged(files)
+    assert len(recall()) == 2
+
+
+def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_hashes, "WORTH", (files / "base.safetensors").stat().st_size)
+    merged(files)
+    assert list(recall()) == [state(files / "base.safetensors")]
+
+
+def test_a_proof_reads_the_bytes(files: Path) -> None:
+    """A remembered hash that is wrong, however it came about, is found out."""
+    base = files / "base.safetensors"
+    remember({str(state(base)): DIGEST})
+    assert merged(files) == DIGEST
+    with pytest.raises(lora_merge.MergeError, match="older or newer"):
+        prove(files / "out.safetensors", search=[files])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": "0"}', "[" * 100_000, "\0\xff"])
+def test_damaged_memory_is_none(files: Path, text: str) -> None:
+    place().parent.mkdir(parents=True, exist_ok=True)
+    place().write_text(text, encoding="latin-1")
+    assert recall() == {}
+    assert merged(files) == sha(files / "base.safetensors")
+    assert len(recall()) == 2
+
+
+def test_without_a_place_for_it_all_works(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = files / "file"
+    taken.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(taken))
+    assert merged(files) == sha(files / "base.safetensors")
+    assert recall() == {}
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(known_hashes, "place", _homeless)
+    assert merged(files) == sha(files / "base.safetensors")
+
+
+def _homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_oldest_are_forgotten() -> None:
+    remember({f"file {n}": DIGEST for n in range(MOST)})
+    remember({"file 0": DIGEST[::-1], "new": DIGEST})
+    known = recall()
+    assert len(known) == MOST
+    assert known["file 0"] == DIGEST[::-1]
+    assert "file 1" not in known
+    assert list(known)[-1] == "new"
+
+
+def test_several_write_at_once() -> None:
+    threads = [threading.Thread(target=lambda n=n: remember({f"file {n}": DIGEST})) for n in range(16)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert recall()
+    assert {p.name for p in place().parent.iterdir()} == {place().name}
+
+
+def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = files / "jobs.yaml"
+    jobs.write_text(
+        "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}\n"
+    )
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["merged"]
+    monkeypatch.setattr("lora_merge.resume.sha256", lambda _: pytest.fail("hashed again"))
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["skipped"]
+    save({"other": torch.ones(4)}, files / "base.safetensors")
+
+
+def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert place() == tmp_path / ".cache" / "lora-merge" / "sha256.json"
