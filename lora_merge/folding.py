@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from threading import local
-from typing import Any, TypeAlias
+from math import prod
+from threading import Lock, local
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from .kernels import Stack, fold
 from .patching import Patch
 from .placement import Lane, Placement, exact_products, land, numbers, precise, stack_elements, stage, stage_indices
 from .views import View
+
+KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
+KEPT_PART: Final = BLOCK_ELEMENTS // 4
+"""Numbers of a factor, or of the part that a block needs, that are worth their memory while a window is made."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -50,6 +55,7 @@ class Folder:
     notes: list[str] = field(default_factory=list)  # what the user should know
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
+    _making: Any = field(default_factory=Lock)
 
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
@@ -132,7 +138,7 @@ class Folder:
             parts = [self._factor(s, slot, at) for s in slices]
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
         for name in row.scalars:
-            fields[name] = numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
+            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
         if row.derive is not None and any(slot not in fields for slot in row.slots):
             for slot, tensor in row.derive(patch.shapes, patch.view.shape, dict(patch.settings)).items():
                 put = stage_indices if slot in row.integer_slots else stage
@@ -140,7 +146,7 @@ class Folder:
         return Stack(
             row,
             row.tensors(**fields),
-            numbers([s.use.strength for s in slices], at),
+            self._numbers([s.use.strength for s in slices], at),
             slice(first.low, first.high),
             first.use.piece.transposed,
             stage([self._view(s.use.patch.view, at) for s in slices], at) if first.needs_view else None,
@@ -165,17 +171,33 @@ class Folder:
         if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:
             axis = row.sliced[slot]
             cut = (axis, *s.entries(shape[axis]))
-        key = (info.file, info.name, shape, cut, at)
-        if self.kept is not None and key in self.kept:
-            return self.kept[key]
-        tensor = self.fetch(info).reshape(shape)
-        if cut is not None:
-            tensor = tensor.narrow(*cut)
-        made = (stage_indices if slot in row.integer_slots else stage)([tensor], at).squeeze(0)
-        if self.kept is not None and made.numel() <= BLOCK_ELEMENTS // 4:  # the weight's size would be memory ill spent
-            self._lane().settle()
-            self.kept[key] = made
-        return made
+        put = stage_indices if slot in row.integer_slots else stage
+
+        def staged(cut: tuple[int, int, int] | None) -> Tensor:
+            tensor = self.fetch(info).reshape(shape)
+            return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
+
+        key = (info.file, info.name, shape, at)
+        if prod(shape) <= KEPT_WHOLE:  # one for all blocks
+            whole = self._keep(key, lambda: staged(None))
+            return whole if cut is None else whole.narrow(*cut)
+        count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
+        return self._keep((*key, cut), lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
+
+    def _numbers(self, values: Sequence[float], at: Placement) -> Tensor:
+        return self._keep((tuple(values), at), lambda: numbers(values, at))
+
+    def _keep(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """What was made for this key before, or is made now: once, also where two threads ask at a time."""
+        if self.kept is None:
+            return make()
+        if key not in self.kept:
+            with self._making:
+                if key not in self.kept:
+                    made = make()
+                    self._lane().settle()
+                    self.kept[key] = made
+        return self.kept[key]
 
     def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:

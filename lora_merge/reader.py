@@ -22,7 +22,8 @@ from .header import FileState, Header, TensorInfo, open_regular
 MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
 
-BLOCK: Final = 8 << 20  # bytes a single read asks for
+BLOCK: Final = 8 << 20  # bytes that come from one place: the page cache or the disk
+AT_ONCE: Final = 8  # blocks the disk is asked for in one call; one by one, reads stand back behind the merge's writes
 _NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
 
 
@@ -90,7 +91,7 @@ class Reader:
         one, done = self._files[file], 0
         while done < len(buffer):
             try:
-                got = _some(one, buffer[done : done + BLOCK], offset + done)
+                got = _some(one, buffer[done : done + AT_ONCE * BLOCK], offset + done)
             except OSError as e:
                 raise unreadable(e, file, offset + done) from e
             if not got:
@@ -181,11 +182,12 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
     lead = -offset % PAGE
     if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
         return int(_read(file.fd, buffer[: lead or len(buffer)], offset))
-    last = (len(buffer) // PAGE - 1) * PAGE
-    if _cached(file, buffer[last:], offset + last) and _cached(file, buffer, offset):
-        return int(_read(file.fd, buffer, offset))
+    whole = buffer[: len(buffer) // PAGE * PAGE]
+    missing = _missing(file, whole, offset)
+    if not missing:
+        return int(_read(file.fd, buffer[:BLOCK], offset))
     try:
-        return os.preadv(file.direct, [buffer[: len(buffer) // PAGE * PAGE]], offset)
+        return os.preadv(file.direct, [whole[:missing]], offset)
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
@@ -199,6 +201,16 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
     if file.drop:
         os.posix_fadvise(file.fd, offset, done, os.POSIX_FADV_DONTNEED)
     return done
+
+
+def _missing(file: _File, buffer: memoryview, offset: int) -> int:
+    """How many of these bytes, whole blocks from the first on, the page cache does not hold."""
+    for at in range(0, len(buffer), BLOCK):
+        block = buffer[at : at + BLOCK]
+        last = len(block) - PAGE
+        if _cached(file, block[last:], offset + at + last) and _cached(file, block, offset + at):
+            return at
+    return len(buffer)
 
 
 def _held(file: _File, size: int) -> bool:

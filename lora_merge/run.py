@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from . import __version__
 from .checkpoint import Reader
@@ -16,14 +16,12 @@ from .digests import Digests
 from .disk import copy_file
 from .errors import ResourceError
 from .formats import replacing
-from .job import COMPUTE_DTYPES, DTYPES
+from .job import DTYPES
 from .planning import Plan, coverage
 from .report import Report, peak_memory
 from .sidefiles import configured
 from .verify import verify
-
-if TYPE_CHECKING:
-    from .writing import Writing
+from .writing import Writing
 
 Progress: TypeAlias = Callable[[int], object]
 """Called with the number of bytes just written."""
@@ -57,11 +55,7 @@ def run_together(
             reader = stack.enter_context(Reader(indexes))
             inputs = [p for o in ready for p in o.plan.inputs]
             digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs, ahead=len(ready) == 1))
-            from .placement import places  # a second of torch, in which the digests get on
-            from .writing import Writing
-
-            at = places(plans[0].job.device, COMPUTE_DTYPES[plans[0].job.compute_dtype])
-            work = Writing([o.plan for o in ready], [o.part for o in ready], digests, at, progress)
+            work = Writing([o.plan for o in ready], [o.part for o in ready], digests, progress)
             work.run()
             for n, failure in work.failed.items():
                 ready[n].fail(failure)
@@ -142,9 +136,9 @@ class _Output:
         return Report(
             output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
             tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
-            seconds=time.monotonic() - self.started, device=",".join(str(p.device) for p in work.folder.at),
+            seconds=time.monotonic() - self.started, device=work.making.device,
             dtype=job.dtype, compute_dtype=job.compute_dtype, stages=work.seconds, peak_memory=peak_memory(),
-            verified=proof, version=__version__, notes=(*plan.base.notes, *work.folder.notes),
+            verified=proof, version=__version__, notes=(*plan.base.notes, *work.making.folder.notes),
         )  # fmt: skip
 
 

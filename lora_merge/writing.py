@@ -8,99 +8,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .digests import Digests
-from .disk import PAGE, Writer, aligned_buffer
-from .factors import Factors, view_bytes
-from .folding import Folder, Item
-from .placement import Placement, convert, one_core, threads
+from .disk import Writer
 from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
-from .windows import SLOTS, Change, Fold, Window, window_bytes, windows
+from .slots import Slot, Turn
+from .windows import SLOTS, window_bytes, windows
 
-
-class Buffer:
-    """Page-aligned memory that is reused; it grows with room to spare, as the system zeroes all of it each time."""
-
-    def __init__(self) -> None:
-        self._memory = aligned_buffer(0)
-
-    def view(self, start: int, size: int) -> memoryview:
-        """`size` bytes whose address has the residue of `start` modulo the page."""
-        lead = start % PAGE
-        held, needed = len(self._memory), lead + size
-        if held < needed:
-            self._memory = aligned_buffer(needed + needed // 4 if held else needed)
-        return self._memory[lead : lead + size]
-
-
-@dataclass
-class Slot:
-    """A window's place in memory: its output bytes, and base bytes where dtype or shape differ."""
-
-    out: Buffer = field(default_factory=Buffer)
-    base: Buffer = field(default_factory=Buffer)
-
-    def views(self, window: Window) -> tuple[memoryview, memoryview]:
-        """The two buffers at the window's sizes; output bytes lie in pages as they will in the file."""
-        return self.out.view(window.start, window.size), self.base.view(0, window.input_size)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One window for one plan, and the memory it holds."""
-
-    window: Window
-    plan: int
-    image: Slot  # the base bytes, shared by the turns of the window
-    own: Slot  # where the output bytes are made; the last turn makes them in the image
-    first: bool
-    last: bool
-
-    @property
-    def change(self) -> Change:
-        """What the plan does in this window."""
-        return self.window.changes[self.plan]
+if TYPE_CHECKING:
+    from .making import Making
 
 
 class Writing:
     """One run of plans, of one layout and one placement, into the folders or files `parts`."""
 
     def __init__(
-        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, at: tuple[Placement, ...],
-        progress: Callable[[int], object],
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, progress: Callable[[int], object],
     ) -> None:  # fmt: skip
         self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
-        self.reader = reader = digests.reader
-        files = frozenset(p for plan in plans for m in plan.adapters for p in m.adapter.index.files)
-        self.factors = Factors(reader, files)
-        self.folds = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.kept: dict[Any, Any] = {}
-        self.folder = Folder(
-            at, self.factors.fetch, plans[0].base.tensors, self.folds, plans[0].job.max_vram, self.kept
-        )
+        self.reader, self.opened = digests.reader, ExitStack()
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
-        self.seconds = {"read": 0.0, "hash": 0.0, "fold": 0.0, "write": 0.0}
+        self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
+        self.begun = False  # whether the first window is being made
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
 
     def run(self) -> None:
         """All windows, then the headers with the inputs' hashes, then everything flushed to the disk."""
-        stages = [self._timed(s) for s in (self.read, self.hash, self.fold, self.write)]
+        stages = [self._timed(s) for s in (self.read, self.hash, self.start, self.fold, self.write)]
         try:
             drive(self._turns(), stages, self._give_back)
             for number in self._alive():
                 self._alone(number, self._finish)
         finally:
-            self.folds.shutdown()
-            for writer in self.writers.values():
-                writer.close()
+            self.opened.close()
 
     def _turns(self) -> Iterator[Turn]:
         limit = min(window_bytes(p) for p in self.plans)
@@ -120,6 +68,15 @@ class Writing:
     def _alive(self) -> list[int]:
         return [n for n in range(len(self.plans)) if n not in self.failed]
 
+    @cached_property
+    def making(self) -> Making:
+        """What works on the numbers. Reader and hasher get on while it imports torch, which takes a second."""
+        from .making import Making
+
+        made = Making(self.plans, self.reader)
+        self.opened.callback(made.close)
+        return made
+
     def read(self, turn: Turn) -> None:
         """Base bytes into the image."""
         if turn.first:
@@ -129,32 +86,24 @@ class Writing:
                     self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
 
     def hash(self, turn: Turn) -> None:
-        """The bytes just read, in the order of their file."""
-        if turn.first:
+        """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
+        if turn.first and (self.begun or not self.digests.ahead):
             out, base = turn.image.views(turn.window)
             reads = [(r, out) for r in turn.window.direct] + [(r, base) for r in turn.window.apart]
             for r, view in sorted(reads, key=lambda pair: pair[0].offset):
                 self.digests.feed(r.file, r.offset, view[r.at : r.at + r.nbytes])
 
+    def start(self, _: Turn) -> None:
+        """What the first fold needs."""
+        assert self.making, "made by asking for it"
+        self.begun = True
+
     def fold(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read."""
         if turn.plan not in self.failed:
-            self._alone(turn.plan, lambda _: self._make(turn))
+            self._alone(turn.plan, lambda _: self.making.make(turn))
         if turn.last:
-            self.factors.forget()
-            self.kept.clear()
-
-    def _make(self, turn: Turn) -> None:
-        image, base = turn.image.views(turn.window)
-        out = turn.own.out.view(turn.window.start, turn.window.size)
-        if not turn.last:
-            for low, high in _kept(turn.window, turn.change):
-                out[low:high] = image[low:high]
-        for c in turn.change.converts:
-            source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
-            convert(source, view_bytes(out[c.at : c.at + c.bytes], c.to_dtype, (c.count,)))
-        kept = None if turn.last else image  # the last turn folds where the base values lie
-        self.folder.fold([_item(f, out, base if f.apart else kept) for f in turn.change.folds])
+            self.making.forget()
 
     def write(self, turn: Turn) -> None:
         """The finished window to the disk."""
@@ -181,6 +130,7 @@ class Writing:
             planned, part = self.plans[number].files[file], self.parts[number]
             writer = Writer(part / planned.name if planned.name else part, planned.size)
             self.writers[number, file] = writer
+            self.opened.callback(writer.close)
             writer.write(memoryview(planned.header))
         return self.writers[number, file]
 
@@ -199,34 +149,3 @@ class Writing:
 
         timed.__name__ = stage.__name__
         return timed
-
-
-def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
-    """The ranges of the window that are read into the output buffer and not folded."""
-    folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
-    low, high = next(folds, (window.size, window.size))
-    for r in window.direct:
-        at, end = r.at, r.at + r.nbytes
-        while low < end:
-            if at < low:
-                yield at, low
-            at = high
-            low, high = next(folds, (window.size, window.size))
-        if at < end:
-            yield at, end
-
-
-def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
-    """The block's base values and the place of its result, as tensors on the buffers that hold them.
-
-    Without `base` the values lie where the result goes.
-    """
-    block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
-    into = view_bytes(out[f.at : f.at + f.nbytes], block.target.dtype, shape)
-    source = block.target.source
-    if source is None:
-        return Item(block, None, into)
-    if base is None:
-        return Item(block, into, into)
-    values = view_bytes(base[f.source : f.source + f.source_bytes], source.dtype, (-1,) if block.reshaped else shape)
-    return Item(block, values, into)

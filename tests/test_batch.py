@@ -26,7 +26,7 @@ import torch
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge import claims, disk, folding, header, passes, survey, writing
+from lora_merge import claims, disk, folding, header, making, passes, slots, survey
 from lora_merge.batch import make_batch
 from lora_merge.claims import claim_path, claimed
 from lora_merge.cli import app
@@ -35,6 +35,7 @@ from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.outcome import JobReport
 from lora_merge.placement import Lane, Placement
 from lora_merge.reader import Reader
+from lora_merge.slots import Turn
 
 from .support import assert_rounded, expected, kohya, load, rand, save, sd1
 
@@ -118,7 +119,7 @@ def test_the_base_is_read_once_within_the_memory_of_one_merge(models: Path, monk
         return aligned(size)
 
     monkeypatch.setattr(Reader, "read_into", counted)
-    monkeypatch.setattr(writing, "aligned_buffer", allocated)
+    monkeypatch.setattr(slots, "aligned_buffer", allocated)
     bytes_alone = []
     for count in (1, 6):
         shutil.rmtree(models / "out", ignore_errors=True)
@@ -232,14 +233,14 @@ def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = writing.Writing._make
+    make = making.Making.make
 
-    def buggy(self: writing.Writing, turn: writing.Turn) -> None:
+    def buggy(self: making.Making, turn: Turn) -> None:
         if self.plans[turn.plan].job.output.name == "2.safetensors":
             raise ZeroDivisionError("planted")
         make(self, turn)
 
-    monkeypatch.setattr(writing.Writing, "_make", buggy)
+    monkeypatch.setattr(making.Making, "make", buggy)
     reports = run(grid(models, 3))
     assert fates(reports) == ["merged", "failed", "merged"]
     error = next(r.error for r in reports if r.error)
@@ -453,15 +454,15 @@ def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(mo
 def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    entered, go, made = threading.Event(), threading.Event(), writing.Writing._make
+    entered, go, made = threading.Event(), threading.Event(), making.Making.make
 
-    def slow(self: writing.Writing, turn: writing.Turn) -> None:
+    def slow(self: making.Making, turn: Turn) -> None:
         if self.plans[turn.plan].job.output.name != "1.safetensors":
             entered.set()
             go.wait(30)
         made(self, turn)
 
-    monkeypatch.setattr(writing.Writing, "_make", slow)
+    monkeypatch.setattr(making.Making, "make", slow)
     jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
     reports = lora_merge.run_batch(jobs)
     assert next(reports).status == "merged"

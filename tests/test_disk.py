@@ -95,16 +95,9 @@ def test_large_buffers_lie_in_huge_pages_and_not_in_forks() -> None:
     buffer = aligned_buffer(HUGE * 2 + 5)
     start = address(buffer)
     assert (start % HUGE, len(buffer), bytes(buffer)) == (0, HUGE * 2 + 5, bytes(HUGE * 2 + 5))
-    ranges = Path("/proc/self/smaps").read_text().split("VmFlags: ")
-    held = dict(zip(ranges, ranges[1:], strict=False))
-    (flags,) = (
-        flags.splitlines()[0].split()
-        for text, flags in held.items()
-        for low, _, high in (
-            line.split()[0].partition("-") for line in text.splitlines() if re.match("[0-9a-f]+-", line)
-        )
-        if int(low, 16) <= start < int(high, 16)
-    )
+    smaps = Path("/proc/self/smaps").read_text()
+    held = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:\w+: .*\n)*?VmFlags: (.*)$", smaps, re.MULTILINE)
+    (flags,) = (flags.split() for low, high, flags in held if int(low, 16) <= start < int(high, 16))
     assert "dc" in flags  # not copied on fork
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert "hg" in flags

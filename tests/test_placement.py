@@ -267,7 +267,7 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
 def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for count, within in ((1, 1), (1, 2), (4, 1)):
-        monkeypatch.setattr("lora_merge.writing.threads", lambda _, count=count: count)
+        monkeypatch.setattr("lora_merge.making.threads", lambda _, count=count: count)
         before = torch.get_num_threads()
         torch.set_num_threads(within)
         results.append(_merge(tmp_path, f"{count}-{within}"))
