@@ -15,7 +15,9 @@ from .job import DTYPES, Adapter, Job, make_job
 from .kinds import quoted
 from .opened import Opened
 from .planning import FLOATS, Plan, draw, placed
-from .recipe import KEY, Recipe, damaged, different, find, read_recipe
+from .recipe import KEY
+from .recipe_inputs import different, find
+from .recipe_reader import Recipe, damaged, read_recipe
 from .verify import verify
 
 

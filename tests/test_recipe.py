@@ -16,7 +16,9 @@ import lora_merge
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.header import parse_file
-from lora_merge.recipe import KEY, LEGACY, LIMIT, find, read_recipe
+from lora_merge.recipe import KEY, LEGACY, LIMIT
+from lora_merge.recipe_inputs import find
+from lora_merge.recipe_reader import read_recipe
 from lora_merge.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.run import run
 
@@ -132,7 +134,10 @@ def test_folders_and_name_tables_are_replayed(files: Path) -> None:
     run(plan_again(out, files / "again.safetensors"))
     assert sha(files / "again.safetensors") == sha(out)
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8}))
-    with pytest.raises(MergeError):
+    with pytest.raises(VerificationFailed, match="older or newer"):
+        prove(out)
+    folder.rename(files / "other")
+    with pytest.raises(InputError, match="'peft' is not found"):
         prove(out)
 
 
@@ -226,7 +231,7 @@ def test_the_search_is_bounded_and_stays_below_its_folders(
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path])
     assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
-    monkeypatch.setattr("lora_merge.recipe.FILES", 2)
+    monkeypatch.setattr("lora_merge.recipe_inputs.FILES", 2)
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path, deep])
 
