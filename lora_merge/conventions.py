@@ -55,6 +55,48 @@ SHARED: Final = MappingProxyType(
 )
 """Slots that may accompany any algorithm and are no field of its dataclass."""
 
+PEFT: Final[tuple[tuple[tuple[str, ...], dict[str, str]], ...]] = (
+    (("lora_embedding",), {".lora_embedding_A": "down", ".lora_embedding_B": "up"}),
+    (("kasa",), {".lora_diag": "values"}),
+    (("adalora",), {".lora_E": "values"}),
+    (("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}),
+    (("peft_oft_embedding",), {".oft_embedding_R.weight": "skew"}),
+    (("peft_oft2", "peft_oft1"), {".oft_r": "blocks"}),
+    (("peft_oft2",), {".oft_s": "rows"}),
+    (("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
+    (("vera",), {".vera_lambda_b": "out_scale", ".vera_lambda_d": "rank_scale"}),
+    (("vera",), {".vera_A": "down", ".vera_B": "up"}),
+    (("pvera",), {".pvera_lambda_b": "out_scale", ".pvera_lambda_d": "rank_scale"}),
+    (("pvera",), {".pvera_A": "down", ".pvera_B": "up"}),
+    (("randlora",), {".randlora_lambda": "rank_scale", ".randlora_gamma": "side_scale"}),
+    (("randlora",), {".randlora_A": "down", ".randlora_B": "up"}),
+    (("fourierft",), {".fourierft_spectrum": "spectrum"}),
+    (("waveft",), {".waveft_spectrum": "spectrum"}),
+    (("peanut",), {".peanut_A.weight": "down", ".peanut_B.weight": "up"}),
+    (("hra",), {".hra_u": "vectors"}),
+    (("miss", "miss_bat", "miss_mini"), {".miss_block": "block", ".bone_block": "block"}),
+    (("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
+    (("c3a",), {".c3a_kernel": "kernel"}),
+    (("road",), {".road_theta": "theta", ".road_alpha": "stretch"}),
+    (("delora",), {".delora_A": "down", ".delora_B": "up", ".delora_lambda": "length", ".delora_w_norm": "norms"}),
+    (("gralora",), {".gralora_A": "inputs", ".gralora_B": "outputs"}),
+    (("gralora",), {".gralora_A_general.weight": "down", ".gralora_B_general.weight": "up"}),
+    (("hira",), {".hira_A": "down", ".hira_B": "up"}),
+    (("hira_embedding",), {".hira_embedding_A": "down", ".hira_embedding_B": "up"}),
+    (("vblora",), {".vblora_logits_A": "down", ".vblora_logits_B": "up"}),
+    (("vblora_top",), {".vblora_logits_A_topk_indices": "down_choice", ".vblora_logits_A_topk_weights": "down_weight"}),
+    (("vblora_top",), {".vblora_logits_B_topk_indices": "up_choice", ".vblora_logits_B_topk_weights": "up_weight"}),
+    (("vblora", "vblora_top"), {".vblora_vector_bank": "bank"}),
+    (("unilora",), {".unilora_indices_A": "down_choice", ".unilora_scales_A": "down_weight"}),
+    (("unilora",), {".unilora_indices_B": "up_choice", ".unilora_scales_B": "up_weight"}),
+    (("unilora",), {".unilora_theta_d": "bank"}),
+    (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
+    (("supertuning",), {".supertuning_values": "values", ".supertuning_indices": "places"}),
+    (("supertuning",), {".supertuning_lora_A.weight": "down", ".supertuning_lora_B.weight": "up"}),
+    (("osf",), {".osf_svd_params.U_low": "left", ".osf_svd_params.S_low": "values", ".osf_svd_params.V_low": "right"}),
+)
+"""(algorithms, {ending: slot}) of PEFT's newer methods; an adapter's name may stand in all of them."""
+
 SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".alpha", "alpha", ANY),
     Suffix(".lora_alpha", "alpha", ANY),  # SimpleTuner
@@ -108,119 +150,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".oft_R.weight", "skew", ("onetrainer_oft", "onetrainer_oft_conv", "peft_oft"), named=True),
     Suffix(".oft_R.scaled_oft", "scaled", ("onetrainer_oft", "onetrainer_oft_conv")),
     # PEFT
-    *(
-        Suffix(ending, slot, algorithms, named=True)
-        for algorithms, endings in (
-            (("lora_embedding",), {".lora_embedding_A": "down", ".lora_embedding_B": "up"}),
-            (("kasa",), {".lora_diag": "values"}),
-            (("adalora",), {".lora_E": "values"}),
-            (("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}),
-            (("peft_oft_embedding",), {".oft_embedding_R.weight": "skew"}),
-            (("peft_oft2", "peft_oft1"), {".oft_r": "blocks"}),
-            (("peft_oft2",), {".oft_s": "rows"}),
-            (("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
-            (
-                ("vera",),
-                {
-                    ".vera_lambda_b": "out_scale",
-                    ".vera_lambda_d": "rank_scale",
-                    ".vera_A": "down",
-                    ".vera_B": "up",
-                },
-            ),
-            (
-                ("pvera",),
-                {
-                    ".pvera_lambda_b": "out_scale",
-                    ".pvera_lambda_d": "rank_scale",
-                    ".pvera_A": "down",
-                    ".pvera_B": "up",
-                },
-            ),
-            (
-                ("randlora",),
-                {
-                    ".randlora_lambda": "rank_scale",
-                    ".randlora_gamma": "side_scale",
-                    ".randlora_A": "down",
-                    ".randlora_B": "up",
-                },
-            ),
-            (("fourierft",), {".fourierft_spectrum": "spectrum"}),
-            (("waveft",), {".waveft_spectrum": "spectrum"}),
-            (("peanut",), {".peanut_A.weight": "down", ".peanut_B.weight": "up"}),
-            (("hra",), {".hra_u": "vectors"}),
-            (("miss", "miss_bat", "miss_mini"), {".miss_block": "block", ".bone_block": "block"}),
-            (("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
-            (("c3a",), {".c3a_kernel": "kernel"}),
-            (("road",), {".road_theta": "theta", ".road_alpha": "stretch"}),
-            (
-                ("delora",),
-                {
-                    ".delora_A": "down",
-                    ".delora_B": "up",
-                    ".delora_lambda": "length",
-                    ".delora_w_norm": "norms",
-                },
-            ),
-            (
-                ("gralora",),
-                {
-                    ".gralora_A": "inputs",
-                    ".gralora_B": "outputs",
-                    ".gralora_A_general.weight": "down",
-                    ".gralora_B_general.weight": "up",
-                },
-            ),
-            (("hira",), {".hira_A": "down", ".hira_B": "up"}),
-            (("hira_embedding",), {".hira_embedding_A": "down", ".hira_embedding_B": "up"}),
-            (("vblora",), {".vblora_logits_A": "down", ".vblora_logits_B": "up"}),
-            (
-                ("vblora_top",),
-                {
-                    ".vblora_logits_A_topk_indices": "down_choice",
-                    ".vblora_logits_A_topk_weights": "down_weight",
-                    ".vblora_logits_B_topk_indices": "up_choice",
-                    ".vblora_logits_B_topk_weights": "up_weight",
-                },
-            ),
-            (("vblora", "vblora_top"), {".vblora_vector_bank": "bank"}),
-            (
-                ("unilora",),
-                {
-                    ".unilora_indices_A": "down_choice",
-                    ".unilora_scales_A": "down_weight",
-                    ".unilora_indices_B": "up_choice",
-                    ".unilora_scales_B": "up_weight",
-                    ".unilora_theta_d": "bank",
-                },
-            ),
-            (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
-            (
-                ("supertuning",),
-                {
-                    ".supertuning_values": "values",
-                    ".supertuning_indices": "places",
-                    ".supertuning_lora_A.weight": "down",
-                    ".supertuning_lora_B.weight": "up",
-                },
-            ),
-            (
-                ("osf",),
-                {
-                    ".osf_svd_params.U_low": "left",
-                    ".osf_svd_params.S_low": "values",
-                    ".osf_svd_params.V_low": "right",
-                },
-            ),
-        )
-        for ending, slot in endings.items()
-    ),
-    *(
-        Suffix(f".peanut_{side}s.{i}.weight", f"{side}_{i}", ("peanut",))
-        for side in ("encoder", "decoder")
-        for i in range(4)
-    ),
+    *(Suffix(ending, slot, names, named=True) for names, endings in PEFT for ending, slot in endings.items()),
+    *(Suffix(f".peanut_{s}s.{i}.weight", f"{s}_{i}", ("peanut",)) for s in ("encoder", "decoder") for i in range(4)),
     Suffix(".beft_bias", "diff", ("lora_bias",), "bias", named=True),
 )
 """Every known spelling; rows of one ending do not repeat."""
@@ -234,26 +165,10 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_lora.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
         ("_lora.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
         # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
-        (
-            "_lora.",
-            rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}",
-            r"\1.linear1/0.lora.\2.weight",
-        ),
-        (
-            "_lora.",
-            rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}",
-            r"\1.linear2.lora.\2.weight",
-        ),
-        (
-            "_lora1.",
-            rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}",
-            r"\1.img_attn.\2.lora.\3.weight",
-        ),
-        (
-            "_lora2.",
-            rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}",
-            r"\1.txt_attn.\2.lora.\3.weight",
-        ),
+        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1/0.lora.\2.weight"),
+        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
+        ("_lora1.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
+        ("_lora2.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
         ("_lora.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
         ("_lora.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
         ("_lora.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
@@ -268,8 +183,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
     )
 )
-"""(a literal that the key contains, the whole key, the key it stands for); the first that matches
-is applied."""
+"""(a literal that the key contains, the whole key, the key it stands for); the first that matches is applied."""
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it

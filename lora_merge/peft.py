@@ -281,25 +281,13 @@ TOKENS: Final = "rows of trained tokens"
 _LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
 _TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
 _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
-    (
-        r"(?P<module>.*)\.original_module\.(?P<leaf>.*)",
-        "copy",
-        "the untrained module beside a trained one",
-    ),
+    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained module beside a trained one"),
     (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
     (rf"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?{_LEAF}", "value", ""),
     (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
     (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
-    (
-        rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}",
-        "copy",
-        "a copy of the base's own tensor",
-    ),
-    (
-        r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)",
-        "ignored",
-        "used in training only",
-    ),
+    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", "a copy of the base's own tensor"),
+    (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
 )
 PLAIN: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
 """Key → (what it is, why): the first that matches the whole key."""
