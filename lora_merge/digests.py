@@ -33,8 +33,8 @@ class Digests:
         self._done = {path: known[s] for path, s in self._states.items() if s in known}
         self._learnt: dict[str, str] = {}
         self.reader, self._base = reader, [p for p in base if p not in self._done]
-        self._others = [p for p in files if p not in base and p not in self._done]
-        self._sizes = {path: path.stat().st_size for path in (*self._base, *self._others)}
+        self._others = [p for p in files if p not in base]
+        self._sizes = {path: path.stat().st_size for path in files if path not in self._done}
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
@@ -87,8 +87,11 @@ class Digests:
             self._read_up_to(file, self._sizes[file], PIECE, self._fed)
 
     def _read_others(self) -> None:
-        for file in self._others:
-            self._read_up_to(file, self._sizes[file], GAP, self._closed)
+        for file in self._others:  # adapters: their factors are read in small pieces, which would wait for the disk
+            if file in self._done:
+                self.reader.expect_all(file)
+            else:
+                self._read_up_to(file, self._sizes[file], GAP, self._closed)
 
     def _read_up_to(self, file: Path, end: int, most: int = GAP, until: Event | None = None) -> None:
         """Not into pages, so through the page cache: what is read here is read once more, for the merge."""

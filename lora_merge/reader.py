@@ -24,6 +24,8 @@ MEMORY: Final = 1 << 62
 
 BLOCK: Final = 8 << 20  # bytes that come from one place: the page cache or the disk
 AT_ONCE: Final = 8  # blocks the disk is asked for in one call; one by one, reads stand back behind the merge's writes
+AHEAD: Final = 1 << 30  # bytes of a file that may be brought into the page cache before they are needed
+HINT: Final = 1 << 20  # bytes of one such hint; of a longer one, Linux takes up only the beginning
 _NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
 
 
@@ -102,6 +104,13 @@ class Reader:
         """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
         if info.offset < MEMORY and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[info.file].fd, info.offset + first, count, os.POSIX_FADV_WILLNEED)
+
+    def expect_all(self, file: Path) -> None:
+        """A file that will be read in small pieces, in any order: lets the disk begin, unless it is very large."""
+        one = self._files[file]
+        if one.state.size <= AHEAD and hasattr(os, "posix_fadvise"):
+            for at in range(0, one.state.size, HINT):
+                os.posix_fadvise(one.fd, at, HINT, os.POSIX_FADV_WILLNEED)
 
     def _copy(self, buffer: memoryview, file: Path, offset: int) -> None:
         made, done = self._memory[file], 0

@@ -44,15 +44,17 @@ def _together(b: Bench, base: Path, lora: Path, cache: Cache, *, verify: bool) -
     }))  # fmt: skip
     _clear(b)
     prepare([base, lora], cache)
-    return run([sys.executable, "-m", "lora_merge", "batch", str(jobs), "--json"])
+    b.forget()
+    return run([sys.executable, "-m", "lora_merge", "batch", str(jobs), "--json"], known=b.known)
 
 
 def _alone(b: Bench, base: Path, lora: Path, cache: Cache, options: list[str]) -> Run:
     _clear(b)
     prepare([base, lora], cache)
+    b.forget()
     runs = [
         run([sys.executable, "-m", "lora_merge", str(base), f"{lora}:{s}", "-o", str(b.file(f"out-{s}.safetensors")),
-             "--json", "--device", "cpu", *options])
+             "--json", "--device", "cpu", *options], known=b.known)
         for s in STRENGTHS
     ]  # fmt: skip
     return Run(sum(r.seconds for r in runs), sum(r.cpu for r in runs), max(r.peak for r in runs), "")

@@ -29,9 +29,11 @@ class Failed(RuntimeError):
     """A program did not end well; the text is the end of what it said."""
 
 
-def run(command: Sequence[str], *, threads: int | None = None) -> Run:
-    """Run a command to its end; Failed unless it succeeds."""
+def run(command: Sequence[str], *, threads: int | None = None, known: Path | None = None) -> Run:
+    """Run a command to its end; Failed unless it succeeds. `known`: the folder of what earlier runs have hashed."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if known is not None:
+        environment["XDG_CACHE_HOME"] = str(known)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     started = time.perf_counter()
