@@ -25,7 +25,8 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 def place() -> Path:
     """Where they are kept: in the user's cache folder, which may be emptied at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "lora-merge" / "sha256.json"
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "lora-merge" / "sha256.json"
 
 
 def state(path: Path) -> str | None:

@@ -180,8 +180,9 @@ def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.Mo
     save({"other": torch.ones(4)}, files / "base.safetensors")
 
 
-def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
+@pytest.mark.parametrize("named", ["", "not/absolute"])
+def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert place() == tmp_path / ".cache" / "lora-merge" / "sha256.json"
