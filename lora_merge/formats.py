@@ -1,4 +1,4 @@
-"""Output formats: what the header of a file says, and what goes into a folder beside the weights."""
+"""The output format: what the header of a file says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any, Final
 from .algorithms import Shape
 from .errors import InputError
 from .header import HEADER_LIMIT, bytes_of
-from .publish import check_output, replacing
-
-__all__ = ["check_output", "layout", "replacing"]
 
 PAGE: Final = 4096
 

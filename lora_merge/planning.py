@@ -14,10 +14,11 @@ from typing import Any, Final
 from .adapter import AdapterFile, Numbers, numbers_from
 from .algorithms import Shape, flat
 from .checkpoint import Index, Reader
+from .destination import check_output
 from .disk import require_space
 from .errors import ShapeMismatch, UsageError
 from .folders import listed
-from .formats import check_output, layout
+from .formats import layout
 from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job, covers
 from .matched import Matched, Use

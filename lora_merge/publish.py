@@ -14,14 +14,13 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from .disk import failure
+from .destination import check_output, failures
 from .errors import MergeError, UsageError
-from .folders import listed
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
@@ -43,15 +42,15 @@ def replacing(
     a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
     """
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
-    with _failures(target):
+    with failures(target):
         made = make_parents(target.parent)
     part, lock, done = target, -1, False
     try:
-        with _failures(target):
+        with failures(target):
             remove_stale(target.parent)
             part, lock = _create(target, folder=folder)
         yield part
-        with _failures(target):
+        with failures(target):
             _sync(part)
             _publish(part, target, overwrite=overwrite)
             sync_folder(target.parent)
@@ -61,90 +60,8 @@ def replacing(
             os.close(lock)
         if part != target:
             _remove(part)
-        for path in () if done else reversed(made):
-            with suppress(OSError):  # somebody else put something there meanwhile
-                path.rmdir()
-
-
-PICKLES: Final = frozenset({".bin", ".ckpt", ".pt", ".pth"})
-
-
-def check_output(  # noqa: PLR0913  # what an output may not be
-    target: Path,
-    inputs: Iterable[Path] = (),
-    *,
-    overwrite: bool = False,
-    folder: bool = False,
-    contents: Iterable[str] = (),
-    spared: Iterable[Path] = (),
-) -> None:
-    """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace.
-
-    `spared` are inputs that are not replaced whatever `overwrite` says.
-    """
-    with _failures(target):
-        _spare(target, spared)
-        _check_kind(target, inputs, overwrite=overwrite, folder=folder)
-        lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
-    if lost:
-        raise UsageError(
-            f"the output folder holds {len(lost)} files that the merged model does not have",
-            f"{target}: {listed(lost)}",
-            "choose another -o, or move them away; --overwrite replaces only what it writes anew",
-        )
-
-
-def _spare(target: Path, spared: Iterable[Path]) -> None:
-    """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
-    real = Path(os.path.realpath(target))  # new/../name is there when new is made
-    if real.exists() and any(_same(real, p) for file in spared for p in (file, *file.parents)):
-        raise UsageError("the output is one of the adapters, or a folder with one in it", str(target),
-                         "choose another -o; not even --overwrite replaces an adapter")  # fmt: skip
-
-
-def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
-    if not folder and target.suffix.lower() in PICKLES:
-        raise UsageError("outputs are never pickles", str(target), "name it .safetensors")
-    with suppress(FileNotFoundError, NotADirectoryError):
-        target.lstat()  # says now, not after the work, that the name is too long
-    if not os.path.lexists(target):
-        around = next((p for p in target.parents if os.path.lexists(p)), Path())
-        if not around.is_dir():
-            raise UsageError("the output's folder is a file", str(around), "choose another -o")
-        if shutil.disk_usage(around).total == 0:
-            raise UsageError("what is there is no disk", str(around), "choose another -o")  # /proc and the like
-        return
-    if not (target.is_symlink() or target.is_file() or target.is_dir()):
-        raise UsageError("the output is a device, a pipe or the like", str(target), "choose another -o")
-    if target.is_dir() and not folder:
-        raise UsageError("the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors")
-    if folder and not target.is_dir():
-        raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
-    if not overwrite:
-        same = any(_same(target, p) for p in inputs)
-        what = "the output is one of the inputs" if same else "the output exists"
-        raise UsageError(what, str(target), "choose another -o, or give --overwrite")
-
-
-def _same(a: Path, b: Path) -> bool:
-    """Whether two paths are one file, by any name or link."""
-    try:
-        return a.samefile(b)
-    except OSError:
-        return False  # one of them is not there
-
-
-def files_under(folder: Path) -> list[str]:
-    """Every file in a folder and below, relative, with forward slashes, sorted."""
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
-
-
-@contextmanager
-def _failures(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        raise failure(e, target, 0) from e
+        if not done:
+            _unmake(made)
 
 
 def make_parents(folder: Path) -> list[Path]:
@@ -156,11 +73,15 @@ def make_parents(folder: Path) -> list[Path]:
             path.mkdir(exist_ok=True)
             made.append(path)
     except OSError:
-        for path in reversed(made):
-            with suppress(OSError):  # somebody else put something there meanwhile
-                path.rmdir()
+        _unmake(made)
         raise
     return made
+
+
+def _unmake(folders: Sequence[Path]) -> None:
+    for path in reversed(folders):
+        with suppress(OSError):  # somebody else put something there meanwhile
+            path.rmdir()
 
 
 def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
@@ -271,11 +192,8 @@ def _publish(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _appeared(target: Path) -> MergeError:
-    return UsageError(
-        "the output appeared while it was made",
-        str(target),
-        "choose another -o; is another run at it?",
-    )
+    what = "the output appeared while it was made"
+    return UsageError(what, str(target), "choose another -o; is another run at it?")
 
 
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:

@@ -15,9 +15,9 @@ from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
 from .errors import ResourceError
-from .formats import replacing
 from .job import DTYPES
 from .planning import Plan, coverage
+from .publish import replacing
 from .report import Report, peak_memory
 from .sidefiles import configured
 from .verify import verify

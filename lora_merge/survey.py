@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from .destination import check_output, files_under
 from .disk import require_space
 from .errors import MergeError, UsageError
-from .formats import check_output
 from .job import Job
 from .jobs_file import Entry
 from .opened import Opened
 from .planning import draw
-from .publish import files_under
 from .resume import Hashes, done
 from .windows import layout_key, window_bytes
 

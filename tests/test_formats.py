@@ -19,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 
+from lora_merge.destination import check_output
 from lora_merge.errors import MergeError, UsageError
-from lora_merge.formats import check_output, layout, replacing
+from lora_merge.formats import layout
 from lora_merge.header import ITEM_BITS, bytes_of, parse
+from lora_merge.publish import replacing
 
 ROOT = Path(__file__).parents[1]
 text = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -218,7 +220,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 HOLD = """
     import sys, time
     from pathlib import Path
-    from lora_merge.formats import replacing
+    from lora_merge.publish import replacing
     with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as part:
         print(part, flush=True)
         time.sleep(60)
