@@ -93,6 +93,7 @@ class Recomputation:
         self.stored = Stored(reader)
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
+        self._sampled: dict[str, Array] = {}
         targets = [t for f in plan.files for t in f.targets]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
@@ -105,7 +106,11 @@ class Recomputation:
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
 
     def _chosen(self, target: Target) -> Array:
-        return np.arange(rows_of(target)[0]) if self.full else sample(target)
+        if self.full:
+            return np.arange(rows_of(target)[0])
+        if target.name not in self._sampled:
+            self._sampled[target.name] = sample(target)
+        return self._sampled[target.name]
 
     def _costly(self, target: Target) -> bool:
         return any(_whole(u) for u in target.uses)
@@ -132,8 +137,11 @@ class Recomputation:
             inside = (rows >= use.piece.start) & (rows < use.piece.stop)
             if not inside.any():
                 continue
-            change = np.zeros_like(base)
-            change[inside] = use.strength * self._change(use, rows[inside])
+            if inside.all():
+                change = use.strength * self._change(use, rows)
+            else:
+                change = np.zeros_like(base)
+                change[inside] = use.strength * self._change(use, rows[inside])
             number = use.patch.adapter
             exact.value += change
             exact.terms = np.maximum(exact.terms, np.maximum(np.abs(change), np.abs(exact.value)))
@@ -151,8 +159,9 @@ class Recomputation:
         units = step(value, target.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(found - value)
-        overflown = np.isinf(found) & (found == rounded(value, target.dtype))
-        error[(found == value) | overflown | (np.isnan(found) & np.isnan(value))] = 0.0
+        if not np.isfinite(found).all():
+            overflown = np.isinf(found) & (found == rounded(value, target.dtype))
+            error[(found == value) | overflown | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
