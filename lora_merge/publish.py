@@ -21,6 +21,7 @@ from typing import Final
 
 from .destination import check_output, failures
 from .errors import MergeError, UsageError
+from .stopping import too_late
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
@@ -52,9 +53,10 @@ def replacing(
         yield part
         with failures(target):
             _sync(part)
-            _publish(part, target, overwrite=overwrite)
-            sync_folder(target.parent)
-        done = True
+            with too_late():
+                _publish(part, target, overwrite=overwrite)
+                sync_folder(target.parent)
+                done = True
     finally:
         if lock >= 0:
             os.close(lock)

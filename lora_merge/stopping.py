@@ -1,15 +1,64 @@
-"""Signals that ask a process to stop."""
+"""Signals that ask a process to stop, and when it is too late to."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Final, TypeAlias
+
+Handler: TypeAlias = Callable[[int, FrameType | None], None]
+
+NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
 
-def on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Let SIGINT, SIGTERM and SIGHUP come to the handler; SIGHUP stays ignored where it is, as nohup has it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Windows has none
-        signal.signal(signal.SIGHUP, handler)
+class _Stops:
+    """What became of the signals that arrived so far."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.too_late = False
+        self.waiting: int | None = None  # one that came too late for the job it was meant for
+        self.heard = False
+
+    def __call__(self, number: int, frame: FrameType | None = None) -> None:
+        if self.too_late:
+            self.waiting = number
+        elif not self.heard:
+            self.heard = True
+            self.handler(number, frame)
+
+
+_stops = _Stops(lambda *_: None)
+
+
+def on_stop(handler: Handler) -> None:
+    """Let the first of SIGINT, SIGTERM and SIGHUP come to the handler, which raises what unwinds everything.
+
+    Those after it are ignored: they would interrupt the cleaning up. SIGHUP stays ignored where it is, as nohup has it.
+    """
+    global _stops  # signals belong to the process
+    _stops = _Stops(handler)
+    for number in NUMBERS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != getattr(signal, "SIGHUP", None):
+            signal.signal(number, _stops)
+
+
+@contextmanager
+def too_late() -> Iterator[None]:
+    """A block that those signals do not end: one that arrives in it is heard where the next such block begins, if any.
+
+    So an output either gets its name and its job has succeeded, or the job was stopped and it has none.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
+        yield
+        return
+    if _stops.waiting is not None:
+        _stops(_stops.waiting)
+    _stops.too_late = True
+    try:
+        yield
+    finally:
+        _stops.too_late = False

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 import lora_merge.cli
+import lora_merge.making
 import lora_merge.replay
 import lora_merge.run
 import lora_merge.writing

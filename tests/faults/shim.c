@@ -81,6 +81,16 @@ ssize_t preadv64v2(int fd, const struct iovec *v, int n, off_t at, int f) {
 ssize_t preadv(int fd, const struct iovec *v, int n, off_t at) { return get("preadv", fd, v, n, at); }
 ssize_t preadv64(int fd, const struct iovec *v, int n, off_t at) { return get("preadv64", fd, v, n, at); }
 
+ssize_t read(int fd, void *to, size_t n) {
+    return hit_fd("read", fd) && happen() ? -1 : NEXT(ssize_t, "read", int, void *, size_t)(fd, to, n);
+}
+
+static ssize_t fetch(const char *name, int fd, void *to, size_t n, off_t at) {
+    return hit_fd("pread", fd) && happen() ? -1 : NEXT(ssize_t, name, int, void *, size_t, off_t)(fd, to, n, at);
+}
+ssize_t pread(int fd, void *to, size_t n, off_t at) { return fetch("pread", fd, to, n, at); }
+ssize_t pread64(int fd, void *to, size_t n, off_t at) { return fetch("pread64", fd, to, n, at); }
+
 int fsync(int fd) { return hit_fd("fsync", fd) && happen() ? -1 : NEXT(int, "fsync", int)(fd); }
 
 static int cut(const char *name, int fd, off_t n) {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from .conftest import Scene, send
+from .conftest import PART, ROOT, Scene, send
 
 
 def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
@@ -65,32 +68,91 @@ def test_killed_between_the_two_steps_of_naming(scene: Scene) -> None:
     assert scene.strays() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_merge_leaves_nothing(scene: Scene, number: signal.Signals) -> None:
-    moments = random.Random(number)
-    codes = set()
-    for share in (0.3, 0.5, 0.7, *(moments.uniform(0.1, 1) for _ in range(1))):
+STAGES = {
+    "the base is told from others": ("read", 0, "base.safetensors"),
+    "its header is read": ("read", 2, "base.safetensors"),
+    "the adapter's header is read": ("read", 2, "a.safetensors"),
+    "the base is read": ("preadv", 0, "base.safetensors"),
+    "the adapter is read": ("preadv", 1, "a.safetensors"),
+    "space is reserved": ("fallocate", 0, PART),
+    "the first byte is written": ("pwrite", 0, PART),
+    "half is written": ("pwrite", 3, PART),
+    "the last byte is written": ("pwrite", 8, PART),
+    "it is sent to the disk": ("fsync", 0, PART),
+    "its header is proved": ("read", 0, PART),
+    "its bytes are proved": ("pread", 0, PART),
+    "its numbers are proved": ("pread", 5, PART),
+    "it is sent once more": ("fsync", 1, PART),
+}
+"""What a merge is doing → the system call of that kind it is in: which one, counted from 0, on a file so named."""
+
+STOPS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
+    """It stops itself in that very call and is signalled then, however slow the machine is."""
+    call, at, path = STAGES[stage]
+    for number in STOPS:
         scene.reset()
-        pid = scene.start()
-        time.sleep(share * scene.seconds)
+        pid = scene.start(**scene.armed(call, at, "stop", path))
+        scene.stopped(pid)
         send(pid, number)
-        codes.add(code := scene.nursery.wait(pid))
-        assert code in (0, 128 + number), scene.log()
-        scene.check(finished=True if code == 0 else None)
+        send(pid, signal.SIGCONT)
+        assert scene.nursery.wait(pid) == 128 + number, scene.log()
+        scene.check(finished=False)
         assert scene.strays() == []
-    assert 128 + number in codes
+        assert number.name in scene.log()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("call", "at"), [("pwrite", 0), ("pwrite", 2), ("fsync", 0), ("preadv", 0)])
-def test_interrupted_in_the_middle_of_a_system_call(scene: Scene, number: signal.Signals, call: str, at: int) -> None:
+@pytest.mark.parametrize(("call", "at", "path"), [("name", 0, PART), ("fsync", 2, "work")])
+@pytest.mark.parametrize("number", STOPS)
+def test_interrupted_while_it_gets_its_name(
+    scene: Scene, number: signal.Signals, call: str, at: int, path: str
+) -> None:
+    """Too late to stop it: the output is there, or it is not and the exit code says so."""
     scene.reset()
-    path = "base.safetensors" if call == "preadv" else "lora-merge.part"
     pid = scene.start(**scene.armed(call, at, "stop", path))
     scene.stopped(pid)
     send(pid, number)
     send(pid, signal.SIGCONT)
-    assert scene.nursery.wait(pid) == 128 + number, scene.log()
+    code = scene.nursery.wait(pid)
+    assert code in (0, 128 + number), scene.log()
+    scene.check(finished=code == 0)
+    assert scene.strays() == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_interrupted_twice(scene: Scene, stage: str) -> None:
+    """What impatient people do; the second signal arrives while it cleans up after the first."""
+    call, at, path = STAGES[stage]
+    scene.reset()
+    pid = scene.start(**scene.armed(call, at, "stop", path))
+    scene.stopped(pid)
+    for number in STOPS:
+        send(pid, number)
+    send(pid, signal.SIGCONT)
+    assert scene.nursery.wait(pid) in {128 + n for n in STOPS}, scene.log()
     scene.check(finished=False)
     assert scene.strays() == []
-    assert signal.Signals(number).name in scene.log()
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_interrupted_while_torch_is_imported(scene: Scene, number: signal.Signals) -> None:
+    """Python tells every module that it has imported; torch has hundreds, itself the last."""
+    scene.reset()
+    command = [sys.executable, "-X", "importtime", "-m", "lora_merge", *scene.argv()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=scene.folder, env=env, stderr=subprocess.PIPE, text=True) as merge:
+        assert merge.stderr is not None
+        told = []
+        for line in merge.stderr:
+            told.append(line)
+            if line.rpartition("|")[2].strip().startswith("torch."):
+                merge.send_signal(number)
+                break
+        told += merge.stderr
+    assert merge.returncode == 128 + number, "".join(told[-20:])
+    scene.check(finished=False)
+    assert scene.strays() == []
+    assert number.name in told[-1]
