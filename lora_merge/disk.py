@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
 
 from .errors import MergeError, ResourceError, UsageError
 from .header import open_regular
+from .pages import PAGE, address, aligned_buffer
 
 Mode = Literal["auto", "direct", "buffered"]
 
-PAGE: Final = 4096
-HUGE: Final = 2 << 20  # bytes of a huge page, on x86 and most ARM systems; elsewhere only a place to begin
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
 # Tried for bytes that go out as they came in: copy_file_range. On ext4 it takes as long as a read and a direct write
 # (0.7 s and 0.7 to 0.9 s a GB), 1.6 times the processor time and the page cache; the hash wants the bytes read anyway.
@@ -52,24 +49,6 @@ def _find_sync_range() -> Any:
 
 
 _sync_range: Any = _find_sync_range()
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """`size` bytes of zeroed memory that begin at a page; given back when the last view of them is gone.
-
-    Large ones lie in huge pages where the system has them: a request to the disk then covers megabytes, not the
-    254 scattered pages that a controller takes at most. Measured for 7 GB past the page cache: 2.4 instead of 4.2 s
-    to write, 3.5 instead of 9 s to read, at a quarter of the processor time.
-    """
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
-    memory = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork would give pages away to which the disk is writing
-    view = memoryview(memory)
-    lead = -address(view) % HUGE
-    return view[lead : lead + size]
 
 
 def free_bytes(path: Path) -> int:
@@ -273,11 +252,6 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def address(data: memoryview) -> int:
-    """Where writable memory begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
 
 
 def _write_seeking(fd: int, data: memoryview, at: int) -> int:

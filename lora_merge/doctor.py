@@ -15,10 +15,11 @@ import torch
 
 from . import __version__
 from .algorithms import ALGORITHMS
-from .disk import DIRECT_ON, Mode, Writer, aligned_buffer, failure, file_system, free_bytes
+from .disk import DIRECT_ON, Mode, Writer, failure, file_system, free_bytes
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
 from .job import exists
+from .pages import aligned_buffer
 from .placement import TORCH_DTYPES, Placement, host, numbers, place, precise, present, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array

@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 from . import disk
-from .disk import PAGE, Mode, address, aligned_buffer, goes_direct
+from .disk import Mode, goes_direct
 from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
+from .pages import PAGE, address, aligned_buffer
 
 MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .disk import PAGE, aligned_buffer
+from .pages import PAGE, aligned_buffer
 from .windows import Change, Window
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from .blocks import Block, blocks
-from .disk import PAGE
 from .errors import ResourceError
 from .header import ITEM_BYTES, TensorInfo
+from .pages import PAGE
 from .planning import Plan, Target
 
 WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory

@@ -26,7 +26,7 @@ import torch
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge import claims, disk, folding, header, making, passes, slots, survey
+from lora_merge import claims, disk, folding, header, making, pages, passes, slots, survey
 from lora_merge.batch import make_batch
 from lora_merge.claims import claim_path, claimed
 from lora_merge.cli import app
@@ -108,7 +108,7 @@ def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, d
 
 def test_the_base_is_read_once_within_the_memory_of_one_merge(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, read, taken = models / "base.safetensors", Counter[str](), [0]
-    read_into, aligned = Reader.read_into, disk.aligned_buffer
+    read_into, aligned = Reader.read_into, pages.aligned_buffer
 
     def counted(self: Reader, buffer: memoryview, file: Path, offset: int) -> None:
         read[file.name] += len(buffer)

@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from lora_merge import disk
 from lora_merge import reader as reader_module
 from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, quantised, read_bytes
-from lora_merge.disk import PAGE, Mode, aligned_buffer
+from lora_merge.disk import Mode
 from lora_merge.errors import InputError
 from lora_merge.header import FileState, Header, parse
+from lora_merge.pages import PAGE, aligned_buffer
 from lora_merge.pickles import FORMAT_NAMES
 from lora_merge.reader import MEMORY
 

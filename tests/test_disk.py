@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge import disk
-from lora_merge.disk import HUGE, PAGE, Mode, Writer, address, aligned_buffer, copy_file, free_bytes
+from lora_merge.disk import Mode, Writer, copy_file, free_bytes
 from lora_merge.errors import MergeError, ResourceError, UsageError
+from lora_merge.pages import HUGE, PAGE, address, aligned_buffer
 
 ROOT = Path(__file__).parents[1]
 quick = settings(deadline=None, derandomize=True, database=None, max_examples=40)
