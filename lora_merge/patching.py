@@ -13,6 +13,7 @@ from .adapter import AdapterFile, Module, Numbers
 from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
+from .header import TensorInfo
 from .network_args import network_factor, network_settings
 from .peft import Rules
 from .peft_numbers import CONFIGURED
@@ -31,6 +32,11 @@ TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its m
 UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
 FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
+)
+TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
+GROUPED: Final = (
+    "; if it is this one, and the layer a convolution in {groups} groups: the adapter joins channels of different "
+    "groups, which no such weight can, so it can only be applied when the model runs"
 )
 STACKED: Final = ("lora_experts", "lora_experts_transposed")
 
@@ -124,7 +130,8 @@ class Patcher:
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
             raise ShapeMismatch(UNTOLD, where, untold)
-        fix = "merge into the checkpoint that the adapter was trained on"
+        groups = _groups(module.shapes.get("down", ()), view.shape)
+        fix = TRAINED_ON + (GROUPED.format(groups=groups) if groups > 1 else "")
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def notes(self) -> list[str]:
@@ -158,7 +165,10 @@ class Patcher:
         alpha = self._number(module, "alpha")
         if alpha is None and "scale" in row.scalars:
             alpha = self.given.get(ALPHA)
-        found = dict(row.numbers(alpha, shapes, shape))
+        try:
+            found = dict(row.numbers(alpha, shapes, shape))
+        except DoesNotFit as e:  # the shapes do, so it is the number
+            raise _unusable("alpha", alpha, module.shared.get("alpha")) from e
         if "scale" in found:
             found["scale"] *= self._factor(name)
         told = self.rules.of(module.name).numbers(name, module.name, shapes)
@@ -186,7 +196,7 @@ class Patcher:
             )
         value = self.read(info)[0]
         if isnan(value) or (slot != "alpha" and not isfinite(value)):  # an infinite alpha has a meaning in LoKr and OFT
-            raise InputError(f"{slot} is {value}", f"{info.file}: {info.name}", "use an earlier save of the adapter")
+            raise _unusable(slot, value, info)
         return value
 
     def _with_shared(self, module: Module, keys: Mapping[str, str]) -> Module:
@@ -219,6 +229,22 @@ class Patcher:
         if name == "lora_embedding":  # PEFT takes the norm over the vocabulary
             return dora.fit((1, prod(info.shape)), shape, ".dora_scale")
         return dora.fit(info.shape, shape, ".dora_scale" if info.name.endswith(".dora_scale") else "")
+
+
+def _unusable(slot: str, value: float | None, info: TensorInfo | None) -> InputError:
+    where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
+    return InputError(f"{slot} is {value}", where, "use an earlier save of the adapter")
+
+
+def _groups(down: Shape, weight: Shape) -> int:
+    """In how many groups a convolution with this weight would be if `down` saw all of its input channels; 0: in none.
+
+    Trainers that leave the layer as it is and add a branch to it give that all channels (PEFT, kohya's scripts).
+    """
+    if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
+        return 0
+    groups, rest = divmod(down[1], weight[1])
+    return 0 if rest or not groups or weight[0] % groups else groups
 
 
 def _ways(view: View, *, in_out: bool) -> Iterator[View]:

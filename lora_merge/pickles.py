@@ -121,6 +121,9 @@ def _load(path: Path, *, fake: bool) -> Any:
                 f"{path}: it names {found[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
+        if "quantized" in _reason(e):  # torch has no empty ones to load them as
+            what = "the file holds quantised tensors, whose numbers are not the weights"
+            raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
         raise _damaged(path, _reason(e)) from e
 
 

@@ -235,7 +235,7 @@ def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, us
     dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
     if uses and dtype not in FLOATS:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
-        raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{name} is {info.dtype}",
+        raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     shape = source.shape if source is not None else info.shape
     return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses)

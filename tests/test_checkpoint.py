@@ -397,6 +397,21 @@ def test_code_in_torch_files_is_never_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert not Path("executed").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage")
+@pytest.mark.parametrize("zipped", ["zip", "legacy"])
+@pytest.mark.parametrize("channels", [False, True])
+def test_quantised_torch_files_are_called_that(tmp_path: Path, zipped: str, channels: bool) -> None:  # noqa: FBT001
+    ones = torch.ones(4, 4)
+    if channels:
+        tensor = torch.quantize_per_channel(ones, torch.ones(4), torch.zeros(4, dtype=torch.int64), 0, torch.qint8)
+    else:
+        tensor = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
+    torch.save({"a": tensor}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped == "zip")
+    with pytest.raises(InputError, match="quantised tensors") as e:
+        open_checkpoint(tmp_path / "x.pt")
+    assert "unquantised" in e.value.fix
+
+
 def test_torch_files_that_no_checkpoint_can_be_made_of(tmp_path: Path) -> None:
     cases = {
         "sparse": ({"a": torch.ones(3).to_sparse()}, "cannot hold: sparse"),

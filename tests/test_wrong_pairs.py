@@ -9,10 +9,13 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 import lora_merge
-from lora_merge.errors import FitError
+from lora_merge.errors import FitError, InputError
 from lora_merge.formats import layout
+
+from .support import rand, save
 
 HEADERS = Path(__file__).parent / "headers"
 
@@ -76,3 +79,44 @@ def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("lora_merge.disk.free_bytes", lambda _: 1 << 40)  # the plan of a 33 GB file asks for room
     plan = lora_merge.plan(base, lora, tmp_path / "out.safetensors", unmatched="skip")
     assert any("T2V" in note for note in plan.adapters[0].notes)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(2, 4), (1, 8)])
+@pytest.mark.parametrize("up", [(8, 4, 1, 1), (8, 1, 1, 1)], ids=["kohya", "PEFT"])
+def test_a_branch_beside_a_grouped_convolution_has_no_place_in_its_weight(
+    tmp_path: Path, channels: int, groups: int, up: tuple[int, ...]
+) -> None:
+    """PEFT refuses to merge it too: "Merging is not supported for _ConvNd layers with groups > 1"."""
+    base = hollow({"conv.weight": (8, channels, 3, 3)}, tmp_path / "base.safetensors")
+    tensors = {"conv.lora_down.weight": (4, 8, 3, 3), "conv.lora_up.weight": up}
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "conv" in e.value.where
+    assert f"a convolution in {groups} groups" in e.value.fix
+
+
+@pytest.mark.parametrize("down", [(4, 5, 3, 3), (4, 8, 1, 1), (4, 8, 3, 5)])
+def test_other_misfits_have_nothing_to_do_with_groups(tmp_path: Path, down: tuple[int, ...]) -> None:
+    base = hollow({"conv.weight": (8, 2, 3, 3)}, tmp_path / "base.safetensors")
+    tensors = {"conv.lora_down.weight": down, "conv.lora_up.weight": (8, 4, 1, 1)}
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "groups" not in e.value.fix
+
+
+@pytest.mark.parametrize("alpha", ["inf", "-inf", "nan"])
+def test_an_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, alpha: str) -> None:
+    base = hollow({"layer.weight": (8, 8)}, tmp_path / "base.safetensors")
+    tensors = {"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}
+    lora = save(tensors | {"layer.alpha": torch.tensor(float(alpha))}, tmp_path / "lora.safetensors")
+    with pytest.raises(InputError, match=f"alpha is {alpha}\n") as e:
+        lora_merge.plan(base, lora, tmp_path / "out.safetensors")
+    assert e.value.where == f"{lora}: layer.alpha"
+
+
+def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
+    base = save({"layer.weight": torch.ones(8, 8, dtype=torch.int8)}, tmp_path / "base.safetensors")
+    lora = save({"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}, tmp_path / "l.safetensors")
+    with pytest.raises(FitError, match="whole numbers") as e:
+        lora_merge.plan(base, lora, tmp_path / "out.safetensors")
+    assert e.value.where == f"{base}: layer.weight is I8"
