@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from .cli_batch import batch
 from .cli_proof import add_to
 from .errors import MergeError, UsageError
+from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, silent
 from .stopping import on_stop
 
@@ -243,7 +244,12 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except _Stopped as stop:
         _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
-    except OSError as error:
+    except Exception as error:
+        scarce = scarcity(error)
+        if scarce is not None:
+            _fail(str(scarce), scarce.exit_code)
+        if not isinstance(error, OSError):
+            raise
         where = error.filename or "an input or output"
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
 

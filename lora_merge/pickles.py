@@ -74,6 +74,8 @@ class _Loading:
 
 def read_pickled(path: Path) -> Header:
     """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
+    import torch  # noqa: F401  # what fails here is no fault of the file
+
     try:
         return _read(path)
     except FAILURES as e:  # the objects it made are odd enough to break what looks at them

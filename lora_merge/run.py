@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +13,11 @@ from . import __version__
 from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
-from .errors import ResourceError
 from .job import DTYPES
 from .planning import Plan, coverage
 from .publish import replacing
 from .report import Report, peak_memory
+from .scarcity import scarcity
 from .sidefiles import configured
 from .verify import verify
 from .writing import Writing
@@ -71,28 +70,10 @@ def _scarcity_told() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        scarce = _scarcity(e)
+        scarce = scarcity(e)
         if scarce is None:
             raise
         raise scarce from e
-
-
-def _scarcity(e: Exception) -> ResourceError | None:
-    """What to say where the system gave no memory or no thread, which Python, torch and C++ tell each in its way."""
-    text = next(iter(str(e).splitlines()), "")
-    if isinstance(e, RuntimeError) and "can't start new thread" in text:
-        found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
-    elif (
-        isinstance(e, MemoryError)
-        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
-        or (isinstance(e, RuntimeError) and ("bad_alloc" in text or "can't allocate memory" in text))
-    ):
-        found = ResourceError("not enough memory", text or "the system gave no more",
-                              "give a smaller --max-memory, or raise the limit (ulimit -v)")  # fmt: skip
-    else:
-        return None
-    found.__cause__ = e
-    return found
 
 
 @dataclass
@@ -116,7 +97,7 @@ class _Output:
 
     def fail(self, e: Exception) -> None:
         """Remove what was written."""
-        self.failure = _scarcity(e) or e
+        self.failure = scarcity(e) or e
         self.stack.__exit__(type(e), e, e.__traceback__)
 
     def open(self) -> None:

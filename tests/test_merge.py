@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -337,7 +339,8 @@ def test_a_system_without_threads_is_told(
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
-     RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")],
+     RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+     ImportError("libtorch_cpu.so: failed to map segment from shared object")],
 )  # fmt: skip
 def test_a_system_without_memory_is_told(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -348,6 +351,17 @@ def test_a_system_without_memory_is_told(
     monkeypatch.setattr("lora_merge.making.Making.make", refused)
     with pytest.raises(ResourceError, match="not enough memory"):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bound the addresses of a process")
+def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lora_merge", *map(str, files), "-o", str(tmp_path / "out.safetensors"), "-q"]
+    limited = ["sh", "-c", 'ulimit -v 500000 && exec "$@"', "sh", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "error: not enough memory" in done.stderr or "error: the system allows no more threads" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*out*"))
 
 
