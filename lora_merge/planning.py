@@ -149,7 +149,9 @@ def draw(job: Job, opened: Opened) -> Plan:
     with Reader(a.index for a in adapters) as reader:
         matched = match(job, base, lookup, adapters, numbers_from(reader))
     files, indexes = _files(job, base, matched)
-    sides = tuple(side_files(base)) if base.path.is_dir() else ()
+    sides, left = side_files(base) if base.path.is_dir() else ((), ())
+    if left:
+        base = replace(base, notes=(*base.notes, f"not copied, for weights of their own lie there: {listed(left)}"))
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 

@@ -21,7 +21,8 @@ WEIGHTS: Final = frozenset(
 )
 """Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""
 
-LEFT: Final = frozenset({".git", ".cache", "__pycache__", ".gitattributes"})
+LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
+"""Names of what belongs to other programs, or to a merge that is under way."""
 
 EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared)\.weight")
 PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
@@ -34,26 +35,46 @@ Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
 CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def side_files(base: Index) -> Iterator[str]:
-    """Names, relative to the base folder with forward slashes, of what is copied as it is.
+def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What of the base folder is copied as it is, and which sub-folders are not: those with weights of their own.
 
-    InputError for what cannot be: pipes, devices, links that point nowhere, and links to folders without weights of
-    the base, which may lead anywhere.
+    Those are another model, an earlier output, a checkpoint of the training: what this one needs of them, if anything,
+    only the user knows. All names are relative to the base folder, with forward slashes. InputError for what cannot be
+    copied: pipes, devices, links that point nowhere, and links to folders without weights of the base, which may lead
+    anywhere.
     """
     written = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
+    ours = homes | {base.path / name for name in base.config if base.components}  # a pipeline's parts
+    copied: list[Path] = []
+    left: list[Path] = []
     for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
-        names[:] = sorted(n for n in names if n not in LEFT)
-        for path in (Path(folder, name) for name in names):
+        inside = [Path(folder, name) for name in sorted(names) if not LEFT.fullmatch(name)]
+        for path in inside:
             if path.is_symlink() and path not in homes:
                 raise InputError("the model folder holds a link to a folder", str(path),
                                  "put the folder itself there, or remove the link")  # fmt: skip
-        for name in sorted(files):
-            path = Path(folder, name)
-            stale = path.suffix in WEIGHTS or ".index." in name
-            if path not in written and not stale and name not in LEFT:
+        others = [path for path in inside if path not in ours and _holds_weights(path)]
+        left += others
+        names[:] = [path.name for path in inside if path not in others]
+        for path in (Path(folder, name) for name in sorted(files)):
+            if path not in written and not _stale(path.name) and not LEFT.fullmatch(path.name):
                 _require_file(path)
-                yield path.relative_to(base.path).as_posix()
+                copied.append(path)
+    return _relative(copied, base), _relative(left, base)
+
+
+def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
+    return tuple(path.relative_to(base.path).as_posix() for path in paths)
+
+
+def _stale(name: str) -> bool:
+    """Whether a file of this name beside the merged weights would be wrong."""
+    return Path(name).suffix in WEIGHTS or ".index." in name
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(Path(name).suffix in WEIGHTS for _, _, files in os.walk(folder, onerror=_unreadable) for name in files)
 
 
 def _unreadable(e: OSError) -> NoReturn:

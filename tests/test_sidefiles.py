@@ -108,6 +108,53 @@ def test_a_linked_component_comes_with_its_configuration(model: Path) -> None:
     assert not (out / "unet").is_symlink()
 
 
+def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
+    """An output in the base's own folder, a checkpoint of the training, an export, a merge that is under way."""
+    base, lora = model / "base", model / "lora.safetensors"
+    (base / "tokenizer").mkdir()
+    (base / "tokenizer" / "vocab.txt").write_text("words")
+    first = lora_merge.merge(base, lora, base / "merged")
+    assert first.notes == ()
+    for folder, name in (("checkpoint-5", "model.safetensors"), ("onnx/deep", "model.onnx")):
+        (base / folder).mkdir(parents=True)
+        (base / folder / name).write_bytes(b"")
+        (base / folder / "config.json").write_text("{}")
+    (base / ".x.0123456789ab.lora-merge.part").write_bytes(b"")
+    report = lora_merge.merge(base, lora, model / "out")
+    assert report.notes == ("not copied, for weights of their own lie there: checkpoint-5, merged, onnx",)
+    names = {p.relative_to(model / "out").as_posix() for p in (model / "out").rglob("*") if p.is_file()}
+    assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt"}
+    done = cli(base, lora, "-o", model / "dry", "--dry-run")
+    assert "checkpoint-5, merged, onnx" in done.stderr + done.stdout
+
+
+def test_a_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
+    """model_index.json is a file that anybody may have written."""
+    base = model / "base"
+    (model / "pipeline").mkdir()
+    base.rename(model / "pipeline" / "unet")
+    (model / "pipeline").rename(base)
+    (base / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"], "tokenizer": ["a", "B"]}')
+    (base / "tokenizer").symlink_to("/usr")
+    with pytest.raises(InputError, match="link to a folder"):
+        merge(model)
+
+
+def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> None:
+    pipeline = model / "pipeline"
+    (pipeline / "flax").mkdir(parents=True)
+    (pipeline / "vae_1_0").mkdir()
+    (model / "base").rename(pipeline / "unet")
+    (pipeline / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"], "flax": ["a", "B"]}')
+    for name in ("flax", "vae_1_0"):
+        (pipeline / name / "config.json").write_text("{}")
+        (pipeline / name / "x.msgpack").write_bytes(b"")
+    pipeline.rename(model / "base")
+    out = merge(model)
+    assert sorted(p.name for p in out.iterdir()) == ["flax", "model_index.json", "unet"]
+    assert [p.name for p in (out / "flax").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("inside", [5, "text", [1], True])
 def test_an_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
     with pytest.raises(InputError, match="index file is damaged"):
