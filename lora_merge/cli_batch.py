@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import BatchFailed, UsageError
+from .showing import size as _size
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -187,9 +188,3 @@ def _write(line: str) -> None:
 
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
-
-
-def _size(n: int) -> str:
-    from .showing import size
-
-    return size(n)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, file_numbers, group, looks_like_adapter
-from .algorithms import Shape
 from .checkpoint import Index, open_checkpoint, quantised
 from .conventions import part
 from .errors import FitError
 from .guess import weight_shape
 from .names import PREFIXES, Names, guess, names
+from .showing import COUNT, size
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
 """Slots whose stored axis 0 is the rank, the first that a module has."""
@@ -79,7 +80,7 @@ def _base(index: Index) -> dict[str, Any]:
     recipe = _json(index, "lora_merge.recipe")
     return {
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
-        "parameters": sum(_count(t.shape) for t in index.tensors.values()),
+        "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         **({"quantised": why} if (why := quantised(index)) else {}), **({"recipe": recipe} if recipe else {}),
     }  # fmt: skip
 
@@ -106,7 +107,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _range(ranks), "alphas": _range(alphas),
         "trainer": _trainer(file.index), "names": _dialect(file),
         "made_for": guess({part(m.name)[0]: weight_shape(m.shapes) for m in file.modules}),
-        "parameters": sum(_count(t.shape) for t in file.index.tensors.values()),
+        "parameters": sum(prod(t.shape) for t in file.index.tensors.values()),
         "configuration": {k: v for k, v in file.index.config.items() if v not in (None, False, [], {})},
         "incomplete": incomplete, "ignored": dict(file.ignored),
     }  # fmt: skip
@@ -115,22 +116,15 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
 def _components(index: Index, lookup: Names) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for key, info in index.tensors.items():
-        counts[lookup.component(key)] += _count(info.shape)
+        counts[lookup.component(key)] += prod(info.shape)
     return dict(counts.most_common())
 
 
 def _dtypes(index: Index) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for info in index.tensors.values():
-        counts[info.dtype] += _count(info.shape)
+        counts[info.dtype] += prod(info.shape)
     return dict(counts.most_common())
-
-
-def _count(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _range(counts: Counter[Any]) -> list[Any]:
@@ -192,19 +186,11 @@ def _match_lines(match: Mapping[str, Any]) -> Iterator[str]:
 
 def _text(key: str, value: Any) -> str:
     if isinstance(value, Mapping) and key in ("dtypes", "components", "algorithms"):
-        return ", ".join(f"{name} {_short(n)}" for name, n in value.items())
+        return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in value.items())
     if isinstance(value, Mapping):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
-    return _short(value) if key in ("parameters", "bytes") else str(value)
-
-
-def _short(n: int) -> str:
-    """ "2.57 G"."""
-    value, unit = float(n), ""
-    for larger in ("K", "M", "G", "T"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}".strip() if unit else str(n)
+    if key == "parameters":
+        return size(value, *COUNT)
+    return size(value) if key == "bytes" else str(value)

@@ -6,11 +6,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .planning import Plan
     from .report import Report
+
+
+COUNT: Final = (1000, ("", "K", "M", "G", "T"))
+"""For `size`: things are counted in thousands."""
 
 
 def silent(_: str) -> None:
@@ -86,14 +90,12 @@ def dry(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def size(n: int) -> str:
-    """ "6.46 GiB"."""
-    value, unit = float(n), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB")) -> str:
+    """ "6.46 GiB"; with COUNT "6.94 G"."""
+    value, at = float(n), 0
+    while value >= step and at + 1 < len(units):
+        value, at = value / step, at + 1
+    return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
 
 
 def show_proof(proof: Mapping[str, Any], say: Any) -> None:

@@ -85,6 +85,16 @@ def kohya_names(base: Tensors) -> dict[str, str]:
     return names
 
 
+def flux_control(width: int) -> Tensors:
+    """A control LoRA of Black Forest Labs on a tiny Flux of two heads: twice its four channels come in."""
+    block = "single_blocks.0"
+    return {
+        "img_in.lora_A.weight": rand(2, 8), "img_in.lora_B.weight": rand(width, 2),
+        "img_in.lora_B.bias": rand(width, seed=5), f"{block}.norm.key_norm.scale": rand(width // 2, seed=9),
+        f"{block}.linear1.lora_A.weight": rand(2, width), f"{block}.linear1.lora_B.weight": rand(7 * width, 2),
+    }  # fmt: skip
+
+
 def lora_delta(tensors: Tensors, name: str, alpha: float | None = None) -> Tensor:
     """α / r · B A in fp64, flattened to [out, cols]."""
     up = tensors[f"{name}.lora_up.weight"].double().flatten(1)

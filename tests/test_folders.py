@@ -12,7 +12,7 @@ import torch
 import lora_merge
 from lora_merge.errors import FitError
 
-from .support import Tensors, load, rand, save
+from .support import flux_control, load, rand, save
 from .test_diffusers import CONFIGS
 
 diffusers = pytest.importorskip("diffusers")
@@ -55,24 +55,15 @@ def test_a_head_with_other_labels_loads(name: str, labels: int, tmp_path: Path) 
     assert index["metadata"]["total_parameters"] == got.num_parameters()
 
 
-def flux_control() -> Tensors:
-    """A control LoRA of Black Forest Labs on a tiny Flux: twice the channels come in."""
-    return {
-        "img_in.lora_A.weight": rand(2, 8), "img_in.lora_B.weight": rand(16, 2), "img_in.lora_B.bias": rand(16, seed=5),
-        "single_blocks.0.norm.key_norm.scale": rand(8, seed=9),
-        "single_blocks.0.linear1.lora_A.weight": rand(2, 16), "single_blocks.0.linear1.lora_B.weight": rand(112, 2),
-    }  # fmt: skip
-
-
 def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    lora = save(flux_control(), tmp_path / "control.safetensors")
+    lora = save(flux_control(16), tmp_path / "control.safetensors")
     lora_merge.merge(tmp_path / "base", lora, tmp_path / "out")
     got = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "out")
     assert (got.config.in_channels, got.config.out_channels) == (8, 4)
-    a = flux_control()
+    a = flux_control(16)
     delta = a["img_in.lora_B.weight"] @ a["img_in.lora_A.weight"]
     padded = torch.cat([base.x_embedder.weight, torch.zeros(16, 4)], dim=1)
     torch.testing.assert_close(got.x_embedder.weight, padded + delta)

@@ -10,7 +10,7 @@ import torch
 import lora_merge
 from lora_merge.errors import FitError
 
-from .support import Tensors, load, rand, save
+from .support import Tensors, flux_control, load, rand, save
 
 
 def flux() -> Tensors:
@@ -22,19 +22,11 @@ def flux() -> Tensors:
     }  # fmt: skip
 
 
-def control() -> Tensors:
-    return {
-        "img_in.lora_A.weight": rand(2, 8), "img_in.lora_B.weight": rand(12, 2), "img_in.lora_B.bias": rand(12, seed=5),
-        "single_blocks.0.norm.key_norm.scale": rand(6, seed=9),
-        "single_blocks.0.linear1.lora_A.weight": rand(2, 12), "single_blocks.0.linear1.lora_B.weight": rand(84, 2),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_a_flux_control_lora_widens_img_in(tmp_path: Path, strength: float) -> None:
-    base, lora = save(flux(), tmp_path / "b.safetensors"), save(control(), tmp_path / "a.safetensors")
+    base, lora = save(flux(), tmp_path / "b.safetensors"), save(flux_control(12), tmp_path / "a.safetensors")
     lora_merge.merge(base, [(lora, strength)], tmp_path / "o.safetensors")
-    got, w, a = load(tmp_path / "o.safetensors"), flux(), control()
+    got, w, a = load(tmp_path / "o.safetensors"), flux(), flux_control(12)
     padded = torch.cat([w["img_in.weight"], torch.zeros(12, 4)], dim=1)
     delta = a["img_in.lora_B.weight"] @ a["img_in.lora_A.weight"]
     torch.testing.assert_close(got["img_in.weight"], padded + strength * delta)
@@ -73,7 +65,7 @@ def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
         lora_merge.merge_state_dict(base, lora)
     with pytest.raises(FitError, match="number of axes"):
         lora_merge.merge_state_dict(base, lora | {"m.a.reshape_weight": torch.tensor([5, 4, 1])})
-    wider = {k: v for k, v in control().items() if "norm" not in k}
+    wider = {k: v for k, v in flux_control(12).items() if "norm" not in k}
     with pytest.raises(FitError):
         lora_merge.merge_state_dict(flux(), wider)
 
@@ -81,7 +73,7 @@ def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
 def test_two_adapters_that_disagree_about_the_size_are_refused() -> None:
     plain = {"img_in.lora_A.weight": rand(2, 4), "img_in.lora_B.weight": rand(12, 2)}
     with pytest.raises(FitError, match="larger"):
-        lora_merge.merge_state_dict(flux(), [control(), plain])
+        lora_merge.merge_state_dict(flux(), [flux_control(12), plain])
 
 
 def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from lora_merge.formats import layout
 from lora_merge.inspection import inspect, lines
+from lora_merge.showing import COUNT, size
 
 from .support import cli, kohya, save, sd1
 
@@ -101,6 +102,15 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     done = cli("inspect", tmp_path / "x.safetensors")
     assert done.returncode == 3
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("n", "bytes_", "count"),
+    [(0, "0 B", "0"), (999, "999 B", "999"), (1023, "1023 B", "1.02 K"), (999_999, "976.56 KiB", "1000.00 K"),
+     (2_567_463_684, "2.39 GiB", "2.57 G"), (10**16, "9094.95 TiB", "10000.00 T")],
+)  # fmt: skip
+def test_large_numbers_are_short(n: int, bytes_: str, count: str) -> None:
+    assert (size(n), size(n, *COUNT)) == (bytes_, count)
 
 
 def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
