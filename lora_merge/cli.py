@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -237,6 +238,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
+    gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         app()

@@ -6,6 +6,7 @@ calls `run_batch` need not guard its main module.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -31,6 +32,7 @@ class Task:
 def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
     on_stop(_stop)
+    gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     opened = Opened()
