@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from .arguments import shown
 from .background import Reports
 from .claims import sweep
 from .errors import MergeError, UsageError
@@ -123,10 +124,11 @@ def make_batch(
     source: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None, overwrite: bool = False
 ) -> Batch:
     """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
-    if workers is not None and workers < 1:
-        raise UsageError(f"{workers} workers", "--workers", "give 1 or more")
-    given = expand(source) if isinstance(source, str | Path) else source
-    return Batch(survey(load(given, overwrite=overwrite), workers=workers or 1))
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
+    if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
+        source = expand(source)
+    return Batch(survey(load(source, overwrite=overwrite), workers=workers or 1))
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from numbers import Real
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
+from .arguments import HUGE, a_list, check_options, is_finite, pairs, shown, unlike
 from .errors import UsageError
 from .patterns import endless
 
@@ -23,8 +26,6 @@ PARTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
 """Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
-
-HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
 
 _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -105,12 +106,12 @@ def exists(path: str | Path) -> bool:
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
     fix = "write it like 512MiB or 4GB"
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", _shown(text, None).lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", shown(text, None).lower())
     if match is None or match[2] == "i":
-        raise UsageError(f"{_shown(text)!r} is no size", option, fix)
+        raise UsageError(f"{shown(text)!r} is no size", option, fix)
     size = float(match[1]) * _UNITS[match[2]]
     if size >= HUGE:
-        raise UsageError(f"{_shown(text)} is more than any machine has", option, fix)
+        raise UsageError(f"{shown(text)} is more than any machine has", option, fix)
     return int(size)
 
 
@@ -119,7 +120,7 @@ def make_job(
     adapters: Sequence[Any] | str | Path,
     output: str | Path | None = None,
     *,
-    strength_for: Sequence[tuple[str, float]] = (),
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]] = (),
     **options: Any,
 ) -> Job:
     """A Job from loosely typed arguments, as the API and the command line pass them; UsageError if they make none.
@@ -127,11 +128,12 @@ def make_job(
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `dtype` and
     `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
-    if isinstance(adapters, str | Path | Adapter) or _is_pair(adapters):
-        adapters = [adapters]
+    check_options(options, [f.name for f in fields(Job)[3:]])
+    single = isinstance(adapters, str | PathLike | Adapter) or _is_pair(adapters)
+    adapters = [adapters] if single else a_list(adapters or (), "the list of adapters", "a path, or a list of them,")
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
-    parts = tuple(_part(p, f) for p, f in strength_for)
+    parts = tuple(_part(p, f) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts) for a in adapters)
     base = expand(base)
     for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
@@ -144,7 +146,8 @@ def make_job(
         options["max_vram"] = parse_size(options["max_vram"], "--max-vram")
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
-    out = expand(output) if output else _default_output(base, refs)
+    options["device"] = str(options.get("device", "auto"))
+    out = _default_output(base, refs) if output is None or output == "" else expand(output)
     return Job(base=base, adapters=refs, output=out, **options)
 
 
@@ -159,6 +162,8 @@ def home(path: str | Path) -> Path:
         raise UsageError("a path with a NUL character in it", ascii(str(path))[:200], "correct the path")
     try:
         return Path(path).expanduser()
+    except TypeError as e:
+        raise unlike(path, "a path", "a str or a Path") from e
     except RuntimeError as e:
         raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so") from e
 
@@ -180,35 +185,22 @@ def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float)
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
     if isinstance(value, Adapter):
-        own = (_part(p, f) for p, f in value.parts)
+        own = (_part(p, f) for p, f in pairs(value.parts, str(value.path)))
         return _checked(Adapter(expand(value.path), value.strength, (*own, *parts)))
-    path, strength = value if _is_pair(value) else (value, 1.0)
+    path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
     return _checked(Adapter(expand(path), strength, parts))
 
 
 def _checked(adapter: Adapter) -> Adapter:
-    if not _is_finite(adapter.strength):
-        what = f"strength {_shown(adapter.strength)} is not finite"
+    if not is_finite(adapter.strength):
+        what = f"strength {shown(adapter.strength)} is not a finite number"
         raise UsageError(what, str(adapter.path), "use a number such as 0.8")
     return replace(adapter, strength=float(adapter.strength))
-
-
-def _is_finite(value: float) -> bool:
-    """Whether a double can hold it."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
-
-
-def _shown(value: Any, length: int | None = 40) -> str:
-    """The beginning of a value in a message; Python does not write out numbers of thousands of digits."""
-    return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
 
 
 def _part(part: str, factor: float) -> tuple[str, float]:
@@ -222,25 +214,31 @@ def _part(part: str, factor: float) -> tuple[str, float]:
             raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
     elif part not in PARTS:
         raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
-    if not _is_finite(factor):
+    if not is_finite(factor):
         raise UsageError(
-            f"strength {_shown(factor)} is not finite", f"--strength-for {part}", "use a number such as 0.5"
+            f"strength {shown(factor)} is not a finite number", f"--strength-for {part}", "use a number such as 0.5"
         )
     return part, float(factor)
 
 
+@cache
+def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
+    """Every setting of any formula → what it must be, whether a value is."""
+    kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
+    return {name: KINDS[kind] for name, kind in kinds.items() if kind in KINDS}
+
+
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Sorted, with lists frozen to tuples; UsageError for a name or a value that no formula asks for."""
-    kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
-    known = {name: KINDS[kind] for name, kind in kinds.items() if kind in KINDS}
-    found = {name: _frozen(value) for name, value in dict(given).items()}
+    known = _known_settings()
+    found = {name: _frozen(value) for name, value in pairs(given, "--setting")}
     for name, value in found.items():
         if name not in known:
             fix = f"use one of {', '.join(sorted(known))}"
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
         wanted, fits = known[name]
         if not fits(value):
-            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={_shown(value)}", f"use {wanted}")
+            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={shown(value)}", f"use {wanted}")
     return tuple(sorted(found.items()))
 
 
@@ -249,7 +247,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    return isinstance(value, int | float) and is_finite(value)
 
 
 def _is_whole(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .adapter import AdapterFile, Module, file_numbers, group
 from .algorithms import flat
+from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .checkpoint import Index, Reader, open_checkpoint
 from .errors import InputError, UsageError
@@ -85,6 +86,8 @@ class _Held:
     def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
         """A state dict as a checkpoint; InputError for entries that are no plain tensors."""
         path, infos = Path(f"<{name}>"), {}
+        if not isinstance(tensors, Mapping):
+            raise unlike(tensors, name, "a table of names and tensors")
         for key, value in tensors.items():
             if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
                 raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
@@ -99,10 +102,12 @@ class _Held:
             isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], int | float)
         ):
             given = [given]
+        given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
         refs: list[Any] = []
         files: list[AdapterFile] = []
         for number, one in enumerate(given):
-            source, strength = one if isinstance(one, tuple) else (one, None)
+            paired = isinstance(one, tuple) and len(one) == 2
+            source, strength = one if paired else (one, 1.0)
             if isinstance(source, Mapping):
                 files.append(group(self.index(f"adapter {number}", source)))
                 ref: Any = f"adapter {number}"
@@ -112,7 +117,7 @@ class _Held:
             else:
                 ref = source
                 files.append(group(open_checkpoint(expand(ref.path if isinstance(ref, Adapter) else ref))))
-            refs.append(ref if strength is None else (ref, strength))
+            refs.append((ref, strength) if paired else ref)
         return refs, files
 
     def fetch(self, info: TensorInfo, factors: Factors) -> Tensor:
@@ -154,6 +159,8 @@ class LoadedAdapter:
 
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
         """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape."""
+        if not isinstance(base_weight, Tensor):
+            raise unlike(base_weight, "the base's weight", "a tensor")
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = View((Piece("weight", 0, rows, cols),), shape)

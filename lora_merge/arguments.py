@@ -1,0 +1,64 @@
+"""What callers pass, by its type: one error for what is none, in place of whatever would stumble over it later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, Final
+
+from .errors import UsageError
+
+HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
+
+
+def shown(value: Any, length: int | None = 40) -> str:
+    """The beginning of a value in a message; Python does not write out numbers of thousands of digits."""
+    return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, no truth value, that a double can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def unlike(value: Any, where: str, wanted: str) -> UsageError:
+    """The error for a value of a wrong type."""
+    return UsageError(f"{type(value).__name__} {shown(value)!r} where {wanted} belongs", where, f"give {wanted}")
+
+
+def a_list(value: Any, where: str, wanted: str) -> list[Any]:
+    """The items of a list or the like; UsageError for anything else."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise unlike(value, where, wanted)
+    return list(value)
+
+
+def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
+    """Names with values, from a table or from pairs."""
+    wanted = "a table of names and values, or a list of pairs,"
+    found = [
+        tuple(p) if isinstance(p, list | tuple) else (p,)
+        for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, wanted))
+    ]
+    wrong = next((p for p in found if len(p) != 2 or not isinstance(p[0], str)), None)
+    if wrong is not None:
+        raise unlike(wrong, where, "a pair of a name and a value")
+    return found
+
+
+def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """UsageError for an option that there is not, or for a switch that is neither on nor off."""
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise UsageError(f"no option is called {name!r}", flag, f"use one of {', '.join(near or known)}")
+        if name in ("overwrite", "verify") and not isinstance(value, bool):
+            raise unlike(value, flag, "True or False")
+        if name == "device" and type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
+            raise unlike(value, flag, "auto, cpu, cuda, cuda:N, mps or xpu")

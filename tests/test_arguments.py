@@ -1,0 +1,108 @@
+"""Whatever is passed where something else belongs: one UsageError that says what, where and how to do it right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lora_merge
+from lora_merge.errors import UsageError
+
+OPTIONS: list[dict[str, Any]] = [
+    {"dtype": 7}, {"dtype": None}, {"dtype": ["bf16"]}, {"compute_dtype": 32}, {"compute_dtype": torch.int8},
+    {"device": 5}, {"device": None}, {"device": ["cuda:0", "cuda:1"]},
+    {"unmatched": True}, {"unmatched": None}, {"unmatched": ["skip"]},
+    {"overwrite": "no"}, {"overwrite": None}, {"verify": 1}, {"verify": "full"},
+    {"max_memory": "lots"}, {"max_memory": None}, {"max_memory": True}, {"max_memory": {}}, {"max_vram": "-1"}, {"max_vram": b"1GB"},
+    {"map": 3}, {"map": ["names.yaml"]},
+    {"strength_for": 3}, {"strength_for": "te=0.5"}, {"strength_for": ["te"]}, {"strength_for": [("te", "x")]},
+    {"strength_for": [("te", None)]}, {"strength_for": [(1, 0.5)]}, {"strength_for": {"te": True}}, {"strength_for": None},
+    {"setting": 3}, {"setting": "alpha"}, {"setting": [("alpha",)]}, {"setting": {"alpha": object()}}, {"setting": {3: 4}},
+    {"strength": 0.5}, {"dtpe": "bf16"}, {"workers": 2},
+]  # fmt: skip
+
+ADAPTERS: list[Any] = [
+    None, 3, 0.5, b"a.safetensors", [], [None], [3], [b"a"], [("a.safetensors", "x")], [("a.safetensors", None)],
+    [("a.safetensors", True)], [("a.safetensors", 1, 2)], [(3, 0.5)], [["a.safetensors", 0.5]], object(),
+    lora_merge.Adapter("a.safetensors", "x"), lora_merge.Adapter(3), lora_merge.Adapter("a.safetensors", None),  # type: ignore[arg-type]
+    lora_merge.Adapter("a.safetensors", 1.0, "te"), lora_merge.Adapter("a.safetensors", 1.0, (("te", "x"),)),  # type: ignore[arg-type]
+]  # fmt: skip
+
+PATHS: list[Any] = [3, 0, 1.5, True, False, b"base.safetensors", ["base.safetensors"], {}, object(), "a\0b"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arguments")
+    save_file({"a.weight": torch.ones(4, 4)}, folder / "base.safetensors")
+    save_file({"a.lora_up.weight": torch.ones(4, 1), "a.lora_down.weight": torch.ones(1, 4)}, folder / "a.safetensors")
+    return folder
+
+
+def refused(act: Callable[[], object]) -> None:
+    with pytest.raises(UsageError) as e:
+        act()
+    assert e.value.exit_code == 2
+    assert all((e.value.what, e.value.where, e.value.fix))
+    assert "\n" not in e.value.what
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(files: Path, options: Mapping[str, Any]) -> None:
+    base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "out.safetensors"
+    for call in (lora_merge.plan, lora_merge.merge):
+        refused(lambda call=call: call(base, adapter, out, **options))  # type: ignore[misc]
+    refused(lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, adapter, **options))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS, ids=repr)
+def test_adapters(files: Path, adapters: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    refused(lambda: lora_merge.merge("base.safetensors", adapters, "out.safetensors"))  # type: ignore[arg-type]
+    refused(lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, adapters))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=repr)
+def test_paths(files: Path, path: Any) -> None:
+    base, adapter = files / "base.safetensors", files / "a.safetensors"
+    refused(lambda: lora_merge.merge(path, adapter, files / "out.safetensors"))
+    refused(lambda: lora_merge.merge(base, adapter, path))
+    refused(lambda: lora_merge.load_adapter(path))
+
+
+@pytest.mark.parametrize("jobs", [None, 3, True, object()], ids=repr)
+def test_jobs(jobs: Any) -> None:
+    refused(lambda: lora_merge.run_batch(jobs))
+
+
+@pytest.mark.parametrize("options", [{"workers": "2"}, {"workers": 0.5}, {"executor": 3}, {"executor": None}], ids=str)
+def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
+    refused(lambda: lora_merge.run_batch([], **options))
+
+
+@pytest.mark.parametrize("held", [None, 3, "base.safetensors", [("a.weight", torch.ones(4, 4))]], ids=repr)
+def test_state_dicts(files: Path, held: Any) -> None:
+    refused(lambda: lora_merge.merge_state_dict(held, files / "a.safetensors"))
+
+
+def test_what_a_loaded_adapter_is_asked(files: Path) -> None:
+    adapter = lora_merge.load_adapter(files / "a.safetensors")
+    refused(lambda: adapter.algorithm(3))  # type: ignore[arg-type]
+    refused(lambda: adapter.delta("a", [[1.0]]))  # type: ignore[arg-type]
+
+
+def test_what_is_right_in_other_words(files: Path) -> None:
+    """Types of torch, tables for pairs, numbers of any kind."""
+    base, adapter = files / "base.safetensors", files / "a.safetensors"
+    plan = lora_merge.plan(
+        base, [(adapter, torch.tensor(2.0).numpy().item()), (adapter, 1)], files / "new.safetensors",
+        dtype=torch.bfloat16, device=torch.device("cpu"), strength_for={"re:a": 2},
+    )  # fmt: skip
+    assert (plan.job.dtype, plan.job.device) == ("bf16", "cpu")
+    assert [u.strength for f in plan.files for t in f.targets for u in t.uses] == [4.0, 2.0]
