@@ -142,9 +142,8 @@ class _Surveyor:
         try:
             outline = self._outline(self._grounded(job))
             complete = maker is None and done(job, self.opened, self.hashes)
-            there = os.path.lexists(job.output)
-            check_output(
-                job.output, outline.inputs, overwrite=there, folder=outline.folder, contents=outline.contents,
+            check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
+                job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents,
                 spared=outline.spared,
             )  # fmt: skip
         except MergeError as e:
@@ -152,7 +151,7 @@ class _Surveyor:
             return
         together = (level, job.base, job.compute_dtype, job.device, job.max_memory, outline.layout)
         self.sketches[entry.number] = replace(
-            blank, size=outline.size, replaces=_size(job.output) if there else 0, together=together, done=complete
+            blank, size=outline.size, replaces=_size(job.output), together=together, done=complete
         )
 
     def _running(self, maker: Entry | None) -> Entry | None:

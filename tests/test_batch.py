@@ -534,6 +534,20 @@ def test_two_processes_share_the_work(small: Path, children: Any) -> None:
     assert not strays(small)
 
 
+def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = jobs = grid(small, 1)
+    check = survey.check_output
+
+    def meanwhile(output: Path, *args: Any, **options: Any) -> None:
+        lora_merge.merge(one["base"], [(small / "ink.safetensors", 1 / 8)], output)
+        check(output, *args, **options)
+
+    monkeypatch.setattr(survey, "check_output", meanwhile)
+    assert fates(run(jobs)) == ["skipped"]
+
+
 def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
     jobs, out = grid(small, 6), small / "out"
 
