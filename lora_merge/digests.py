@@ -84,7 +84,8 @@ class Digests:
 
     def _read_ahead(self) -> None:
         for file in self._base:
-            self._read_up_to(file, self._sizes[file], PIECE, self._fed)
+            if not self._fed.is_set():
+                self._read_up_to(file, self._sizes[file], PIECE, self._fed)
 
     def _read_others(self) -> None:
         for file in self._others:  # adapters: their factors are read in small pieces, which would wait for the disk

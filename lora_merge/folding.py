@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import prod
 from threading import Lock, local
@@ -21,12 +22,13 @@ from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Lane, Placement, exact_products, land, numbers, precise, stack_elements, stage, stage_indices
+from .placement import Lane, Placement, exact_products, land, numbers, precise, stack_size, stage, stage_indices
 from .views import View
 
+KEPT: Final = 2**24
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
-"""Numbers of a factor, or of the part that a block needs, that are worth their memory while a window is made."""
+"""Numbers of all factors, of one, or of the part that a block needs, that may be kept while a window is made."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -41,6 +43,36 @@ class Item:
     into: Tensor  # [rows, cols], output dtype
 
 
+class Kept:
+    """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+        self._numbers = 0
+        self._lock = Lock()
+
+    def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
+        """The tensor of this key: made once, also where two threads ask at a time, and settled before it is shared."""
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        if self._numbers > KEPT:
+            return make()
+        with self._lock:
+            if key not in self._made:
+                made = make()
+                settle()
+                self._made[key] = made
+                self._numbers += made.numel()
+            return self._made[key]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._made.clear()
+            self._numbers = 0
+
+
 @dataclass(frozen=True)
 class Folder:
     """Folds blocks at one placement, or at several. `fetch` gives stored tensors, of the adapters and of `base`."""
@@ -50,16 +82,14 @@ class Folder:
     base: Mapping[str, TensorInfo]
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
     max_vram: int | None = None
-    kept: dict[Any, Tensor] | None = None
-    """Factors at their placement, made once for the blocks and plans that share them; whoever gave it empties it."""
+    kept: Kept | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
-    _making: Any = field(default_factory=Lock)
 
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
-        groups = list(_groups(items, stack_elements(self.at, self.max_vram)))
+        groups = list(_groups(items, partial(stack_size, self.at, self.max_vram)))
         if self.pool is None:
             for group in groups:
                 self._fold(group)
@@ -86,6 +116,8 @@ class Folder:
             check_range(group)
             return
         # Outside `except`: while an exception is handled, its frames hold the memory that is missing.
+        if self.kept is not None:
+            self.kept.clear()
         lane.recover()
         self._note(f"{at.device} was short of memory: smaller batches were used")
         half = len(group) // 2
@@ -180,7 +212,7 @@ class Folder:
         key = (info.file, info.name, shape, at)
         if prod(shape) <= KEPT_WHOLE:  # one for all blocks
             whole = self._keep(key, lambda: staged(None))
-            return whole if cut is None else whole.narrow(*cut)
+            return whole if cut is None else whole.narrow(*cut).contiguous()
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
         return self._keep((*key, cut), lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
 
@@ -188,16 +220,8 @@ class Folder:
         return self._keep((tuple(values), at), lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """What was made for this key before, or is made now: once, also where two threads ask at a time."""
-        if self.kept is None:
-            return make()
-        if key not in self.kept:
-            with self._making:
-                if key not in self.kept:
-                    made = make()
-                    self._lane().settle()
-                    self.kept[key] = made
-        return self.kept[key]
+        """What was made for this key before, or is made now."""
+        return make() if self.kept is None else self.kept.get(key, make, self._lane().settle)
 
     def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:
@@ -230,12 +254,13 @@ def _in_place(group: Sequence[Item], at: Placement) -> bool:
     return len(group) == 1 and one.base is one.into and (at.device.type, at.dtype) == ("cpu", one.into.dtype)
 
 
-def _groups(items: Sequence[Item], limit: int) -> Iterator[list[Item]]:
+def _groups(items: Sequence[Item], most: Callable[[int, int], int]) -> Iterator[list[Item]]:
     kinds: dict[Any, list[Item]] = {}
     for item in items:
         kinds.setdefault(item.block.kind, []).append(item)
     for same in kinds.values():
-        n = max(1, limit // max(same[0].block.elements, 1))
+        block = same[0].block
+        n = most(block.last - block.first, block.cols)
         for first in range(0, len(same), n):
             yield same[first : first + n]
 

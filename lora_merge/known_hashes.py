@@ -1,7 +1,7 @@
 """SHA-256 of large files, remembered between runs: on two cores, that of a base takes as long as its merge.
 
 A file counts as unchanged while device, inode, size and both its times are what they were, which is also what git
-goes by. A proof (`verify`, `replay`) never asks here: it reads the bytes.
+goes by; but only where these are kept truly. A proof (`verify`, `replay`) never asks here: it reads the bytes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,44 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from .disk import file_system
+from .errors import MergeError
+from .header import open_regular
+
+KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
+"""File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT
+make them up, and memory never writes back what is mapped, which is when a mapped change gets its time."""
+
 WORTH: Final = 16 << 20  # bytes from which on a file is remembered; smaller ones are hashed in ten milliseconds
-SETTLED: Final = 2.0  # seconds since the last change: a second one within the tick of a coarse clock would not show
+SETTLED: Final = 60.0  # seconds since the last change: one through mapped memory may get its time half a minute later
 MOST: Final = 4096  # files; the oldest are forgotten
+LARGEST: Final = 4 << 20  # bytes of what is remembered, several times what `MOST` files need
+ABANDONED: Final = 3600.0  # seconds after which nobody is writing to a temporary file any more
 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
 def place() -> Path:
-    """Where they are kept: in the user's cache folder, which may be emptied at any time."""
+    """Where they are kept: in the user's cache folder, which may be emptied at any time; RuntimeError without one."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "lora-merge" / "sha256.json"
+    if not named.is_absolute():
+        home = Path.home()
+        if not home.is_absolute() or home == Path(home.anchor):
+            raise RuntimeError("there is no home folder")
+        named = home / ".cache"
+    return named / "lora-merge" / "sha256.json"
 
 
 def state(path: Path) -> str | None:
-    """What tells that a file is the same; None for one that is not there, too small, or changed just now."""
+    """What tells that a file is the same; None where nothing does, or it is small, or was changed just now."""
+    if file_system(path) not in KEEP_TIMES:
+        return None
     try:
-        s = path.stat()
+        s, mount = path.stat(), os.statvfs(path)
     except OSError:
         return None
     settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
-    if s.st_size < WORTH or not settled:
+    if s.st_size < WORTH or not settled or mount.f_flag & os.ST_RDONLY:
         return None
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
@@ -44,8 +61,10 @@ def state(path: Path) -> str | None:
 def recall() -> dict[str, str]:
     """State → hex digest; empty where nothing can be read."""
     try:
-        known = json.loads(place().read_bytes())
-    except (OSError, ValueError, RuntimeError, RecursionError):
+        with open_regular(place()) as f:
+            text = f.read(LARGEST + 1)
+        known = json.loads(text if len(text) <= LARGEST else b"")
+    except (MergeError, OSError, ValueError, RuntimeError):  # RecursionError is one
         return {}
     if not isinstance(known, dict):
         return {}
@@ -61,11 +80,14 @@ def remember(digests: Mapping[str, str]) -> None:
     with suppress(OSError, RuntimeError):
         folder = place().parent
         folder.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=folder, prefix=".sha256.")
+        for part in folder.glob(".sha256.*"):
+            if time.time() - part.stat().st_mtime > ABANDONED:
+                part.unlink()
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".sha256.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 json.dump(dict(kept), f)
-            Path(part).replace(place())
+            Path(name).replace(place())
         except BaseException:
-            Path(part).unlink()
+            Path(name).unlink()
             raise

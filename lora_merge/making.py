@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from .checkpoint import Reader
 from .factors import Factors, view_bytes
-from .folding import Folder, Item
+from .folding import Folder, Item, Kept
 from .job import COMPUTE_DTYPES
 from .placement import convert, one_core, places, threads
 from .planning import Plan
@@ -25,7 +24,7 @@ class Making:
         self.device = ",".join(str(p.device) for p in at)
         self.factors = Factors(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.kept: dict[Any, Any] = {}
+        self.kept = Kept()
         self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.pool, job.max_vram, self.kept)
 
     def make(self, turn: Turn) -> None:

@@ -21,9 +21,9 @@ def aligned_buffer(size: int) -> memoryview:
     if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
     memory = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork would give pages away to which the disk is writing
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # a fork would give pages away to which the disk writes
+        with suppress(OSError):  # a kernel that knows no such advice
+            memory.madvise(advice)
     view = memoryview(memory)
     lead = -address(view) % HUGE
     return view[lead : lead + size]

@@ -33,6 +33,7 @@ FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
 CPU_STACK: Final = 2**20
 DEVICE_STACK: Final = 2**26
+NARROW: Final = 16  # rows or columns
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,18 @@ def _omp_set_num_threads() -> Any:
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 
-def stack_elements(at: Sequence[Placement], max_vram: int | None) -> int:
-    """At most how many numbers go into one batched call: the caches' size on a CPU, plenty of work elsewhere.
+def stack_size(at: Sequence[Placement], max_vram: int | None, rows: int, cols: int) -> int:
+    """At most how many blocks go into one batched call: the caches' size on a CPU, plenty of work elsewhere.
 
     In flight are three lanes with the stored values, the base, ΔW and two temporaries of its size: 24 bytes each.
+    A CPU rounds batched products of narrow matrices otherwise than single ones, and how many lie in a window is the
+    memory bound's doing: these go one by one.
     """
     if at[0].device.type == "cpu":
-        return CPU_STACK
-    return DEVICE_STACK if max_vram is None else max(1, min(DEVICE_STACK, max_vram // (3 * 24)))
+        most = CPU_STACK if min(rows, cols) >= NARROW else 0
+    else:
+        most = DEVICE_STACK if max_vram is None else min(DEVICE_STACK, max_vram // (3 * 24))
+    return max(1, most // max(rows * cols, 1))
 
 
 @contextmanager

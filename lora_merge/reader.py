@@ -37,6 +37,7 @@ class _File:
     fd: int
     direct: int
     state: FileState
+    refused: bool = False  # whether the file system took the flag of direct reads, but no read
     hints: bool = _NOWAIT != 0  # whether the system says what is in its page cache
     drop: bool = False  # whether what is read through the page cache is to be taken out of it again
 
@@ -187,7 +188,7 @@ _read: Any = _preadv if hasattr(os, "preadv") else _read_seeking
 
 def _some(file: _File, buffer: memoryview, offset: int) -> int:
     """Read as much as one call gives, by the best way there is for this place; 0 at the end of the file."""
-    if file.direct < 0:
+    if file.direct < 0 or file.refused:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
     if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
@@ -201,8 +202,7 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
-        os.close(file.direct)
-        file.direct = -1
+        file.refused = True
         return _through_cache(file, buffer, offset)
 
 

@@ -45,6 +45,7 @@ class Writing:
         stages = [self._timed(s) for s in (self.read, self.hash, self.start, self.fold, self.write)]
         try:
             drive(self._turns(), stages, self._give_back)
+            assert self.making, "made also where no window asked for it: there may be no such device"
             for number in self._alive():
                 self._alone(number, self._finish)
         finally:

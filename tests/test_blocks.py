@@ -13,7 +13,7 @@ from lora_merge import blocks
 from lora_merge.adapter import Module
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.examples import EXAMPLES, given, tensors, weight
-from lora_merge.folding import Folder, Item
+from lora_merge.folding import Folder, Item, Kept
 from lora_merge.header import TensorInfo
 from lora_merge.matched import Use
 from lora_merge.patching import Patch
@@ -53,7 +53,9 @@ def test_cutting_and_spreading_change_nothing(
     patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
     base = {key: held(key, t) for key, t in stored.items()}
     everything = stored | slots
-    folder = Folder((Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept={})
+    folder = Folder(
+        (Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept=Kept()
+    )
     found, count = [], 0
     for piece, start in zip(pieces, edges, strict=False):
         uses = (Use(patch, piece, start, STRENGTH),)

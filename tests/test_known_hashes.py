@@ -35,6 +35,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(kohya(base), tmp_path / "style.safetensors")
     monkeypatch.setattr(known_hashes, "WORTH", 1)
     monkeypatch.setattr(known_hashes, "SETTLED", -1.0)
+    monkeypatch.setattr(known_hashes, "file_system", lambda _: "ext4")
     return tmp_path
 
 
@@ -105,7 +106,7 @@ def test_what_was_changed_just_now_is_not_remembered(files: Path, monkeypatch: p
     merged(files)
     assert not recall()
     now = time.time
-    monkeypatch.setattr(known_hashes.time, "time", lambda: now() + 3601)
+    monkeypatch.setattr(known_hashes.time, "time", lambda: now() + 3700)
     merged(files)
     assert len(recall()) == 2
 
@@ -114,6 +115,22 @@ def test_a_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.
     monkeypatch.setattr(known_hashes, "WORTH", (files / "base.safetensors").stat().st_size)
     merged(files)
     assert list(recall()) == [state(files / "base.safetensors")]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "squashfs", "nfs4", "fuseblk", "vfat", ""])
+def test_what_keeps_no_true_times_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(known_hashes, "file_system", lambda _: kind)
+    assert merged(files) == sha(files / "base.safetensors")
+    assert not recall()
+
+
+def test_an_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, made to be reproducible, may differ in a byte and in nothing that stat(2) tells."""
+    mount = SimpleNamespace(f_flag=os.ST_RDONLY)
+    known = SimpleNamespace(statvfs=lambda _: mount, ST_RDONLY=os.ST_RDONLY, environ=os.environ, fdopen=os.fdopen)
+    monkeypatch.setattr(known_hashes, "os", known)
+    assert merged(files) == sha(files / "base.safetensors")
+    assert not recall()
 
 
 def test_a_proof_reads_the_bytes(files: Path) -> None:
@@ -132,6 +149,27 @@ def test_damaged_memory_is_none(files: Path, text: str) -> None:
     assert recall() == {}
     assert merged(files) == sha(files / "base.safetensors")
     assert len(recall()) == 2
+
+
+def test_a_strange_file_in_its_place_is_none(files: Path) -> None:
+    place().parent.mkdir(parents=True)
+    os.mkfifo(place())
+    assert recall() == {}
+    assert merged(files) == sha(files / "base.safetensors")
+    assert len(recall()) == 2
+    place().write_text("{" + " " * known_hashes.LARGEST + "}")
+    assert recall() == {}
+
+
+def test_what_a_killed_process_left_is_removed(files: Path) -> None:
+    place().parent.mkdir(parents=True)
+    old, new = (place().with_name(f".sha256.{n}") for n in ("old", "new"))
+    for path, age in ((old, 2), (new, 0)):
+        path.touch()
+        then = time.time() - age * known_hashes.ABANDONED
+        os.utime(path, (then, then))
+    merged(files)
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_without_a_place_for_it_all_works(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +224,9 @@ def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert place() == tmp_path / ".cache" / "lora-merge" / "sha256.json"
+    for homeless in ("", "/", "relative"):
+        monkeypatch.setenv("HOME", homeless)
+        monkeypatch.setenv("USERPROFILE", homeless)
+        with pytest.raises(RuntimeError):
+            place()
+        assert recall() == {}

@@ -371,3 +371,15 @@ def test_other_errors_stay_what_they_are(
     monkeypatch.setattr("lora_merge.making.Making.make", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
+
+
+def test_a_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:
+    save({"a.weight": torch.zeros(0, 16)}, tmp_path / "base.safetensors")
+    save(
+        {"a.lora_A.weight": torch.zeros(4, 16), "a.lora_B.weight": torch.zeros(0, 4)}, tmp_path / "adapter.safetensors"
+    )
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(ResourceError, match="no device"):
+        lora_merge.merge(tmp_path / "base.safetensors", [tmp_path / "adapter.safetensors"], out, device="cuda:99")
+    assert {p.name for p in tmp_path.iterdir()} == {"base.safetensors", "adapter.safetensors"}
+    assert lora_merge.merge(tmp_path / "base.safetensors", [tmp_path / "adapter.safetensors"], out).device == "cpu"

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.folding import Folder, Item
+from lora_merge.folding import Folder, Item, Kept
 from lora_merge.header import TensorInfo
 from lora_merge.kernels import Stack, fold
 from lora_merge.placement import (
@@ -30,7 +30,7 @@ from lora_merge.placement import (
     land,
     numbers,
     places,
-    stack_elements,
+    stack_size,
     stage,
 )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, held.numbers)
     everything = weights | factors
-    folder = Folder((at,), lambda info: everything[info.name], base.tensors, kept={})
+    folder = Folder((at,), lambda info: everything[info.name], base.tensors, kept=Kept())
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
@@ -314,9 +314,22 @@ def test_tf32_is_off_for_our_products_and_back_when_all_of_them_are_done() -> No
 
 def test_batches_stay_within_the_bound_on_device_memory() -> None:
     cuda = (Placement(torch.device("cuda"), torch.float32),)
-    assert stack_elements(cuda, None) == 2**26
-    assert stack_elements(cuda, 2**30) * 3 * 24 <= 2**30
-    assert stack_elements((Placement(torch.device("cpu"), torch.float32),), 1) == 2**20
+    assert stack_size(cuda, None, 64, 64) == 2**14
+    assert stack_size(cuda, 2**30, 64, 64) * 64 * 64 * 3 * 24 <= 2**30
+    assert stack_size((Placement(torch.device("cpu"), torch.float32),), 1, 64, 64) == 2**8
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (33, 17), (5, 333), (1, 64), (64, 1), (7, 7), (2, 5), (16, 1000)])
+def test_what_lies_in_a_window_does_not_change_the_bytes(shape: tuple[int, int]) -> None:
+    """Blocks in one call give what each gives alone, or they do not go into one call."""
+    rows, cols = shape
+    n = min(stack_size((Placement(torch.device("cpu"), torch.float32),), None, rows, cols), 5)
+    torch.manual_seed(rows * cols)
+    for rank in (1, 4, 8, 16, 32):
+        up, down, base = torch.randn(5, rows, rank), torch.randn(5, rank, cols), torch.randn(5, rows, cols)
+        together = torch.cat([base[i : i + n].baddbmm(up[i : i + n], down[i : i + n]) for i in range(0, 5, n)])
+        for i in range(5):
+            assert torch.equal(together[i], base[i : i + 1].baddbmm(up[i : i + 1], down[i : i + 1])[0])
 
 
 @pytest.mark.parametrize("device", ["cpu,cpu", "cpu,cuda:0", "cuda:0,cuda:0", "nonsense,cpu"])
