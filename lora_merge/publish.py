@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,11 @@ from .stopping import too_late
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
+SWEEPS: Final = 10.0  # seconds between two looks of a process at a folder for what killed runs left
 SYNCED: Final = os.name != "nt"  # Windows cannot open folders to sync them
+
+_swept: dict[Path, float] = {}
+"""Folder → when it was last looked at."""
 
 
 @contextmanager
@@ -48,7 +53,7 @@ def replacing(
     part, lock, done = target, -1, False
     try:
         with failures(target):
-            remove_stale(target.parent)
+            _sweep(target.parent)
             part, lock = _create(target, folder=folder)
         yield part
         with failures(target):
@@ -121,6 +126,13 @@ def try_lock(fd: int, *, wait: bool = False) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed runs left, unless this process has just done so: a batch may fill a folder with thousands."""
+    if time.monotonic() >= _swept.get(folder, -SWEEPS) + SWEEPS:
+        remove_stale(folder)
+        _swept[folder] = time.monotonic()
 
 
 def remove_stale(folder: Path) -> None:
