@@ -74,3 +74,10 @@ def test_nothing_is_caught_and_dropped() -> None:
 def _kept(node: ast.ExceptHandler) -> bool:
     """Whether the exception itself is handed on, to somebody who raises or reports it."""
     return any(isinstance(n, ast.Name) and n.id == node.name for n in ast.walk(node))
+
+
+def test_a_file_is_no_longer_than_one_can_hold_in_mind() -> None:
+    long = {
+        p.name: n for p in sorted((ROOT / "lora_merge").rglob("*.py")) if (n := len(p.read_text().splitlines())) > 300
+    }
+    assert not long
