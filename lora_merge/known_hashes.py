@@ -1,4 +1,4 @@
-"""SHA-256 of large files, remembered between runs: on two cores, that of a base takes as long as its merge.
+"""SHA-256 of large files, remembered between runs: that of a base is a third of the work of its merge.
 
 A file counts as unchanged while device, inode, size and both its times are what they were, which is also what git
 goes by; but only where these are kept truly. A proof (`verify`, `replay`) never asks here: it reads the bytes.
