@@ -52,7 +52,7 @@ def refused(act: Callable[[], object]) -> None:
     assert "\n" not in e.value.what
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options(files: Path, options: Mapping[str, Any]) -> None:
     base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "out.safetensors"
     for call in (lora_merge.plan, lora_merge.merge):
@@ -61,14 +61,14 @@ def test_options(files: Path, options: Mapping[str, Any]) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("adapters", ADAPTERS, ids=repr)
+@pytest.mark.parametrize("adapters", ADAPTERS)
 def test_adapters(files: Path, adapters: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     refused(lambda: lora_merge.merge("base.safetensors", adapters, "out.safetensors"))  # type: ignore[arg-type]
     refused(lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, adapters))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=repr)
+@pytest.mark.parametrize("path", PATHS)
 def test_paths(files: Path, path: Any) -> None:
     base, adapter = files / "base.safetensors", files / "a.safetensors"
     refused(lambda: lora_merge.merge(path, adapter, files / "out.safetensors"))
@@ -76,17 +76,17 @@ def test_paths(files: Path, path: Any) -> None:
     refused(lambda: lora_merge.load_adapter(path))
 
 
-@pytest.mark.parametrize("jobs", [None, 3, True, object()], ids=repr)
+@pytest.mark.parametrize("jobs", [None, 3, True, object()])
 def test_jobs(jobs: Any) -> None:
     refused(lambda: lora_merge.run_batch(jobs))
 
 
-@pytest.mark.parametrize("options", [{"workers": "2"}, {"workers": 0.5}, {"executor": 3}, {"executor": None}], ids=str)
+@pytest.mark.parametrize("options", [{"workers": "2"}, {"workers": 0.5}, {"executor": 3}, {"executor": None}])
 def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
     refused(lambda: lora_merge.run_batch([], **options))
 
 
-@pytest.mark.parametrize("held", [None, 3, "base.safetensors", [("a.weight", torch.ones(4, 4))]], ids=repr)
+@pytest.mark.parametrize("held", [None, 3, "base.safetensors", [("a.weight", torch.ones(4, 4))]])
 def test_state_dicts(files: Path, held: Any) -> None:
     refused(lambda: lora_merge.merge_state_dict(held, files / "a.safetensors"))
 
