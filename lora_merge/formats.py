@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from .algorithms import Shape
 from .errors import InputError
 from .header import HEADER_LIMIT, bytes_of
-
-PAGE: Final = 4096
+from .pages import PAGE
 
 
 def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:

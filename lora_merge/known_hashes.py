@@ -46,14 +46,14 @@ def place() -> Path:
 
 def state(path: Path) -> str | None:
     """What tells that a file is the same; None where nothing does, or it is small, or was changed just now."""
-    if file_system(path) not in KEEP_TIMES:
-        return None
     try:
-        s, mount = path.stat(), os.statvfs(path)
+        s = path.stat()
+        settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
+        if s.st_size < WORTH or not settled or file_system(path) not in KEEP_TIMES:
+            return None
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return None
     except OSError:
-        return None
-    settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
-    if s.st_size < WORTH or not settled or mount.f_flag & os.ST_RDONLY:
         return None
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 

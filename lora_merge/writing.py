@@ -45,7 +45,7 @@ class Writing:
         stages = [self._timed(s) for s in (self.read, self.hash, self.start, self.fold, self.write)]
         try:
             drive(self._turns(), stages, self._give_back)
-            assert self.making, "made also where no window asked for it: there may be no such device"
+            self._prepare()  # also where no window asked for it: there may be no such device
             for number in self._alive():
                 self._alone(number, self._finish)
         finally:
@@ -78,6 +78,9 @@ class Writing:
         self.opened.callback(made.close)
         return made
 
+    def _prepare(self) -> None:
+        self.begun = self.making is not None  # made by asking for it
+
     def read(self, turn: Turn) -> None:
         """Base bytes into the image."""
         if turn.first:
@@ -96,8 +99,7 @@ class Writing:
 
     def start(self, _: Turn) -> None:
         """What the first fold needs."""
-        assert self.making, "made by asking for it"
-        self.begun = True
+        self._prepare()
 
     def fold(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read."""
