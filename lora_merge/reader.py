@@ -6,13 +6,13 @@ import errno
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from . import disk
 from .disk import Mode, goes_direct
@@ -183,7 +183,8 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
     return os.preadv(fd, [buffer], offset)
 
 
-_read: Any = _preadv if hasattr(os, "preadv") else _read_seeking
+read_at: Callable[[int, memoryview, int], int] = _preadv if hasattr(os, "preadv") else _read_seeking
+"""Bytes of an open file at an offset into memory, as many as one call gives: 0 at the end of the file."""
 
 
 def _some(file: _File, buffer: memoryview, offset: int) -> int:
@@ -192,11 +193,11 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
     if lead or len(buffer) < PAGE or buffer.readonly or address(buffer) % PAGE:
-        return int(_read(file.fd, buffer[: lead or len(buffer)], offset))
+        return read_at(file.fd, buffer[: lead or len(buffer)], offset)
     whole = buffer[: len(buffer) // PAGE * PAGE]
     missing = _missing(file, whole, offset)
     if not missing:
-        return int(_read(file.fd, buffer[:BLOCK], offset))
+        return read_at(file.fd, buffer[:BLOCK], offset)
     try:
         return os.preadv(file.direct, [whole[:missing]], offset)
     except OSError as e:
@@ -207,7 +208,7 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
-    done = int(_read(file.fd, buffer, offset))
+    done = read_at(file.fd, buffer, offset)
     if file.drop:
         os.posix_fadvise(file.fd, offset, done, os.POSIX_FADV_DONTNEED)
     return done
@@ -262,7 +263,7 @@ def read_bytes(info: TensorInfo) -> bytes:
         done = 0
         while done < len(out):
             try:
-                got = int(_read(f.fileno(), out[done:], info.offset + done))
+                got = read_at(f.fileno(), out[done:], info.offset + done)
             except OSError as e:
                 raise unreadable(e, info.file, info.offset + done) from e
             if not got:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
 from .planning import Plan, Target, rows_of
+from .reader import read_at
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
@@ -102,7 +102,7 @@ class Recomputation:
     def expected(self, target: Target) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
         if target.name not in self.left_out:
-            width = rows_of(target)[1]
+            width = rows_of(target)[1] * ITEM_BYTES[target.dtype]
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
 
     def _chosen(self, target: Target) -> Array:
@@ -288,11 +288,7 @@ def _whole(use: Use) -> bool:
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:
     """Bytes of an open file; fewer only at its end."""
-    parts = []
-    while count:
-        part = os.pread(fd, min(count, 1 << 26), offset)
-        if not part:
-            break
-        parts.append(part)
-        offset, count = offset + len(part), count - len(part)
-    return b"".join(parts)
+    raw, done = memoryview(bytearray(count)), 0
+    while done < count and (got := read_at(fd, raw[done:], offset + done)):
+        done += got
+    return bytes(raw[:done])

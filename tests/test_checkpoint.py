@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -506,14 +505,14 @@ def test_short_and_refused_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         reader.read_into(memoryview(buffer), tmp_path / "x", 0)
     assert bytes(buffer) == bytes(range(256)) * 100
     assert len(calls) == 26
-    monkeypatch.setattr(reader_module, "_read", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(reader_module, "read_at", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with Reader([indexed(tmp_path / "x")], "buffered") as reader, pytest.raises(InputError, match="Input/output"):
         reader.read_into(memoryview(buffer), tmp_path / "x", 0)
 
 
 def test_reading_where_there_is_no_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
-    monkeypatch.setattr(reader_module, "_read", reader_module._read_seeking)
+    monkeypatch.setattr(reader_module, "read_at", reader_module._read_seeking)
     buffer = bytearray(4)
     with Reader([indexed(tmp_path / "x")], "buffered") as reader:
         reader.read_into(memoryview(buffer), tmp_path / "x", 3)
@@ -550,8 +549,8 @@ def test_changed_inputs_are_noticed(tmp_path: Path) -> None:
             Reader([index])
 
 
-def test_planning_is_fast(tmp_path: Path) -> None:
-    """3000 modules of a 40 GB file, from its header alone, in well under half a second."""
+def test_opening_a_large_file_takes_few_steps(tmp_path: Path) -> None:
+    """A 40 GB file of 6000 tensors; steps instead of seconds, which would be another machine's."""
     table, end = {}, 0
     for i in range(6000):
         table[f"model.diffusion_model.blocks.{i // 30}.attention.{i % 30}.weight"] = {
@@ -563,9 +562,19 @@ def test_planning_is_fast(tmp_path: Path) -> None:
         f.write(content)
         f.truncate(len(content) + end)  # sparse
     assert end > 40e9
-    started = time.process_time()
-    assert len(open_checkpoint(tmp_path / "big.safetensors").tensors) == 6000
-    assert time.process_time() - started < 0.4
+    steps = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal steps
+        steps += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        index = open_checkpoint(tmp_path / "big.safetensors")
+    finally:
+        sys.setprofile(None)
+    assert len(index.tensors) == 6000
+    assert steps / 6000 < 30  # 20
 
 
 def test_headers_need_no_torch() -> None:

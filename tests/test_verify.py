@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 import lora_merge.run
+from lora_merge import recompute
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.header import parse_file
 from lora_merge.placement import convert
@@ -314,3 +316,15 @@ def test_a_lost_entry_of_the_metadata_is_found(made: Path) -> None:
     save_file(load(out), out, {k: v for k, v in metadata(out).items() if k != "note"})
     with pytest.raises(VerificationFailed, match="note"):
         prove(out)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no hints to the disk here")
+def test_the_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[int, int]] = set()
+    looked: set[tuple[int, int]] = set()
+    hint, read = os.posix_fadvise, recompute.read_exactly
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, n, why: (asked.add((at, n)), hint(fd, at, n, why)))
+    monkeypatch.setattr(recompute, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
+    prove(made / "out.safetensors", **inputs(made))
+    assert len(looked) > 20
+    assert looked <= asked

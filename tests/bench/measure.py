@@ -32,6 +32,7 @@ class Failed(RuntimeError):
 def run(command: Sequence[str], *, threads: int | None = None, known: Path | None = None) -> Run:
     """Run a command to its end; Failed unless it succeeds. `known`: the folder of what earlier runs have hashed."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed programs are compiled, this folder's at the first run
     if known is not None:
         environment["XDG_CACHE_HOME"] = str(known)
     if threads is not None:
