@@ -21,13 +21,13 @@ class _Stops:
         self.handler = handler
         self.too_late = False
         self.waiting: int | None = None  # one that came too late for the job it was meant for
-        self.heard = False
+        self.heard: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
         if self.too_late:
             self.waiting = number
-        elif not self.heard:
-            self.heard = True
+        elif self.heard is None:
+            self.heard = number
             self.handler(number, frame)
 
 
@@ -46,6 +46,13 @@ def on_stop(handler: Handler) -> None:
             signal.signal(number, _stops)
 
 
+def heed() -> None:
+    """Raise once more what a signal has raised, where that was lost: Python drops what leaves a destructor or a
+    callback of its own, and goes on."""
+    if _stops.heard is not None and threading.current_thread() is threading.main_thread():
+        _stops.handler(_stops.heard, None)
+
+
 @contextmanager
 def too_late() -> Iterator[None]:
     """A block that those signals do not end: one that arrives in it is heard where the next such block begins, if any.
@@ -55,6 +62,7 @@ def too_late() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
         yield
         return
+    heed()
     if _stops.waiting is not None:
         _stops(_stops.waiting)
     _stops.too_late = True

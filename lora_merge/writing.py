@@ -19,6 +19,7 @@ from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn
+from .stopping import heed
 from .windows import SLOTS, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Writing:
     def _turns(self) -> Iterator[Turn]:
         limit = min(window_bytes(p) for p in self.plans)
         for window in windows(self.plans, limit):
+            heed()
             alive = self._alive()
             if not alive:
                 return

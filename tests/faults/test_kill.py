@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -80,8 +81,8 @@ STAGES = {
     "the last byte is written": ("pwrite", 8, PART),
     "it is sent to the disk": ("fsync", 0, PART),
     "its header is proved": ("read", 0, PART),
-    "its bytes are proved": ("pread", 0, PART),
-    "its numbers are proved": ("pread", 5, PART),
+    "its bytes are proved": ("preadv", 0, PART),
+    "its numbers are proved": ("preadv", 5, PART),
     "it is sent once more": ("fsync", 1, PART),
 }
 """What a merge is doing → the system call of that kind it is in: which one, counted from 0, on a file so named."""
@@ -156,3 +157,34 @@ def test_interrupted_while_torch_is_imported(scene: Scene, number: signal.Signal
     scene.check(finished=False)
     assert scene.strays() == []
     assert number.name in told[-1]
+
+
+LOST = """
+    import os, sys
+    from lora_merge import planning
+    from lora_merge.__main__ import start
+
+    class Lost:
+        def __del__(self):
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+            sys.stderr.write("")  # here the handler raises
+
+    def make_plan(job, make=planning.make_plan):
+        Lost()
+        return make(job)
+
+    planning.make_plan = make_plan
+    start()
+"""
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: signal.Signals) -> None:
+    scene.reset()
+    command = [sys.executable, "-c", textwrap.dedent(LOST), *scene.argv()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBER": str(int(number))}
+    done = subprocess.run(command, cwd=scene.folder, env=env, capture_output=True, text=True)
+    assert "Exception ignored in" in done.stderr
+    assert done.returncode == 128 + number, done.stderr
+    scene.check(finished=False)
+    assert scene.strays() == []
