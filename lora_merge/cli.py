@@ -130,8 +130,11 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from .job import make_job
     from .planning import make_plan
+    from .preload import preload
     from .telling import ReportFile
 
+    if not dry_run:
+        preload()
     job = make_job(
         base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
         strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,

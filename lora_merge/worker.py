@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from .jobs_file import Entry
 from .opened import Opened
 from .passes import Pass, carry_out
+from .preload import preload
 from .stopping import on_stop
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
     on_stop(_stop)
     gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
+    preload()
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     opened = Opened()

@@ -25,8 +25,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import yaml
+
 from ..algorithms import Shape
 from ..errors import InputError
+from ..yaml_lines import check_depth, read_text
 from .rows import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent
@@ -111,10 +114,6 @@ def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architect
 
 def load(file: Path) -> Architecture:
     """One file, checked; InputError with file and line for anything that is not as it should be."""
-    import yaml
-
-    from ..yaml_lines import check_depth, read_text
-
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     text = read_text(file, LONGEST)
     try:
