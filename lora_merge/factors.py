@@ -24,7 +24,8 @@ class Factors:
     def fetch(self, info: TensorInfo) -> Tensor:
         """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.file, info.offset)
-        if key not in self._kept:
+        tensor = self._kept.get(key)
+        if tensor is None:
             raw = bytearray(info.nbytes)
             if raw:
                 self._reader.read_into(memoryview(raw), info.file, info.offset)
@@ -32,7 +33,7 @@ class Factors:
             if info.file in self._adapters:
                 check_finite(tensor, info)
             self._kept[key] = tensor
-        return self._kept[key]
+        return tensor
 
     def forget(self) -> None:
         """Drop what was kept; called after each window, so that memory does not grow with the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,15 +89,15 @@ class Folder:
 
     def fold(self, items: Sequence[Item]) -> None:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
-        groups = list(_groups(items, partial(stack_size, self.at, self.max_vram)))
-        if self.pool is None:
-            for group in groups:
+        settle(list(self.begin(items)))
+
+    def begin(self, items: Sequence[Item]) -> Iterator[Future[None]]:
+        """As `fold`, side by side where there is a pool: what is yielded has to be settled."""
+        for group in list(_groups(items, partial(stack_size, self.at, self.max_vram))):
+            if self.pool is None:
                 self._fold(group)
-            return
-        under_way = [self.pool.submit(self._fold, group) for group in groups]
-        wait(under_way)  # also if one fails: the memory must be at rest before anyone uses it again
-        for done in under_way:
-            done.result()
+            else:
+                yield self.pool.submit(self._fold, group)
 
     def _fold(self, group: Sequence[Item]) -> None:
         lane = self._lane()
@@ -240,6 +240,13 @@ class Folder:
             rows = self.fetch(self.base[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
+
+
+def settle(under_way: Sequence[Future[None]]) -> None:
+    """Wait for all of them, also if one fails: the memory must be at rest before anyone uses it again."""
+    wait(under_way)
+    for done in under_way:
+        done.result()
 
 
 def _precise(at: Placement, block: Block) -> Placement:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .checkpoint import Reader
 from .factors import Factors, view_bytes
-from .folding import Folder, Item, Kept
+from .folding import Folder, Item, Kept, settle
 from .job import COMPUTE_DTYPES
 from .placement import convert, one_core, places, threads
 from .planning import Plan
@@ -27,8 +27,8 @@ class Making:
         self.kept = Kept()
         self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.pool, job.max_vram, self.kept)
 
-    def make(self, turn: Turn) -> None:
-        """Changed blocks folded, other dtypes converted, the rest as it was read."""
+    def begin(self, turn: Turn) -> None:
+        """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
         image, base = turn.image.views(turn.window)
         out = turn.own.out.view(turn.window.start, turn.window.size)
         if not turn.last:
@@ -38,7 +38,12 @@ class Making:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
             convert(source, view_bytes(out[c.at : c.at + c.bytes], c.to_dtype, (c.count,)))
         kept = None if turn.last else image  # the last turn folds where the base values lie
-        self.folder.fold([_item(f, out, base if f.apart else kept) for f in turn.change.folds])
+        for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in turn.change.folds]):
+            turn.under_way.append(future)
+
+    def settle(self, turn: Turn) -> None:
+        """Wait for what was begun."""
+        settle(turn.under_way)
 
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .pages import PAGE, aligned_buffer
@@ -45,6 +46,7 @@ class Turn:
     own: Slot  # where the output bytes are made; the last turn makes them in the image
     first: bool
     last: bool
+    under_way: list[Future[None]] = field(default_factory=list, compare=False)  # what is being folded
 
     @property
     def change(self) -> Change:

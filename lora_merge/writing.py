@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -37,13 +38,15 @@ class Writing:
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
+        self.image_used: list[Future[None]] = []  # folds that read the image at hand
         self.begun = False  # whether the first window is being made
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
 
     def run(self) -> None:
         """All windows, then the headers with the inputs' hashes, then everything flushed to the disk."""
-        stages = [self._timed(s) for s in (self.read, self.hash, self.start, self.fold, self.write)]
+        first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
+        stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
         try:
             drive(self._turns(), stages, self._give_back)
             self._prepare()  # also where no window asked for it: there may be no such device
@@ -104,9 +107,18 @@ class Writing:
         self._prepare()
 
     def fold(self, turn: Turn) -> None:
-        """Changed blocks folded, other dtypes converted, the rest as it was read."""
+        """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
+        if turn.last:
+            wait(self.image_used)  # it is folded in place, where earlier turns take their base values
+            self.image_used.clear()
         if turn.plan not in self.failed:
-            self._alone(turn.plan, lambda _: self.making.make(turn))
+            self._alone(turn.plan, lambda _: self.making.begin(turn))
+        if not turn.last:
+            self.image_used += turn.under_way
+
+    def settle(self, turn: Turn) -> None:
+        """The turn's folds complete."""
+        self._alone(turn.plan, lambda _: self.making.settle(turn))
         if turn.last:
             self.making.forget()
 
@@ -144,13 +156,13 @@ class Writing:
         try:
             act(number)
         except Exception as e:  # noqa: BLE001
-            self.failed[number] = e
+            self.failed.setdefault(number, e)
 
-    def _timed(self, stage: Callable[[Turn], None]) -> Callable[[Turn], None]:
+    def _timed(self, stage: Callable[[Turn], None], kind: str) -> Callable[[Turn], None]:
         def timed(turn: Turn) -> None:
             started = time.perf_counter()
             stage(turn)
-            self.seconds[stage.__name__] += time.perf_counter() - started
+            self.seconds[kind] += time.perf_counter() - started
 
         timed.__name__ = stage.__name__
         return timed

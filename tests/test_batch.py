@@ -233,14 +233,14 @@ def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = making.Making.make
+    make = making.Making.begin
 
     def buggy(self: making.Making, turn: Turn) -> None:
         if self.plans[turn.plan].job.output.name == "2.safetensors":
             raise ZeroDivisionError("planted")
         make(self, turn)
 
-    monkeypatch.setattr(making.Making, "make", buggy)
+    monkeypatch.setattr(making.Making, "begin", buggy)
     reports = run(grid(models, 3))
     assert fates(reports) == ["merged", "failed", "merged"]
     error = next(r.error for r in reports if r.error)
@@ -454,7 +454,7 @@ def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(mo
 def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    entered, go, made = threading.Event(), threading.Event(), making.Making.make
+    entered, go, made = threading.Event(), threading.Event(), making.Making.begin
 
     def slow(self: making.Making, turn: Turn) -> None:
         if self.plans[turn.plan].job.output.name != "1.safetensors":
@@ -462,7 +462,7 @@ def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
             go.wait(30)
         made(self, turn)
 
-    monkeypatch.setattr(making.Making, "make", slow)
+    monkeypatch.setattr(making.Making, "begin", slow)
     jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
     reports = lora_merge.run_batch(jobs)
     assert next(reports).status == "merged"

@@ -348,7 +348,7 @@ def test_a_system_without_memory_is_told(
     def refused(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("lora_merge.making.Making.make", refused)
+    monkeypatch.setattr("lora_merge.making.Making.begin", refused)
     with pytest.raises(ResourceError, match="not enough memory"):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
     assert not list(tmp_path.glob("*out*"))
@@ -368,7 +368,7 @@ def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tm
 def test_other_errors_stay_what_they_are(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.making.Making.make", lambda *_: 1 / 0)
+    monkeypatch.setattr("lora_merge.making.Making.begin", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
 
