@@ -31,7 +31,7 @@ def slot(number: int) -> str:
 
 def metadata(job: Job, base: Index, adapters: Sequence[Index], kept: Mapping[str, str]) -> dict[str, str]:
     """The `__metadata__` of an output file whose counterpart in the base has `kept`."""
-    names = ", ".join(p.name for p in (job.base, *(a.path for a in job.adapters)))
+    names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
     own = {KEY: _json(recipe(job, base, adapters)), "modelspec.merged_from": names}
     if not base.path.is_dir():
         own |= _web_ui(job, base, adapters)
@@ -122,7 +122,12 @@ def _legacy(file: Path) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def _utf8(text: str) -> str:
+    """The text with ? for what UTF-8 does not have: the odd bytes of a file's name. Inputs are found by content."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def parsed(text: str) -> dict[str, Any] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
+import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,13 +14,26 @@ from typing import Any, Final
 from .errors import UsageError
 
 ELSEWHERE: Final = "choose another file"
+ESCAPED: Final = "lora_merge.escaped"
+
+
+def _escaped(e: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, as JSON escapes it: JSON stays JSON, and text can be read."""
+    assert isinstance(e, UnicodeEncodeError), "used for writing alone"
+    units = struct.iter_unpack(">H", e.object[e.start : e.end].encode("utf-16-be", "surrogatepass"))
+    return "".join(f"\\u{unit:04x}" for (unit,) in units), e.end
+
+
+codecs.register_error(ESCAPED, _escaped)
 
 
 class Teller:
-    """A text stream that goes on when it cannot be written: a closed pipe, a full disk."""
+    """A text stream that goes on when it cannot be written: a closed pipe, a full disk, letters it does not have."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(errors=ESCAPED)
         self.lost: OSError | None = None
         """Why something could not be written; nobody reading any more is no reason."""
 
@@ -84,7 +99,7 @@ class ReportFile:
 
     def _put(self, line: str, mode: str) -> None:
         try:
-            with self.path.open(mode, encoding="utf-8") as f:
+            with self.path.open(mode, encoding="utf-8", errors=ESCAPED) as f:
                 f.write(line + "\n")
         except OSError as e:
             print(f"warning: the report could not be written: {e.strerror} ({self.path})", file=sys.stderr)  # noqa: T201

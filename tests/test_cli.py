@@ -18,7 +18,7 @@ import torch
 
 from lora_merge import cli as program
 
-from .support import Tensors, cli, kohya, load, rand, save, sd1
+from .support import Tensors, cli, kohya, load, metadata, rand, save, sd1
 
 
 @pytest.fixture
@@ -436,3 +436,30 @@ def test_what_cannot_be_told_undoes_nothing(
     assert subprocess.run(["sh", "-c", line], capture_output=True, check=False).returncode == code
     assert out.exists() == (code == 0)
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+@pytest.mark.parametrize(("encoding", "shown"), [("cp1252", r"\u65e5é\ud83d\ude00\udcff"), ("utf-8", r"日é😀\udcff")])
+def test_names_that_the_console_cannot_show(tmp_path: Path, style: Path, encoding: str, shown: str) -> None:
+    """Shown with escapes that JSON knows; in the file, which is UTF-8, as near as can be."""
+    base, out = save(sd1(), tmp_path / "b").rename(tmp_path / ODD), tmp_path / f"{ODD}.safetensors"
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+
+    def run(*arguments: object) -> str:
+        command = [sys.executable, "-m", "lora_merge", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, check=False, env=env, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, b""), done.stderr
+        return done.stdout.decode(encoding)
+
+    told = json.loads(run(base, style, "-o", out, "--json", "--report", "r.json"))
+    assert told["output"] == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["output"] == str(out)
+    assert shown in run("inspect", base)
+    (tmp_path / "j.yaml").write_text(
+        "version: 1\njobs: [{base: o.safetensors, adapters: [style.safetensors], output: 日.safetensors}]\n", "utf-8"
+    )
+    assert metadata(out.rename(tmp_path / "o.safetensors"))["modelspec.merged_from"] == "日é😀?, style.safetensors"
+    assert f"{shown[: shown.index('é')]}.safetensors" in run("batch", "j.yaml")
+    assert json.loads(run("verify", "o.safetensors", "--json"))["proven"]
