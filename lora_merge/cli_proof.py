@@ -54,7 +54,7 @@ def replay(
     from .replay import plan_again
 
     folders = [expand(p) for p in search or []]
-    plan = plan_again(expand(made), expand(output), folders, device=device, overwrite=overwrite)
+    plan = plan_again(expand(made), output, folders, device=device, overwrite=overwrite)
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=False)
     done = carry_out(plan, quiet=quiet)

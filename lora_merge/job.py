@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -147,7 +148,7 @@ def make_job(
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
     options["device"] = str(options.get("device", "auto"))
-    out = _default_output(base, refs) if output is None or output == "" else expand(output)
+    out = _default_output(base, refs) if output is None or output == "" else _output(output, base)
     return Job(base=base, adapters=refs, output=out, **options)
 
 
@@ -174,6 +175,13 @@ def _absolute(path: Path) -> Path:
         return path.absolute()
     except FileNotFoundError as e:
         raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
+
+
+def _output(path: str | Path, base: Path) -> Path:
+    """As `expand`; UsageError for a name that ends as a folder's, where a file will be."""
+    if str(path).endswith(("/", os.sep)) and exists(base) and base.is_file():
+        raise UsageError("the output is a folder", str(path), "name a file in it: -o FOLDER/NAME.safetensors")
+    return expand(path)
 
 
 def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:

@@ -183,11 +183,12 @@ class _Loader:
             options["map"] = None if table is None else self._path(table)
         options["overwrite"] = options.get("overwrite", False) or self.overwrite
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
-        path = output = self.folder
+        path, output = self.folder, str(self.folder)
         with self._noting((*place, "base")):
             path = self._path(render(base, values))
         with self._noting((*place, "output")):
-            output = self._path(render_output(entry.output, values))
+            text = render_output(entry.output, values)
+            output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
         with self._noting(place):
             return make_job(path, refs, output, strength_for=parts, **options)
         return None

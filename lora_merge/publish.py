@@ -138,9 +138,12 @@ def _sweep(folder: Path) -> None:
 def remove_stale(folder: Path) -> None:
     """Remove what killed runs left in this folder; what cannot be opened or is in use stays."""
     for path in folder.iterdir():
-        if not PART.fullmatch(path.name) or path.is_symlink():
+        if not PART.fullmatch(path.name):
             continue
         with suppress(OSError):
+            if path.is_symlink():  # to a folder, swapped with the one that replaced it
+                _remove(path)
+                continue
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             try:
                 if try_lock(fd):
@@ -150,7 +153,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -229,7 +232,7 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
     except OSError:
         old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from .checkpoint import Index
 from .errors import InputError, UsageError
@@ -17,6 +17,8 @@ from .job import Adapter, Job, make_job
 from .kinds import quoted
 from .publish import NAME_LIMIT
 from .recipe import KEY, parsed
+
+AGAIN: Final = "merge again from its base and adapters"
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,18 @@ class Recipe:
         """The base and the adapters."""
         return (self.base, *(a for a, _, _ in self.adapters))
 
-    def job(self, paths: Sequence[Path], output: Path, **options: Any) -> Job:
+    def job(self, paths: Sequence[Path], output: str | Path, **options: Any) -> Job:
         """The job it describes, for inputs found at `paths`; UsageError where its values make none."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
-def read_recipe(index: Index) -> Recipe:
-    """The recipe of an output; InputError where it has none or a damaged one."""
+def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
+    """The recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
     text = index.metadata.get(KEY)
     if text is None:
         raise InputError("the file says nothing about how it was made", str(index.path),
-                         "only outputs of lora-merge carry a recipe; give --base and --adapter")  # fmt: skip
+                         f"only outputs of lora-merge carry a recipe; {instead}")  # fmt: skip
     value = parsed(text)
     try:
         if value is None:
@@ -72,7 +74,7 @@ def read_recipe(index: Index) -> Recipe:
 
 def damaged(path: Path, why: str) -> InputError:
     """What to raise where the recipe in the file at `path` cannot be followed."""
-    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", "give --base and --adapter")
+    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", AGAIN)
 
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:

@@ -37,7 +37,7 @@ def prove(
     made = open_checkpoint(output)
     with ExitStack() as stack:
         if base is None and not adapters:
-            recipe = read_recipe(made)
+            recipe = read_recipe(made, "give --base and --adapter")
             job = _job(recipe, find(recipe, _around(output, search)), output, stack)
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
@@ -48,7 +48,7 @@ def prove(
         return {"output": str(output), "proven": True, **verify(plan, output, reader, full=full, fresh=False)}
 
 
-def plan_again(made: Path, output: Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
     """The plan that makes `made` a second time, under another name; its inputs are searched by content."""
     index = open_checkpoint(made)
     recipe = read_recipe(index)
@@ -83,7 +83,7 @@ def _around(output: Path, search: Sequence[Path]) -> list[Path]:
     return [*search, output.absolute().parent, Path.cwd()]
 
 
-def _job(recipe: Recipe, paths: Sequence[Path], output: Path, stack: ExitStack, **options: Any) -> Job:
+def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
     """The recipe's job; its name table lies in a temporary file until the stack closes."""
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

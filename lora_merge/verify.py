@@ -28,6 +28,7 @@ from .reference.floats import decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
 
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
+EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 _HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
@@ -198,7 +199,8 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What the output dtype cannot hold: numbers too large for it, or changes too small."""
-    dtypes = ", ".join(sorted({t.dtype for x in plan.files for t in x.targets if t.uses}))
+    changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
+    dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
     f = merged.findings
     if f.clipped:
         yield (
@@ -210,5 +212,5 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
         if share["retained"] is not None and share["retained"] < RETAINED:
             yield (
                 f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
-                f"than {dtypes} can hold beside the weights; write --dtype fp32, or raise the strength"
+                f"than {dtypes} can hold beside the weights; write --dtype {wider}, or raise the strength"
             )

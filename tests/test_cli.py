@@ -229,6 +229,20 @@ def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path,
         assert target.read_bytes() == before
 
 
+def test_a_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """One that is there, or one that is not; nothing is made."""
+    (tmp_path / "there").mkdir()
+    assert run(model, style, "-o", tmp_path / "o.safetensors")[0] == 0
+    for name in ("there/", "new/"):
+        jobs = f"version: 1\njobs: [{{base: base.safetensors, adapters: [style.safetensors], output: {name}}}]\n"
+        (tmp_path / "j.yaml").write_text(jobs)
+        for command in ((model, style, "-o"), ("replay", tmp_path / "o.safetensors", "-o")):
+            code, _, err = run(*command, f"{tmp_path}/{name}")
+            assert (code, "name a file in it" in err) == (2, True), err
+        assert run("batch", tmp_path / "j.yaml")[0] in (2, 7)
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     link, hard, folder = tmp_path / "link.safetensors", tmp_path / "hard.safetensors", tmp_path / "folder"
     link.symlink_to(style)

@@ -210,6 +210,21 @@ def test_folders_are_replaced_also_where_names_cannot_be_swapped(
     assert (tmp_path / "model" / "w").read_bytes() == b"2"
 
 
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_link_to_a_folder_is_replaced_and_its_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, swapped: bool
+) -> None:
+    if not swapped:
+        monkeypatch.setattr("lora_merge.publish._exchange", lambda *_: False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("model")
+    with replacing(tmp_path / "link", folder=True, overwrite=True, contents=["w"]) as part:
+        (part / "w").write_bytes(b"2")
+    assert left(tmp_path) == ["link", "link/w", "model", "model/w"]
+    assert [(tmp_path / name / "w").read_bytes() for name in ("link", "model")] == [b"2", b"1"]
+
+
 def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -259,8 +274,8 @@ def test_files_that_only_look_like_parts_stay(tmp_path: Path) -> None:
     for name in (".x.part", "x.012345678901.lora-merge.part", ".x.0123.lora-merge.part"):
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "real").write_bytes(b"mine")
-    (tmp_path / ".x.012345678901.lora-merge.part").symlink_to("real")
     before = left(tmp_path)
+    (tmp_path / ".x.012345678901.lora-merge.part").symlink_to("real")  # left where a run was killed: goes, alone
     with replacing(tmp_path / "out") as part:
         part.write_bytes(b"x")
     assert left(tmp_path) == sorted([*before, "out"])

@@ -146,8 +146,10 @@ def test_unmerging_is_refused_with_advice(files: Path) -> None:
     with pytest.raises(UsageError, match="cannot be taken back") as refusal:
         refuse_to_unmerge(out)
     assert sha(files / "base.safetensors") in refusal.value.fix
-    with pytest.raises(InputError, match="says nothing"):
-        refuse_to_unmerge(files / "base.safetensors")
+    for command, named in ((prove, True), (refuse_to_unmerge, False)):  # the other one has no such options
+        with pytest.raises(InputError, match="says nothing") as error:
+            command(files / "base.safetensors")
+        assert ("--adapter" in error.value.fix) is named
 
 
 GOOD = {"name": "b", "files": [{"name": "b.safetensors", "size": 1, "sha256": "0" * 64}]}

@@ -193,15 +193,17 @@ def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPat
     merge(made, "unproven", verify=False)
 
 
-def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path) -> None:
-    base = {"block.weight": rand(64, 64, seed=1).bfloat16()}
-    up = {"block.lora_up.weight": rand(64, 4, seed=2) * 0.002, "block.lora_down.weight": rand(4, 64, seed=3) * 0.05}
+@pytest.mark.parametrize(("dtype", "scale", "wider"), [("bf16", 0.002, "fp32"), ("fp8_e4m3fn", 0.01, "bf16 or fp32")])
+def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
+    base = {"block.weight": rand(64, 64, seed=1).to(torch.float8_e4m3fn).float()}
+    up = {"block.lora_up.weight": rand(64, 4, seed=2) * scale, "block.lora_down.weight": rand(4, 64, seed=3) * 0.05}
     save(base, tmp_path / "b.safetensors")
     save(up, tmp_path / "a.safetensors")
-    report = lora_merge.merge(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors")
+    paths = tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors"
+    report = lora_merge.merge(*paths, dtype=dtype)
     assert report.verified is not None
     assert report.verified["retained"][0]["retained"] < 0.5
-    assert "write --dtype fp32" in report.verified["warnings"][0]
+    assert f"write --dtype {wider}," in report.verified["warnings"][0]
     report = lora_merge.merge(
         tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "wide.safetensors", dtype="fp32"
     )
