@@ -245,14 +245,12 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         app()
-    except MergeError as error:
-        _fail(str(error), error.exit_code)
     except _Stopped as stop:
         _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
     except Exception as error:
-        scarce = scarcity(error)
-        if scarce is not None:
-            _fail(str(scarce), scarce.exit_code)
+        told = scarcity(error) or error
+        if isinstance(told, MergeError):
+            _fail(str(told), told.exit_code)
         if not isinstance(error, OSError):
             raise
         where = error.filename or "an input or output"

@@ -214,20 +214,6 @@ class Writer:
         _sync_range(self._fd, old, self._settled - old, 7)  # 7: wait until written
         os.posix_fadvise(self._fd, old, self._settled - old, os.POSIX_FADV_DONTNEED)
 
-    def amend(self, at: int, data: bytes) -> None:
-        """Replace bytes already written; for hashes in the header that are known only at the end."""
-        assert at + len(data) <= self.offset, "only what was written can be replaced"
-        page = self.offset - self.offset % PAGE  # from here on it is not on the disk yet
-        early, late = data[: max(page - at, 0)], data[max(page - at, 0) :]
-        start = max(at - page, 0)
-        self._page[start : start + len(late)] = late
-        try:
-            if early:
-                self._undirect()
-                self._put(memoryview(early), at)
-        except OSError as e:
-            raise failure(e, self.path, self.size - self.offset) from e
-
     def finish(self) -> None:
         """Write the last, unfinished page; return when every byte is on the disk."""
         assert self.offset == self.size, f"{self.offset} of {self.size} bytes written"
@@ -245,7 +231,7 @@ class Writer:
         """Close the file, finished or not."""
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._bounce = -1, None
 
     def __enter__(self) -> Writer:
         return self
@@ -257,6 +243,15 @@ class Writer:
 def _write_seeking(fd: int, data: memoryview, at: int) -> int:
     os.lseek(fd, at, os.SEEK_SET)
     return os.write(fd, data)
+
+
+def amend(path: Path, data: bytes) -> None:
+    """Replace the first bytes of a written file; on the disk when that is synced the next time."""
+    try:
+        with path.open("r+b") as f:
+            f.write(data)
+    except OSError as e:
+        raise failure(e, path, 0) from e
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from .errors import MergeError
 from .jobs_file import Entry
 from .report import Report
+from .scarcity import scarcity
 
 Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
 """`skipped`: the output is there already, by the same recipe. `taken`: another process is at it."""
@@ -59,6 +60,8 @@ def error_dict(e: MergeError) -> Mapping[str, Any]:
 
 def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
     """The report of a job that failed; a failure that is none of ours is told with its traceback."""
+    if isinstance(error, Exception):
+        error = scarcity(error) or error
     if not isinstance(error, MergeError):
         trace = "".join(traceback.format_exception(error)).rstrip()
         cause = error

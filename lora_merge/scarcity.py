@@ -1,8 +1,9 @@
-"""What the system says when it has no more memory or threads, as one error."""
+"""What the system says when it has no more memory, threads or descriptors, as one error."""
 
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
 
 from .errors import ResourceError
@@ -19,10 +20,12 @@ SCARCE: Final = (
 
 
 def scarcity(e: Exception) -> ResourceError | None:
-    """What to say where the system gave no memory or no thread; None for any other failure."""
+    """What to say where the system gave no memory, thread or descriptor; None for any other failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
         found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
+    elif os.strerror(errno.EMFILE) in str(e):  # also of all the system: "… in system"
+        found = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):

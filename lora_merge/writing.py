@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .digests import Digests
-from .disk import Writer
+from .disk import Writer, amend
 from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
@@ -44,7 +44,7 @@ class Writing:
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
 
     def run(self) -> None:
-        """All windows, then the headers with the inputs' hashes, then everything flushed to the disk."""
+        """All windows, flushed to the disk, then the headers with the inputs' hashes."""
         first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
         stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
         try:
@@ -131,19 +131,26 @@ class Writing:
 
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
+        self._leave(number, len(plan.files) - 1)
         slots = {hash_slot(n): self.digests.hexdigest(p) for n, p in enumerate(plan.inputs)}
         for n, file in enumerate(plan.files):
             header = file.header
             for slot, digest in slots.items():
                 header = header.replace(slot.encode(), digest.encode())
             assert len(header) == len(file.header), "a digest is as long as what stands for it"
-            writer = self._writer(number, n)
-            writer.amend(0, header)
-            writer.finish()
+            amend(self.writers[number, n].path, header)
+
+    def _leave(self, number: int, file: int) -> None:
+        """Finish a plan's file: of many shards, times many plans, only one a plan is open."""
+        writer = self._writer(number, file)
+        writer.finish()
+        writer.close()
 
     def _writer(self, number: int, file: int) -> Writer:
-        """The writer of a plan's output file, its header written first."""
+        """The writer of a plan's output file, its header written first. They come one after the other."""
         if (number, file) not in self.writers:
+            if file:
+                self._leave(number, file - 1)
             planned, part = self.plans[number].files[file], self.parts[number]
             writer = Writer(part / planned.name if planned.name else part, planned.size)
             self.writers[number, file] = writer

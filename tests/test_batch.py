@@ -213,6 +213,35 @@ def test_failures_stay_in_their_job(models: Path) -> None:
     assert not (models / "out").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_shards_cost_one_descriptor_each_however_many_jobs(tmp_path: Path) -> None:
+    import resource
+
+    shards, soft = 40, resource.getrlimit(resource.RLIMIT_NOFILE)
+    (tmp_path / "base").mkdir()
+    for n in range(shards):
+        save({f"layers.{n}.weight": rand(8, 8, seed=n)}, tmp_path / "base" / f"model-{n + 1:05}-of-00040.safetensors")
+    table = {f"layers.{n}.weight": f"model-{n + 1:05}-of-00040.safetensors" for n in range(shards)}
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    lora = {"layers.3.lora_up.weight": rand(8, 2), "layers.3.lora_down.weight": rand(2, 8)}
+    save(lora, tmp_path / "ink.safetensors")
+    jobs = [{"base": str(tmp_path / "base"), "adapters": [str(tmp_path / "ink.safetensors")], "output": str(tmp_path / o)}
+            for o in "abcd"]  # fmt: skip
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + shards // 2, soft[1]))
+        with pytest.raises(ResourceError, match="ulimit -n"):
+            lora_merge.merge(tmp_path / "base", tmp_path / "ink.safetensors", tmp_path / "one")
+        lost = run(jobs)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * shards, soft[1]))
+        done = run(jobs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+    assert [r.error.exit_code for r in lost if r.error is not None and "ulimit -n" in r.error.fix] == [5] * 4
+    assert fates(done) == ["merged"] * 4, done[0].error
+    assert strays(tmp_path) == []
+
+
 def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PAUSE", 0)
     write, left = Writer.write, Counter({"1.safetensors": 2, "2.safetensors": 9})

@@ -78,7 +78,7 @@ STAGES = {
     "space is reserved": ("fallocate", 0, PART),
     "the first byte is written": ("pwrite", 0, PART),
     "half is written": ("pwrite", 3, PART),
-    "the last byte is written": ("pwrite", 8, PART),
+    "the last byte is written": ("pwrite", 7, PART),
     "it is sent to the disk": ("fsync", 0, PART),
     "its header is proved": ("read", 0, PART),
     "its bytes are proved": ("preadv", 0, PART),
