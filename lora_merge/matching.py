@@ -5,14 +5,14 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Final
 
 from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
-from .doubles import EMBEDDINGS, Doubles
+from .doubles import Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
@@ -41,7 +41,7 @@ class Matcher:
     ) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
         self.result = Matched(self.adapter)
-        self.heads = Heads(tied, patcher, ref, self.result)
+        self.heads = Heads(tied, patcher, ref, self.result, self._look)
         self.base = {**base, **self.heads.own}
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path)
@@ -65,6 +65,7 @@ class Matcher:
         self.failures += unfit
         self.result.notes += notes
         self._raise(unmatched)
+        self.heads.follow()
         self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
         return self.result
 
@@ -75,6 +76,9 @@ class Matcher:
         if view is None:
             self.result.unmatched[module.where] = "no such module in the base"
             return
+        if self.heads.repeats(module):
+            self._count({self.names.component(view.pieces[0].key)})
+            return
         slot = self.lacking.get(module.where)
         if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
             self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
@@ -83,10 +87,11 @@ class Matcher:
         if larger is not view:
             self.result.grown[view.pieces[0].key] = larger.shape
             self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
-        patch = self._patch(module, larger)
+        self.heads.untie(module.name, view)
+        patch = self._patch(module, self.heads.origin(larger))
         if patch is None:
             return
-        self._add(patch)
+        self._add(patch, self.heads.key(view))
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
@@ -124,23 +129,7 @@ class Matcher:
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
         found = (self._look(*_apart(target)) for target in targets)
-        return next((view for view in found if view is not None), None) or self._tied(name, parameter)
-
-    def _tied(self, name: str, parameter: str) -> View | None:
-        """The input embeddings, for the head of a model that has no other weight for it.
-
-        merge_and_unload adds to the shared tensor, so both ends change; PEFT 0.21, tuners/lora/model.py.
-        """
-        if parameter != "weight" or not name.endswith("lm_head"):
-            return None
-        for shared in EMBEDDINGS:
-            view = self._look(shared)
-            if view is not None:
-                self.result.notes.append(
-                    f"{name}: the head is tied to {view.pieces[0].key}, so the input embeddings change too"
-                )
-                return view
-        return None
+        return next((view for view in found if view is not None), None) or self.heads.find(name, parameter)
 
     def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
         """(rows, columns), each the largest of the weights whose formula wants to know."""
@@ -167,6 +156,10 @@ class Matcher:
             if strength:  # at 0 the tensor stays untouched, byte for byte
                 self.result.uses.setdefault(into, []).append(Use(patch, piece, start, strength))
             start += piece.rows
+        self._count(components)
+
+    def _count(self, components: Collection[str]) -> None:
+        """One more module has its place, in these parts of the model."""
         self.result.modules += 1
         for component in components:
             self.result.components[component] = self.result.components.get(component, 0) + 1
@@ -193,13 +186,16 @@ class Matcher:
             view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
-        elif (view := view or self.heads.place(info, name, parameter)) is None:
+        elif meant is not None and meant.rows is not None and self.heads.repeats_rows(name, meant.rows):
+            self._count({"model"})
+        elif (view := view or self.heads.place(info, name, parameter, rows=bool(meant and meant.rows))) is None:
             self.result.unmatched[info.name] = UNKNOWN
         elif meant is not None and meant.rows is not None:
             self._replace_rows(info, view, meant.rows)
         elif view.pieces not in self.set:  # PEFT writes some parameters twice
             self.set.add(view.pieces)
-            self.heads.leave(info, view)
+            if info.shape == view.shape:
+                self.heads.untie(name, view)
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
 
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
@@ -216,6 +212,7 @@ class Matcher:
     def _replace_rows(self, info: TensorInfo, view: View, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
         module = Module(*_apart(info.name), {"diff": info}, {}, ("set",))
+        key, view = self.heads.key(view), self.heads.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
             self.failures.append(ShapeMismatch(
@@ -227,7 +224,7 @@ class Matcher:
         pieces = tuple(Piece(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
         patch = self._patch(module, View(pieces, (len(rows), table.cols)))
         if patch is not None:
-            self._add(patch)
+            self._add(patch, key)
 
     def _leave(self, info: TensorInfo, meant: Plain, view: View | None) -> None:
         """A tensor that a merge does not need; a copy of the base must have the base's shape."""

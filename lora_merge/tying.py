@@ -1,24 +1,26 @@
 """Heads that share the weight of the input embeddings, and what becomes of an adapter that trained one of the two.
 
-PEFT wraps a module of `modules_to_save` around a copy, so that during training, and after merge_and_unload, the other
-end keeps the old weight: the two are tied no more. The output then holds the head as a tensor of its own, and its
-config.json says `tie_word_embeddings: false`. Not so with `ensure_weight_tying`, where both ends are trained as one.
-PEFT 0.21, utils/other.py and tuners/tuners_utils.py.
+PEFT wraps a layer, or a copy of it, at one end, and the forward pass of the other end keeps the old weight: the two
+are tied no more. The output then holds the head as a tensor of its own, and its config.json says
+`tie_word_embeddings: false`. Not so with `ensure_weight_tying` and for trained tokens: both ends are trained as one,
+and what is saved for the head is a copy. merge_and_unload adds the change of one end to both, and the copy a second
+time; the forward pass is right. PEFT 0.21, utils/other.py, tuners/{tuners_utils,lora/model,trainable_tokens/model}.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
+from .adapter import Module
 from .doubles import EMBEDDINGS
 from .errors import FitError
 from .folders import listed
 from .header import TensorInfo
 from .job import Adapter
-from .matched import Matched
+from .matched import Matched, Use
 from .names import Names
 from .patching import Patcher
 from .views import View, whole
@@ -29,6 +31,10 @@ HEADED: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEAD: Final = "lm_head.weight"
 APART: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 """Embeddings beside which the head is `lm_head.weight`, so that it can be stored apart."""
+
+DIFFERS: Final = (
+    "where the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying, the result differs"
+)
 
 
 @dataclass(frozen=True)
@@ -57,22 +63,66 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
 class Heads:
     """What one adapter does to the head of a base that ties it."""
 
-    def __init__(self, base: Tied | None, patcher: Patcher, ref: Adapter, result: Matched) -> None:
-        self._base, self._patcher, self._ref, self._result = base, patcher, ref, result
+    def __init__(
+        self, base: Tied | None, patcher: Patcher, ref: Adapter, result: Matched, look: Callable[[str], View | None]
+    ) -> None:
+        self._base, self._patcher, self._ref, self._result, self._look = base, patcher, ref, result, look
         self.own = {HEAD: replace(base.info, name=HEAD)} if base and base.separable else {}
+        self._decomposed = {m.name for m in patcher.adapter.modules if "magnitude" in m.shared}
+        named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
+        self._has_both = "lm_head" in named and any(e.rpartition(".")[2] in named for e in EMBEDDINGS)
+        self._both: dict[str, str] = {}  # what changes both ends, though the adapter may mean one → their tensor
 
-    def place(self, info: TensorInfo, name: str, parameter: str) -> View | None:
-        """Where a value of the head goes that the base does not have; None if it can go nowhere."""
+    def find(self, name: str, parameter: str) -> View | None:
+        """The weight of a head that the base does not have: its own if it can be given one, else the embeddings."""
+        if parameter != "weight" or not name.endswith("lm_head"):
+            return None
+        if self._base is not None and self._parts(name):
+            return whole(HEAD, self._base.info.shape)
+        return next((view for view in map(self._look, EMBEDDINGS) if view is not None), None)
+
+    def place(self, info: TensorInfo, name: str, parameter: str, *, rows: bool) -> View | None:
+        """Where a value of the head, or of rows of it, goes that the base does not have; None if it can go nowhere."""
         if self._base is None or f"{name.rpartition('.')[2]}.{parameter}" != HEAD:
             return None
         shared = self._base.info
-        if self._as_one(info):
+        if self._as_one(info.name):
             return whole(shared.name, shared.shape)
         others = [t for t in self._patcher.adapter.strange if t is not info and t.shape == info.shape]
-        if not self.own or (info.shape != shared.shape and not others):
+        if not self.own or (info.shape != shared.shape and not others and not rows):
             return None
-        self._part()
+        self._part(HEAD)
         return whole(HEAD, shared.shape)
+
+    def repeats(self, module: Module) -> bool:
+        """Whether factors of the head are those of the embeddings, which PEFT saves a second time; noted."""
+        modules = self._patcher.adapter.modules
+        return self._as_one(module.name) and self._again(module.name, (m.name for m in modules))
+
+    def repeats_rows(self, name: str, rows: tuple[int, ...]) -> bool:
+        """Whether trained tokens of the head are those of the embeddings, saved a second time; noted."""
+        plain = (self._patcher.rules.of(t.name).plain(t.name) for t in self._patcher.adapter.strange)
+        return self._again(name, (p.target.rpartition(".")[0] for p in plain if p and p.rows == rows))
+
+    def _again(self, name: str, others: Iterable[str]) -> bool:
+        if not name.endswith("lm_head") or self._look(name) is not None:
+            return False
+        shared = next((view for view in map(self._look, EMBEDDINGS) if view is not None), None)
+        if shared is None or all(self._look(other) != shared for other in others):
+            return False
+        self._result.notes.append(f"{name}: saved a second time with the embeddings that it is tied to; merged once")
+        return True
+
+    def untie(self, name: str, view: View) -> None:
+        """Store the head apart if an adapter's module changes one of the two ends alone."""
+        key, shared = view.pieces[0].key, self._base.info.name if self._base else ""
+        headless = name.endswith("lm_head") and self._look(name) is None
+        if self._as_one(name) or not (headless or key == shared):
+            return
+        if self._parts(name):
+            self._part(key)
+        elif self._ref.factor(key, "model"):
+            self._both[name] = key
 
     def origin(self, view: View) -> View:
         """Where the values are that a place starts from: for a head those of the embeddings."""
@@ -82,31 +132,43 @@ class Heads:
         """The name of a head that the base does not have; "" for all other places."""
         return HEAD if HEAD in self.own and view.pieces[0].key == HEAD else ""
 
-    def leave(self, info: TensorInfo, view: View) -> None:
-        """New embeddings leave the head that was tied to them as it was."""
-        if self._base is None or self._as_one(info) or not self._patcher.rules.kind or not self.own:
-            return
-        if view == whole(self._base.info.name, self._base.info.shape) and info.shape == view.shape:
-            self._part()
+    def follow(self) -> None:
+        """Trained tokens are those of both ends, also where these differ; unless the head has tokens of its own."""
+        shared = self._base.info.name if self._base else ""
+        if HEAD in self._result.parted and not any(map(_trains_tokens, self._result.uses.get(HEAD, ()))):
+            tokens = [use for use in self._result.uses.get(shared, ()) if _trains_tokens(use)]
+            if tokens:
+                self._result.uses.setdefault(HEAD, []).extend(tokens)
 
     def notes(self) -> list[str]:
         """On tensors that change with another, and on those that the base did not have."""
         found, result = [], self._result
         key = self._base.info.name if self._base else ""
-        told = result.parted or any("head is tied to" in note for note in result.notes)
-        if not told and (key in result.replaced or key in result.uses):
+        if self._both and not result.parted:
+            shared = ", ".join(sorted({*self._both.values()}))
+            found.append(f"{listed([*self._both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}")
+        elif not result.parted and (key in result.replaced or key in result.uses):
             found.append(f"the head is tied to {key} and changes with it")
         if new := [name for name in result.created if name in result.uses and name not in result.parted]:
             found.append(f"{listed(new, 2)}: the base has no such bias; a model whose layers have none ignores it")
         return found
 
-    def _as_one(self, info: TensorInfo) -> bool:
-        return self._patcher.rules.of(info.name).fields.flag("ensure_weight_tying", default=False)
+    def _as_one(self, name: str) -> bool:
+        """Whether both ends have the same change: as PEFT was told, and did if both are saved (of a GPT-2 it may not).
 
-    def _part(self) -> None:
-        """Give the head a tensor of its own, which starts as the embeddings."""
+        Not so with DoRA, where each end has a magnitude of its own, along another axis.
+        """
+        flag = self._patcher.rules.of(name).fields.flag("ensure_weight_tying", default=False)
+        return flag and self._has_both and name not in self._decomposed
+
+    def _parts(self, name: str) -> bool:
+        """Whether what has this name in the adapter changes one end alone, and the other can keep its weight."""
+        return bool(self.own and self._patcher.rules.of(name).kind) and not self._as_one(name)
+
+    def _part(self, end: str) -> None:
+        """Give the head a tensor of its own, which starts as the embeddings, because one end changes."""
         shared = self._base.info if self._base else None
-        if shared is None or HEAD in self._result.parted or not self._ref.factor(shared.name, "model"):
+        if shared is None or HEAD in self._result.parted or not self._ref.factor(end, "model"):
             return
         self._result.parted[HEAD] = shared
         self._result.created[HEAD] = shared.shape, shared.name
@@ -116,16 +178,16 @@ class Heads:
         )
 
 
+def _trains_tokens(use: Use) -> bool:
+    return "trainable_tokens" in f"{use.patch.module.name}.{use.patch.module.parameter}"
+
+
 def check_alone(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
-    """FitError if one adapter parts the head from the embeddings and another changes either of them."""
+    """FitError if one adapter parts the head from the embeddings and another changes both as one."""
     for number, one in enumerate(matched):
         for head, info in one.parted.items():
-            for other in (m for m in matched if m is not one):
-                if {head, info.name} & {*other.uses, *other.replaced, *other.parted}:
-                    raise FitError("one adapter trained the head apart from the embeddings, another changes them",
-                                   f"{info.name}: by {refs[number].path} and {other.adapter.path}",
-                                   "merge the adapters one after the other")  # fmt: skip
-        both = [u for info in one.parted.values() for u in one.uses.get(info.name, ())]
-        if any(u.patch.module.name.endswith("lm_head") for u in both):
-            raise FitError("the adapter changes a tied head and replaces the embeddings", str(refs[number].path),
-                           "merge it into a base that stores its head apart (tie_word_embeddings: false)")  # fmt: skip
+            for other, ref in zip(matched, refs, strict=True):
+                if head not in other.parted and info.name in {*other.uses, *other.replaced}:
+                    raise FitError("one adapter trained the head apart from the embeddings, another the two as one",
+                                   f"{info.name}: by {refs[number].path} and {ref.path}",
+                                   f"merge {ref.path} first, and the other into the result")  # fmt: skip
