@@ -44,7 +44,7 @@ def likely_reason(
     `modules` are the adapter's, without prefixes, `stored` those of the base.
     """
     return (
-        _other_model(modules, base, stored)
+        other_model(modules, base, stored)
         or other_variant(modules, base, stored)
         or _other_size(unmatched, stored)
         or _unknown(unmatched, base, stored)
@@ -61,7 +61,8 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
     return _sentence(described([base], theirs), described([base], ours))
 
 
-def _other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """What both sides are, if the adapter is for another architecture; else ""."""
     theirs, ours = seen(modules), seen(stored)
     found, here = architectures(theirs), [base] if base else architectures(ours)
     if not found or any(a in found for a in here):

@@ -20,7 +20,7 @@ from .architectures import load
 from .checkpoint import Index
 from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
-from .explain import absence, likely_reason, other_variant
+from .explain import absence, likely_reason, other_model, other_variant
 from .guess import architectures, described, seen
 from .views import View, transposed
 
@@ -165,12 +165,14 @@ class Names:
         """
         wanted = Counter(self.wanted(m) for m in unmatched)
         labels = {part.label for part in self._parts}
+        main = {m: () for m in unmatched} | dict(shapes)
+        known = self._parts[0].architecture if self._parts else None
+        if known and self._parts[0].label in wanted and (why := other_model(_denoiser(main), known, self._weights())):
+            return why
         if absent := sorted(set(wanted) - labels):
             return absence(absent, sorted(labels))
-        main = {m: () for m in unmatched} | dict(shapes)
         part = next((p for p in self._parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
         if part is None or part is self._parts[0]:
-            known = self._parts[0].architecture if self._parts else None
             return likely_reason(unmatched, _denoiser(main), known, self._weights())
         there = [m for m in unmatched if self.wanted(m) == part.label]
         return likely_reason(there, {}, part.architecture, self._weights(part))

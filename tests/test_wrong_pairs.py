@@ -72,6 +72,25 @@ def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs:
     assert ours in text, text
 
 
+@pytest.mark.parametrize("given", ["native/flux-dev", "native/qwen-image", "native/wan-t2v-14B"])
+@pytest.mark.parametrize("made_for", ["diffusers/sd15", "diffusers/sdxl"])
+def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Path, made_for: str, given: str) -> None:
+    """Names of the UNet fit no better than those of its text encoders."""
+    base = hollow(shapes(given), tmp_path / "base.safetensors")
+    tensors = {}
+    for key, (rows, *cols) in shapes(made_for).items():
+        if key.endswith(("attn1.to_q.weight", "attn2.to_k.weight")):
+            name = f"unet.{key.removesuffix('.weight')}"
+            tensors |= {f"{name}.lora_A.weight": (4, *cols), f"{name}.lora_B.weight": (rows, 4)}
+    for encoder in ("text_encoder", "text_encoder_2"):
+        for layer in range(90):  # more modules than the UNet has
+            name = f"{encoder}.text_model.encoder.layers.{layer}.self_attn.q_proj"
+            tensors |= {f"{name}.lora_A.weight": (4, 768), f"{name}.lora_B.weight": (768, 4)}
+    with pytest.raises(FitError, match="no module") as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "looks made for Stable Diffusion" in e.value.fix and "text encoder" not in e.value.fix
+
+
 def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
