@@ -10,6 +10,9 @@ from typing import Any, Final
 
 from .errors import UsageError
 
+OF_THE_COMMAND: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
+"""Options of the command line that say what it prints, or that it writes nothing."""
+
 HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
 
 
@@ -55,6 +58,9 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """UsageError for an option that there is not, or for a switch that is neither on nor off."""
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
+        if name in OF_THE_COMMAND:
+            fix = "here nothing is printed: `plan` writes nothing, and the report that `merge` returns has to_json()"
+            raise UsageError(f"{name!r} is an option of the command line alone", flag, fix)
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise UsageError(f"no option is called {name!r}", flag, f"use one of {', '.join(near or known)}")
@@ -62,3 +68,15 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
             raise unlike(value, flag, "True or False")
         if name == "device" and type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
             raise unlike(value, flag, "auto, cpu, cuda, cuda:N, mps or xpu")
+
+
+def dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:
+    """Our name of a dtype, also where torch's is given; UsageError for one that the option does not take."""
+    known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64",
+             "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}  # fmt: skip
+    name = str(value).removeprefix("torch.")
+    name = known.get(name, name)
+    if name not in allowed:
+        flag = "--" + option.replace("_", "-")
+        raise UsageError(f"{value!r} is no {flag} value", flag, f"use one of {', '.join(allowed)}")
+    return name

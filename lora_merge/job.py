@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
-from .arguments import HUGE, a_list, check_options, is_finite, pairs, shown, unlike
+from .arguments import HUGE, a_list, check_options, dtype_name, is_finite, pairs, shown, unlike
 from .errors import UsageError
 from .patterns import endless
 
@@ -23,7 +23,10 @@ DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8
 
 COMPUTE_DTYPES: Final = {"fp32": "F32", "fp64": "F64", "bf16": "BF16", "fp16": "F16"}
 
-PARTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
+PARTS: Final = (
+    *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
+    *("vae", "model", "other"),
+)
 """Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
@@ -121,24 +124,27 @@ def make_job(
     adapters: Sequence[Any] | str | Path,
     output: str | Path | None = None,
     *,
+    strength: Sequence[float] | None = None,
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]] = (),
     **options: Any,
 ) -> Job:
     """A Job from loosely typed arguments, as the API and the command line pass them; UsageError if they make none.
 
-    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `dtype` and
-    `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
+    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these; `strength` one number for
+    each, in order, if they are paths. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such
+    as "2GiB".
     """
-    check_options(options, [f.name for f in fields(Job)[3:]])
+    check_options(options, ["strength", "strength_for", *(f.name for f in fields(Job)[3:])])
     single = isinstance(adapters, str | PathLike | Adapter) or _is_pair(adapters)
     adapters = [adapters] if single else a_list(adapters or (), "the list of adapters", "a path, or a list of them,")
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
+    adapters = adapters if strength is None else _with_strengths(adapters, strength)
     parts = tuple(_part(p, f) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts) for a in adapters)
     base = expand(base)
     for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
-        options[name] = _dtype_name(options.get(name, table[0]), name, table)
+        options[name] = dtype_name(options.get(name, table[0]), name, table)
     if options.get("unmatched", "error") not in ("error", "skip"):
         raise UsageError(f"unmatched={options['unmatched']!r}", "--unmatched", "use error or skip")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
@@ -194,6 +200,17 @@ def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
+
+
+def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
+    """Pairs of the adapters and their strengths; UsageError unless there is one for each, and no other."""
+    strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter,")
+    if any(isinstance(a, tuple | Adapter) for a in adapters):
+        raise UsageError("strengths given twice", "--strength and the adapters' own", "use one of the two")
+    if len(strengths) != len(adapters):
+        raise UsageError(f"{len(strengths)} strengths for {len(adapters)} adapters", "--strength",
+                         "give one per adapter, in order")  # fmt: skip
+    return list(zip(adapters, strengths, strict=True))
 
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
@@ -277,14 +294,3 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType
     }
 )
 """Annotation of a setting → (what it must be, whether a value is)."""
-
-
-def _dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:
-    known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64",
-             "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}  # fmt: skip
-    name = str(value).removeprefix("torch.")
-    name = known.get(name, name)
-    if name not in allowed:
-        flag = "--" + option.replace("_", "-")
-        raise UsageError(f"{value!r} is no {flag} value", flag, f"use one of {', '.join(allowed)}")
-    return name

@@ -38,6 +38,8 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     dtype of the input (or `dtype`). Untouched tensors share memory with the input where they are on the CPU.
     Options as for `merge`, without those that concern files.
     """
+    if wrong := sorted(options.keys() & {"base", "output"}):
+        raise UsageError(f"no option is called {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
     held = _Held()
     base = held.index("state dict", state_dict)
     paths, files = held.adapters(adapters)

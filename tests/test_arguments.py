@@ -23,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"strength_for": 3}, {"strength_for": "te=0.5"}, {"strength_for": ["te"]}, {"strength_for": [("te", "x")]},
     {"strength_for": [("te", None)]}, {"strength_for": [(1, 0.5)]}, {"strength_for": {"te": True}}, {"strength_for": None},
     {"setting": 3}, {"setting": "alpha"}, {"setting": [("alpha",)]}, {"setting": {"alpha": object()}}, {"setting": {3: 4}},
-    {"strength": 0.5}, {"dtpe": "bf16"}, {"workers": 2},
+    {"strength": 0.5}, {"strength": []}, {"strength": [0.5, 1]}, {"strength": ["x"]}, {"strength": "1"}, {"dtpe": "bf16"}, {"workers": 2},
 ]  # fmt: skip
 
 ADAPTERS: list[Any] = [
@@ -59,6 +59,46 @@ def test_options(files: Path, options: Mapping[str, Any]) -> None:
         refused(lambda call=call: call(base, adapter, out, **options))  # type: ignore[misc]
     refused(lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, adapter, **options))
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["quiet", "verbose", "report", "json", "dry_run", "debug"])
+def test_options_of_the_command_line(files: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="command line alone") as e:
+        lora_merge.merge(files / "base.safetensors", files / "a.safetensors", files / "out.safetensors", **{name: True})
+    assert "to_json" in e.value.fix
+
+
+def test_an_unknown_option_is_told_all_that_there_are(files: Path) -> None:
+    with pytest.raises(UsageError) as e:
+        lora_merge.plan(files / "base.safetensors", files / "a.safetensors", xxxxxxxx=1)
+    assert {"strength", "strength_for", "setting", "dtype"} <= {*e.value.fix.replace(",", "").split()}
+
+
+@pytest.mark.parametrize("name", ["base", "output"])
+def test_a_merge_in_memory_has_no_files(files: Path, name: str) -> None:
+    refused(
+        lambda: lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, [files / "a.safetensors"], **{name: "x"})
+    )
+
+
+def test_one_strength_per_adapter(files: Path) -> None:
+    base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "new.safetensors"
+    plan = lora_merge.plan(base, [adapter, adapter], out, strength=[0.5, -2])
+    assert [a.strength for a in plan.job.adapters] == [0.5, -2.0]
+    tensors = lora_merge.merge_state_dict({"a.weight": torch.ones(4, 4)}, adapter, strength=(0.5,))
+    assert torch.equal(tensors["a.weight"], torch.full((4, 4), 1.5))
+    for own in ((adapter, 1.0), lora_merge.Adapter(adapter)):
+        with pytest.raises(UsageError, match="twice"):
+            lora_merge.plan(base, [own, adapter], out, strength=[0.5, 1])
+
+
+def test_parts_are_those_that_a_base_may_have(files: Path) -> None:
+    """What one message offers, another does not refuse."""
+    base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "new.safetensors"
+    with pytest.raises(UsageError, match="it has model"):
+        lora_merge.plan(base, adapter, out, strength_for={"te": 0.5})
+    plan = lora_merge.plan(base, adapter, out, strength_for={"model": 0.5})
+    assert [u.strength for f in plan.files for t in f.targets for u in t.uses] == [0.5]
 
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
