@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Numbers
-from .algorithms import ALGORITHMS, DoesNotFit, Shape, dora, flat
+from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
 from .header import TensorInfo
@@ -26,6 +26,7 @@ NO_ALPHA: Final = (
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
     "--setting lora_alpha=VALUE"
 )
+ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 
@@ -153,7 +154,7 @@ class Patcher:
         told = {"alpha", "scale_override"} & module.shared.keys() or self.rules.of(module.name).numbers(
             name, module.name, shapes
         )
-        if told or "scale" not in row.scalars or row.numbers(None, shapes, shape) == row.numbers(ODD, shapes, shape):
+        if told or "scale" not in row.scalars or not _matters(row, shapes, shape):
             return  # its scale is known, or an alpha would not change it
         if ALPHA in self.given:
             self.used.add(ALPHA)
@@ -178,6 +179,8 @@ class Patcher:
         override = self._number(module, "scale_override")
         if override is not None and "scale" in row.scalars:
             found["scale"] = override
+        elif alpha == 0 and not told and "scale" in row.scalars and _matters(row, shapes, shape):
+            self.remark(ZERO_ALPHA, module)
         return found
 
     def _factor(self, name: str) -> float:
@@ -234,6 +237,11 @@ class Patcher:
 def _unusable(slot: str, value: float | None, info: TensorInfo | None) -> InputError:
     where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
     return InputError(f"{slot} is {value}", where, "use an earlier save of the adapter")
+
+
+def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
+    """Whether an alpha changes the scale."""
+    return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)
 
 
 def _groups(down: Shape, weight: Shape) -> int:

@@ -313,6 +313,17 @@ def test_an_alpha_that_is_a_plain_number_counts(tmp_path: Path, alpha: float, *,
         assert repr(name) in notes
 
 
+@pytest.mark.parametrize(("alpha", "noted"), [(0.0, True), (2.0, False)])
+def test_an_alpha_of_zero_counts_as_the_rank_and_is_noted(tmp_path: Path, alpha: float, *, noted: bool) -> None:
+    save({"a.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
+    factors = {"a.lora_up.weight": torch.ones(4, 2), "a.lora_down.weight": torch.ones(2, 4)}
+    save(factors | {"a.alpha": torch.tensor(alpha)}, tmp_path / "a.safetensors")
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
+    assert torch.equal(load(tmp_path / "out.safetensors")["a.weight"], torch.full((4, 4), 2.0))
+    assert ("a: the stored alpha is 0" in str(report.coverage)) is noted
+    assert "no alpha is stored" not in str(report.coverage)
+
+
 def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
     torch.save({"a.lora_down.weight": torch.ones(4, 8), "a.alpha": 10**400}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="not a valid torch file"):
