@@ -3,9 +3,9 @@
 import atexit
 import os
 import sys
+from types import FrameType
 
-from .cli import main
-from .telling import Teller, open_descriptors
+from .stopping import deaf, on_stop
 
 ANSWERS = frozenset({"inspect", "verify", "doctor"})
 """Commands that only say something: they fail where nobody can hear it. What others have made is there all the same."""
@@ -16,6 +16,10 @@ def start() -> None:
 
     Taking torch apart object by object takes a third of a second, when there is nothing left to do.
     """
+    on_stop(_quit)  # until `main` has a better answer
+    from .cli import main
+    from .telling import Teller, open_descriptors
+
     open_descriptors()
     sys.stdout = out = Teller(sys.stdout)
     sys.stderr = err = Teller(sys.stderr)
@@ -26,6 +30,7 @@ def start() -> None:
         if not isinstance(end.code, int | None):
             raise
         code = end.code or 0
+    deaf()
     atexit._run_exitfuncs()
     out.flush()
     if out.lost:
@@ -33,6 +38,10 @@ def start() -> None:
         code = code or int(sys.argv[1] in ANSWERS)
     err.flush()
     os._exit(code)
+
+
+def _quit(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)  # nothing was begun
 
 
 if __name__ == "__main__":

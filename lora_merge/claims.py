@@ -19,6 +19,7 @@ from typing import Final
 from .disk import failure
 from .outcome import here
 from .publish import make_parents, try_lock
+from .stopping import whole
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
 POLL: Final = 0.2  # seconds between looks at a claim that is held by another process
@@ -32,7 +33,11 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
     fd = None
     try:
         try:
-            while (fd := _reach(path, made)) is None and wait:
+            while True:
+                with whole():
+                    fd = _reach(path, made)
+                if fd is not None or not wait:
+                    break
                 time.sleep(POLL)
         except OSError as e:
             raise failure(e, output, 0) from e

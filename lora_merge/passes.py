@@ -18,6 +18,7 @@ from .planning import Plan, draw
 from .report import Report
 from .resume import Hashes, done
 from .run import Progress, run_together
+from .stopping import heed
 from .windows import layout_key
 
 TRIES: Final = 3
@@ -64,6 +65,7 @@ def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -
             left = again
             if not left:
                 return
+            heed()
             time.sleep(PAUSE * attempt)
 
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from .destination import check_output, failures
 from .errors import MergeError, UsageError
-from .stopping import too_late
+from .stopping import too_late, whole
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
@@ -48,20 +48,22 @@ def replacing(
     a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
     """
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
-    with failures(target):
-        made = make_parents(target.parent)
     part, lock, done = target, -1, False
+    made: list[Path] = []
     try:
         with failures(target):
+            with whole():
+                made = make_parents(target.parent)
             _sweep(target.parent)
-            part, lock = _create(target, folder=folder)
+            with whole():
+                part, lock = _create(target, folder=folder)
         yield part
         with failures(target):
             _sync(part)
-            with too_late():
-                _publish(part, target, overwrite=overwrite)
-                sync_folder(target.parent)
-                done = True
+            too_late()
+            _publish(part, target, overwrite=overwrite)
+            sync_folder(target.parent)
+            done = True
     finally:
         if lock >= 0:
             os.close(lock)
@@ -105,22 +107,21 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             return part, -1
         try:
             lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-            try_lock(lock, wait=True)
-            if os.fstat(lock).st_nlink:
+            if try_lock(lock) is not False and os.fstat(lock).st_nlink:
                 return part, lock
-            os.close(lock)  # another run took it for a stale one before it was locked
+            os.close(lock)  # another run took it for a stale one before it was locked, and removes it
         except FileNotFoundError:
             continue
 
 
-def try_lock(fd: int, *, wait: bool = False) -> bool | None:
+def try_lock(fd: int) -> bool | None:
     """Whether the lock was free and is now ours; None where there are no locks."""
     if sys.platform == "win32":
         return None
     import fcntl
 
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

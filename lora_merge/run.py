@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from .publish import replacing
 from .report import Report, peak_memory
 from .scarcity import scarcity
 from .sidefiles import configured
+from .stopping import heed
 from .verify import verify
 from .writing import Writing
 
@@ -28,16 +29,16 @@ Progress: TypeAlias = Callable[[int], object]
 
 def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
     """Carry out a plan: the output appears under its name complete and verified, or not at all."""
-    for _, outcome in run_together([plan], progress):
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-    raise AssertionError("one plan has one outcome")
+    with closing(run_together([plan], progress)) as outcomes:
+        _, outcome = next(outcomes)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def run_together(
     plans: Sequence[Plan], progress: Progress = lambda _: None
-) -> Iterator[tuple[int, Report | Exception]]:
+) -> Generator[tuple[int, Report | Exception], None, None]:
     """Carry out plans of one layout, device and compute dtype while the base is read once.
 
     Yields the number of each plan with its report, or with what went wrong with it alone, as it gets its name.
@@ -60,6 +61,7 @@ def run_together(
                 ready[n].fail(failure)
         for o in outputs:
             report = None
+            heed()
             if o.failure is None:
                 report = o.attempt(lambda o=o: o.publish(reader, work))  # type: ignore[misc]
             yield o.number, report or o.failure or AssertionError("neither done nor failed")

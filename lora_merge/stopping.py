@@ -20,7 +20,7 @@ class _Stops:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.too_late = False
-        self.waiting: int | None = None  # one that came too late for the job it was meant for
+        self.waiting: int | None = None  # one that came too late, or too early
         self.heard: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
@@ -47,26 +47,39 @@ def on_stop(handler: Handler) -> None:
 
 
 def heed() -> None:
-    """Raise once more what a signal has raised, where that was lost: Python drops what leaves a destructor or a
-    callback of its own, and goes on."""
-    if _stops.heard is not None and threading.current_thread() is threading.main_thread():
+    """Hear a signal that came too late for the last job, or while something was made whole, and let them stop the work
+    again. What one has raised is raised once more: Python drops what leaves a destructor or a callback of its own."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
+        return
+    _stops.too_late = False
+    if _stops.heard is not None:
         _stops.handler(_stops.heard, None)
+    elif _stops.waiting is not None:
+        _stops(_stops.waiting)
+
+
+def too_late() -> None:
+    """From here on, up to the next `heed`, signals do not end the work: an output gets its name.
+
+    Either it has it and its job has succeeded, or the job was stopped and it has none. Where no job follows, nothing
+    is heard any more until the process ends.
+    """
+    heed()
+    if threading.current_thread() is threading.main_thread():
+        _stops.too_late = True
 
 
 @contextmanager
-def too_late() -> Iterator[None]:
-    """A block that those signals do not end: one that arrives in it is heard where the next such block begins, if any.
-
-    So an output either gets its name and its job has succeeded, or the job was stopped and it has none.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
-        yield
-        return
-    heed()
-    if _stops.waiting is not None:
-        _stops(_stops.waiting)
-    _stops.too_late = True
+def whole() -> Iterator[None]:
+    """A short block that makes something and notes that it did: a signal is heard before it or after it."""
+    too_late()
     try:
         yield
     finally:
-        _stops.too_late = False
+        heed()
+
+
+def deaf() -> None:
+    """No signal stops this process any more."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)

@@ -13,13 +13,13 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .jobs_file import Entry
-from .opened import Opened
-from .passes import Pass, carry_out
-from .preload import preload
-from .stopping import on_stop
+from .stopping import heed, on_stop
+
+if TYPE_CHECKING:
+    from .jobs_file import Entry
+    from .passes import Pass
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,17 @@ class Task:
 def main() -> None:
     """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
     on_stop(_stop)
+    from .opened import Opened
+    from .passes import carry_out
+    from .preload import preload
+
     gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
     preload()
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     opened = Opened()
     while True:
+        heed()
         try:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it

@@ -138,25 +138,104 @@ def test_interrupted_twice(scene: Scene, stage: str) -> None:
     assert scene.strays() == []
 
 
-@pytest.mark.parametrize("number", STOPS)
-def test_interrupted_while_torch_is_imported(scene: Scene, number: signal.Signals) -> None:
-    """Python tells every module that it has imported; torch has hundreds, itself the last."""
-    scene.reset()
-    command = [sys.executable, "-X", "importtime", "-m", "lora_merge", *scene.argv()]
+def interrupted_at_import(command: list[str], module: str, number: signal.Signals, scene: Scene) -> tuple[int, str]:
+    """Exit code and last line, with the rest if that is a traceback. Python tells every module that it has imported."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=scene.folder, env=env, stderr=subprocess.PIPE, text=True) as merge:
-        assert merge.stderr is not None
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", *command], cwd=scene.folder, env=env, stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
         told = []
-        for line in merge.stderr:
+        for line in process.stderr:
             told.append(line)
-            if line.rpartition("|")[2].strip().startswith("torch."):
-                merge.send_signal(number)
+            if line.rpartition("|")[2].strip().startswith(module):
+                process.send_signal(number)
                 break
-        told += merge.stderr
-    assert merge.returncode == 128 + number, "".join(told[-20:])
+        told += process.stderr
+    assert "Traceback" not in "".join(told), "".join(told[-20:])
+    return process.returncode, told[-1]
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("module", ["typer.", "torch."])  # torch has hundreds, itself the last
+def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
+    scene.reset()
+    code, last = interrupted_at_import(["lora_merge", *scene.argv()], module, number, scene)
+    assert code == 128 + number
+    assert (number.name in last) is (module == "torch.")  # before that, there is nothing to tell
     scene.check(finished=False)
     assert scene.strays() == []
-    assert number.name in told[-1]
+
+
+def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene) -> None:
+    assert interrupted_at_import(["lora_merge.worker"], "yaml.", signal.SIGINT, scene)[0] == 1
+
+
+AT = """
+    import atexit, os, sys
+    from pathlib import Path
+    import lora_merge.cli, lora_merge.publish, lora_merge.run
+    from lora_merge.__main__ import start
+
+    def then(place, name):
+        real = getattr(place, name)
+        def both(*args, **more):
+            try:
+                return real(*args, **more)
+            finally:
+                os.kill(os.getpid(), int(os.environ["NUMBER"]))
+        setattr(place, name, both)
+
+    exec(os.environ["MOMENT"])
+    start()
+"""
+
+
+def at(moment: str, number: signal.Signals, scene: Scene, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """A merge that is signalled at the end of what the moment names."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBER": str(int(number)), "MOMENT": moment}
+    command = [sys.executable, "-c", textwrap.dedent(AT), *argv]
+    return subprocess.run(command, cwd=scene.folder, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ['then(lora_merge.publish, "_remove")', 'then(lora_merge.run.Digests, "__exit__")', 'then(lora_merge.cli, "carry_out")',
+     'atexit.register(os.kill, os.getpid(), int(os.environ["NUMBER"]))'],
+)  # fmt: skip
+def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
+    """It has succeeded, and says so."""
+    scene.reset()
+    done = at(moment, signal.SIGTERM, scene, scene.argv())
+    assert (done.returncode, done.stderr) == (0, "")
+    scene.check(finished=True)
+    assert scene.strays() == []
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, *, together: bool) -> None:
+    """Those that share a read of the base, and those that do not."""
+    jobs = [f"{{base: {scene.folder}/base.safetensors, adapters: [{scene.folder}/a.safetensors], dtype: {dtype}, "
+            f"output: {name}}}" for name, dtype in (("x", "keep"), ("y", "keep" if together else "fp32"))]  # fmt: skip
+    folder = scene.folder.parent / f"batch-{together}"
+    folder.mkdir()
+    (folder / "jobs.yaml").write_text(f"version: 1\njobs: [{', '.join(jobs)}]\n")
+    done = at('then(lora_merge.publish, "_remove")', signal.SIGTERM, scene, ["batch", str(folder / "jobs.yaml"), "-q"])
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x"}
+
+
+@pytest.mark.parametrize(
+    "moment", ['then(Path, "mkdir")', 'then(lora_merge.publish, "make_parents")', 'then(lora_merge.publish, "_create")']
+)
+def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:
+    argv = scene.argv()
+    argv[argv.index("-o") + 1] = "new/deep/out.safetensors"
+    before = {p.name for p in scene.folder.iterdir()}
+    done = at(moment, signal.SIGTERM, scene, argv)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert {p.name for p in scene.folder.iterdir()} == before
 
 
 LOST = """
