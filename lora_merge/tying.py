@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ HEADED: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEAD: Final = "lm_head.weight"
 APART: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 """Embeddings beside which the head is `lm_head.weight`, so that it can be stored apart."""
+
+EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)
 
 DIFFERS: Final = (
     "where the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying, the result differs"
@@ -68,9 +71,8 @@ class Heads:
     ) -> None:
         self._base, self._patcher, self._ref, self._result, self._look = base, patcher, ref, result, look
         self.own = {HEAD: replace(base.info, name=HEAD)} if base and base.separable else {}
-        self._decomposed = {m.name for m in patcher.adapter.modules if "magnitude" in m.shared}
         named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
-        self._has_both = "lm_head" in named and any(e.rpartition(".")[2] in named for e in EMBEDDINGS)
+        self._has_both = "lm_head" in named and not named.isdisjoint(EMBEDDING_NAMES)
         self._both: dict[str, str] = {}  # what changes both ends, though the adapter may mean one → their tensor
 
     def find(self, name: str, parameter: str) -> View | None:
@@ -154,12 +156,26 @@ class Heads:
         return found
 
     def _as_one(self, name: str) -> bool:
-        """Whether both ends have the same change: as PEFT was told, and did if both are saved (of a GPT-2 it may not).
-
-        Not so with DoRA, where each end has a magnitude of its own, along another axis.
-        """
+        """Whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not always)."""
         flag = self._patcher.rules.of(name).fields.flag("ensure_weight_tying", default=False)
-        return flag and self._has_both and name not in self._decomposed
+        return flag and self._has_both and name not in self._unlike
+
+    @cached_property
+    def _unlike(self) -> frozenset[str]:
+        """Modules of both ends whose factors differ: with DoRA, and where PEFT was to tie other tensors alone."""
+        modules = [m for m in self._patcher.adapter.modules if {"up", "down"} <= set(m.slots)]
+        heads = [m for m in modules if m.name.endswith("lm_head")]
+        tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
+        same = {m.name for h in heads for t in tables if self._transposed(h, t) for m in (h, t)}
+        return frozenset(m.name for m in (*heads, *tables)) - same
+
+    def _transposed(self, head: Module, table: Module) -> bool:
+        """Whether the head's A is the transpose of the embeddings' B, the smaller two factors."""
+        a, b = head.slots["down"], table.slots["up"]
+        if a.shape != b.shape[::-1] or "magnitude" in {**head.shared, **table.shared}:
+            return False
+        ours, theirs, columns = self._patcher.read(a), self._patcher.read(b), b.shape[1]
+        return ours == tuple(v for k in range(columns) for v in theirs[k::columns])
 
     def _parts(self, name: str) -> bool:
         """Whether what has this name in the adapter changes one end alone, and the other can keep its weight."""

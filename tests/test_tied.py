@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,19 @@ def test_adapters_of_one_end_each_add_up_at_their_strengths(tmp_path: Path) -> N
         torch.testing.assert_close(ours[f"{end}.weight"], wanted[end], atol=2e-6, rtol=1e-5)
     lora_merge.merge(tmp_path / "base", [(tmp_path / "head", 0.0)], tmp_path / "none")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "none").tie_word_embeddings
+
+
+def test_factors_that_differ_are_of_one_end_each_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """`ensure_weight_tying` may have meant whole modules or tokens alone."""
+    model = _model("qwen2")
+    model.save_pretrained(tmp_path / "base")
+    tuned = _tune(model, APART["both"]("q_proj", "embed_tokens"))
+    tuned.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ensure_weight_tying": True}))
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(ours(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", ["adapter", "base"])
