@@ -48,7 +48,7 @@ class Algorithm:
     Checks everything there is to check; raises DoesNotFit. Only reshapes: numel is kept.
     """
     delta: Callable[[Tensor, Any], Tensor]
-    """(base [n, out, cols], tensors) → ΔW [n, out, cols] at strength 1; inputs untouched."""
+    """(base [n, out, cols], prepared tensors) → ΔW [n, out, cols] at strength 1; inputs untouched."""
     paper: str
     numbers: Callable[[float | None, Shapes, Shape], Mapping[str, float]] = lambda _a, _s, _t: {}
     """(stored alpha or None, fitted shapes, weight shape) → value per `Scalar` field."""
@@ -65,6 +65,9 @@ class Algorithm:
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, where torch knows no 16-bit floats and float32 loses
     digits: the caller hands over float64 (float32 on devices without), whatever the compute dtype."""
+    prepare: Callable[[Any], Any] | None = None
+    """(tensors) → what `delta` takes in their place, where only small tensors have to be inverted: the caller does
+    this part in float64, and the rest, on the weight, in the compute dtype."""
     and_bias: bool = False
     """Whether the formula holds for the module's bias as well, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
@@ -79,6 +82,10 @@ class Algorithm:
     check_settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
     """(settings given by the adapter's configuration, fitted shapes, weight shape): raises
     DoesNotFit for those that cannot be merged or do not belong to these shapes."""
+
+    def prepared(self, tensors: Any) -> Any:
+        """The tensors as `delta` takes them."""
+        return tensors if self.prepare is None else self.prepare(tensors)
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:

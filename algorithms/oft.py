@@ -72,9 +72,22 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
     return turned.mul_(2)
 
 
-def delta(base: Tensor, t: OftTensors) -> Tensor:
+@dataclass(frozen=True)
+class Rotation:
+    """What the blocks stand for."""
+
+    turned: Tensor  # R − I, [n, k, b, b]
+    rescale: Tensor | None
+
+
+def prepare(t: OftTensors) -> Rotation:
+    """The blocks inverted."""
+    return Rotation(turn(t.blocks, t.limit), t.rescale)
+
+
+def delta(base: Tensor, t: Rotation) -> Tensor:
     """ΔW [n, out, cols] from the untouched `base`."""
-    return stretch(base, _rotated(base, turn(t.blocks, t.limit)), t.rescale)
+    return stretch(base, _rotated(base, t.turned), t.rescale)
 
 
 def stretch(base: Tensor, change: Tensor, rescale: Tensor | None) -> Tensor:
@@ -117,6 +130,6 @@ def delta_diag(base: Tensor, t: OftDiagTensors) -> Tensor:
 
 DIAG_OFT = Algorithm(
     "diag_oft", OftTensors, fit, delta, "arXiv:2306.07280",
-    numbers=limit, reads_base=True, decomposes=True,
+    numbers=limit, reads_base=True, prepare=prepare,
 )  # fmt: skip
 OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280", reads_base=True)

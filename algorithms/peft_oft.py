@@ -122,40 +122,62 @@ def _tiles(count: int, size: int, width: int) -> bool:
     return count * size == width or (count == 1 and width % size == 0)
 
 
-def delta(base: Tensor, t: OftTensors) -> Tensor:
-    """W (diag(R)ᵀ − I), [n, out, cols]."""
+@dataclass(frozen=True)
+class Rotation:
+    """What the blocks stand for."""
+
+    turned: Tensor  # R − I, [n, k or 1, b, b]
+    rows: Tensor | None = None  # [n, out, 1]
+
+
+def prepare(t: OftTensors) -> Rotation:
+    """The blocks inverted."""
     import torch
 
     n, count, elements = t.skew.shape
     size = _size(elements)
-    upper, lower = torch.triu_indices(size, size, 1, device=base.device)
+    upper, lower = torch.triu_indices(size, size, 1, device=t.skew.device)
     skew = t.skew.new_zeros(n, count, size, size)
     skew[..., upper, lower] = t.skew
     skew = _bounded(skew - skew.transpose(2, 3), t.limit / count**0.5)
-    return _rotate_inputs(base, _series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else _cayley(skew))
+    rotation = _series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else _cayley(skew)
+    return Rotation(rotation - _identity(rotation))
 
 
-def embedding_delta(base: Tensor, t: OftTensors) -> Tensor:
-    """W (diag(R) − I): an embedding's rows are rotated as outputs, so without the transpose."""
-    return delta(base, replace(t, skew=-t.skew))
+def delta(base: Tensor, t: Rotation) -> Tensor:
+    """W (diag(R)ᵀ − I), [n, out, cols], block by block; with `rows` s ⊙ (W diag(R)ᵀ) − W."""
+    n, out, cols = base.shape
+    blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
+    change = (blocks @ t.turned.transpose(2, 3)).transpose(1, 2).reshape(n, out, cols)
+    return change if t.rows is None else (base + change) * t.rows - base
+
+
+def prepare_embedding(t: OftTensors) -> Rotation:
+    """An embedding's rows are rotated as outputs: W (diag(R) − I), without the transpose."""
+    return prepare(replace(t, skew=-t.skew))
 
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
     blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
-    skew = _old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))
-    return (base + _rotate_inputs(base, _cayley(skew))) * t.rows - base
+    rotation = _cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks)))
+    return delta(base, Rotation(rotation - _identity(rotation), t.rows))
 
 
-def first_delta(base: Tensor, t: FirstTensors) -> Tensor:
+def prepare_first(t: FirstTensors) -> Rotation:
+    """The blocks inverted."""
+    rotation = _cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2]))
+    return Rotation(rotation - _identity(rotation))
+
+
+def first_delta(base: Tensor, t: Rotation) -> Tensor:
     """(diag(R)ᵀ − I) W, [n, out, cols]."""
     import torch
 
-    out, size = base.shape[1], t.blocks.shape[2]
-    rotation = _cayley(_old_skew(t.blocks, t.limit, size))
+    out, size = base.shape[1], t.turned.shape[2]
     padded = torch.nn.functional.pad(base, (0, 0, 0, -out % size))
     cut = padded.reshape(base.shape[0], -1, size, base.shape[2])
-    return (rotation.transpose(2, 3) @ cut).reshape(padded.shape)[:, :out] - base
+    return (t.turned.transpose(2, 3) @ cut).reshape(padded.shape)[:, :out]
 
 
 def _old_skew(blocks: Tensor, limit: float, side: int) -> Tensor:
@@ -200,14 +222,6 @@ def _identity(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
 
 
-def _rotate_inputs(base: Tensor, rotation: Tensor) -> Tensor:
-    """W (diag(R)ᵀ − I) with R [n, k or 1, b, b], block by block."""
-    n, out, cols = base.shape
-    blocks = base.reshape(n, out, -1, rotation.shape[2]).transpose(1, 2)  # [n, k, out, b]
-    turned = blocks @ (rotation - _identity(rotation)).transpose(2, 3)
-    return turned.transpose(1, 2).reshape(n, out, cols)
-
-
 PEFT_OFT = Algorithm(
     "peft_oft",
     OftTensors,
@@ -216,12 +230,12 @@ PEFT_OFT = Algorithm(
     "arXiv:2306.07280",
     sliced={},
     reads_base=True,
-    decomposes=True,
+    prepare=prepare,
     check_settings=check_settings,
 )
 PEFT_OFT_EMBEDDING = Algorithm(
-    "peft_oft_embedding", OftTensors, fit, embedding_delta, "arXiv:2306.07280",
-    sliced={}, reads_base=True, decomposes=True, check_settings=check_settings,
+    "peft_oft_embedding", OftTensors, fit, delta, "arXiv:2306.07280",
+    sliced={}, reads_base=True, prepare=prepare_embedding, check_settings=check_settings,
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",
@@ -240,6 +254,6 @@ PEFT_OFT1 = Algorithm(
     first_delta,
     "arXiv:2306.07280",
     reads_base=True,
-    decomposes=True,
+    prepare=prepare_first,
     check_settings=check_settings,
 )

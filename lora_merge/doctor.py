@@ -20,7 +20,7 @@ from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
 from .job import exists
 from .pages import aligned_buffer
-from .placement import TORCH_DTYPES, Placement, host, numbers, place, precise, present, stage, stage_indices
+from .placement import TORCH_DTYPES, Placement, host, move, numbers, place, precise, present, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
 
@@ -143,6 +143,7 @@ def computed(  # noqa: PLR0913, PLR0917
     """The production formula's ΔW [out, cols] for an example, computed at a placement, from dtypes as stored."""
     row = ALGORITHMS[name]
     at = precise(at) if row.decomposes else at
+    to = precise(at) if row.prepare is not None else at
     given_tensors = tensors(name, example) if kept is None else kept
     slots = {
         slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])
@@ -150,11 +151,12 @@ def computed(  # noqa: PLR0913, PLR0917
     }
     if row.derive is not None:
         slots |= row.derive(shapes(example), example.shape, example.settings)
-    fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], at) for slot, t in slots.items()}
-    scalars = {n: numbers([example.numbers.get(n, 1.0)], at) for n in row.scalars}
+    fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}
+    scalars = {n: numbers([example.numbers.get(n, 1.0)], to) for n in row.scalars}
     with torch.no_grad():
         there = stage([host(torch.from_numpy(base), TORCH_DTYPES[stored[0]])], at)
-        change = row.delta(there, row.tensors(**fields, **scalars, **example.settings))
+        given = row.prepared(row.tensors(**fields, **scalars, **example.settings))
+        change = row.delta(there, given if to == at else move(given, at))
     found: Array = host(change[0], torch.float64).numpy()
     return found
 

@@ -22,7 +22,7 @@ from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Lane, Placement, exact_products, land, numbers, precise, stack_size, stage, stage_indices
+from .placement import Lane, Placement, exact_products, land, move, numbers, precise, stack_size, stage, stage_indices
 from .views import View
 
 KEPT: Final = 2**24
@@ -163,21 +163,23 @@ class Folder:
         first = slices[0]
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
+        to = at if row.prepare is None else precise(at)
         fields: dict[str, Any] = dict(patch.settings)
         for s in slices:
             self._check(s.use.patch)
         for slot in patch.shapes:
-            parts = [self._factor(s, slot, at) for s in slices]
+            parts = [self._factor(s, slot, to) for s in slices]
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
         for name in row.scalars:
-            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], at)
+            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to)
         if row.derive is not None and any(slot not in fields for slot in row.slots):
             for slot, tensor in row.derive(patch.shapes, patch.view.shape, dict(patch.settings)).items():
                 put = stage_indices if slot in row.integer_slots else stage
-                fields[slot] = put([tensor] * len(slices), at)
+                fields[slot] = put([tensor] * len(slices), to)
+        tensors = row.prepared(row.tensors(**fields))
         return Stack(
             row,
-            row.tensors(**fields),
+            tensors if to == at else move(tensors, at),
             self._numbers([s.use.strength for s in slices], at),
             slice(first.low, first.high),
             first.use.piece.transposed,

@@ -17,7 +17,7 @@ class Stack:
     """One formula for n weights: its tensors on the compute device, and where its rows go."""
 
     algorithm: Algorithm
-    tensors: Any  # the algorithm's dataclass, stacked
+    tensors: Any  # the algorithm's dataclass, stacked and prepared
     strength: Tensor  # [n, 1, 1]
     rows: slice  # rows of the block that it changes
     transposed: bool = False  # the formula sees these rows as columns

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 from threading import Lock
 from typing import Any, ClassVar, Final
@@ -30,10 +30,10 @@ TORCH_DTYPES: Final = {
 }  # fmt: skip
 FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
-
 CPU_STACK: Final = 2**20
 DEVICE_STACK: Final = 2**26
 NARROW: Final = 16  # rows or columns
+PIECE: Final = 2**18  # numbers
 
 
 @dataclass(frozen=True)
@@ -225,34 +225,43 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
     return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
 
 
+def move(tensors: Any, at: Placement) -> Any:
+    """A dataclass with its tensors at the placement."""
+    held = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
+    return replace(tensors, **{k: stage([v], at)[0] for k, v in held.items() if isinstance(v, Tensor)})
+
+
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
     """[n, …] int64 on the compute device."""
     return torch.stack([t.to(at.device).to(torch.int64) for t in tensors])
 
 
 def numbers(values: Sequence[float], at: Placement) -> Tensor:
-    """[n, 1, 1] in the compute dtype, on the compute device."""
+    """[n, 1, 1] at the placement."""
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
 
 def land(merged: Tensor, into: Sequence[Tensor], lane: Lane | None = None) -> None:
     """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer for all."""
-    dtype = into[0].dtype
-    cast = _ready(merged.detach(), dtype)
-    if cast.device.type != "cpu":
-        cast = cast.to(dtype)
+    dtype, merged = into[0].dtype, merged.detach()
+    if merged.device.type != "cpu":
+        merged = _ready(merged, dtype).to(dtype)
         if lane is None or lane.stream is None:
-            cast = cast.cpu()
+            merged = merged.cpu()
         else:
-            cast = lane.host("down", cast.shape, dtype).copy_(cast, non_blocking=True)
+            merged = lane.host("down", merged.shape, dtype).copy_(merged, non_blocking=True)
             lane.stream.synchronize()
-    for target, source in zip(into, cast.unbind(), strict=True):
-        target.copy_(source)
+    for target, source in zip(into, merged.unbind(), strict=True):
+        convert(source, target)
 
 
 def convert(source: Tensor, into: Tensor) -> None:
-    """Cast the elements of a host tensor into another of the same shape; fp8 saturates."""
-    into.copy_(_ready(source, into.dtype))
+    """Cast a host tensor into another of the same shape; fp8 saturates. Where that takes tensors on the way, a piece
+    at a time: these stay in the caches."""
+    many = source.numel() > PIECE and (source.dtype == torch.float64 or into.dtype.itemsize == 1)
+    rows = max(1, PIECE * len(source) // source.numel()) if many else max(1, len(source))
+    for first in range(0, len(source), rows):
+        into[first : first + rows].copy_(_ready(source[first : first + rows], into.dtype))
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

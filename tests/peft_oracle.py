@@ -166,7 +166,7 @@ class Merge:
         }
         scalars = {k: torch.tensor([[[v]]], dtype=torch.float64) for k, v in numbers.items()}
         rows = weight.flatten(0, 1) if "experts" in name else weight.reshape(weight.shape[0], -1)
-        change = row.delta(rows[None], row.tensors(**fields, **scalars, **settings)).reshape(weight.shape)
+        change = row.delta(rows[None], row.prepared(row.tensors(**fields, **scalars, **settings))).reshape(weight.shape)
         return change.mT if flip else change
 
     def dora(self, name: str, target: str, change: Tensor, magnitude: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Stacked:
     tensors: Any
 
     def delta(self) -> Tensor:
-        return self.row.delta(self.base, self.tensors)
+        return self.row.delta(self.base, self.row.prepared(self.tensors))
 
 
 def stack(

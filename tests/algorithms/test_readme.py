@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil, floor, log10
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -21,6 +22,7 @@ from torch import Tensor
 import lora_merge
 from lora_merge import algorithms, conventions
 from lora_merge.algorithms import ALGORITHMS, Algorithm
+from lora_merge.placement import Placement, move
 
 README = Path(__file__).parents[2] / "algorithms" / "README.md"
 TABLE = re.compile(r"(?<=<!-- accuracy -->\n).*(?=<!-- /accuracy -->)", re.DOTALL)
@@ -78,6 +80,9 @@ def worst(name: str, examples: list[Example]) -> dict[str, float]:
             stack(row, [_cast(layer, dtype) for layer in layers], example.alpha, example.settings)
             for dtype in (torch.float64, torch.float64 if row.decomposes else torch.float32)
         )
+        if row.prepare is not None:  # in float64, the rest in float32
+            there = move(row.prepare(exact.tensors), Placement(torch.device("cpu"), torch.float32))
+            single = replace(single, row=replace(row, prepare=None), tensors=there)
         want, got = exact.base + exact.delta(), single.base + single.delta()
         found["fp32"] = max(found["fp32"], float((want - got).abs().max() / want.abs().max()))
         for column, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
