@@ -38,14 +38,15 @@ class Stack:
 
 
 def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
-    """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values."""
-    merged = base.clone() if any(s.reads_base and s.view is None for s in stacks) else base
+    """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the first one,
+    whose ΔW is formed before anything is added."""
+    merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for s in stacks:
         target = s.region(merged)
         if s.algorithm.accumulate is not None and s.magnitude is None and s.view is None and s.taken is None:
             s.algorithm.accumulate(target, s.tensors, s.strength)
             continue
-        target += s.strength * change(s, base)
+        target.addcmul_(s.strength, change(s, base))
     return merged
 
 
