@@ -133,14 +133,14 @@ def merge(
     from .preload import preload
     from .telling import ReportFile
 
-    if not dry_run:
-        preload()
     job = make_job(
-        base, _strengths(adapters, strength or []), output, dtype=dtype, compute_dtype=compute_dtype, device=device,
-        strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
+        base, _pairs(adapters), output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
+        device=device, strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
         max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
         setting=[_setting(s) for s in setting or []],
     )  # fmt: skip
+    if not dry_run:
+        preload()
     plan = make_plan(job)
     sources = [job.base, *plan.inputs, *(a.path for a in job.adapters)]
     told = ReportFile(report, sources, [job.output]) if report else None
@@ -188,19 +188,15 @@ def demo(
 add_to(app)
 
 
-def _strengths(adapters: list[str], strengths: list[float]) -> list[tuple[str, float]]:
-    """Adapters with their strengths: `PATH:0.8`, or one -s for each; not both."""
+def _pairs(adapters: list[str]) -> list[str | tuple[str, float]]:
+    """Adapters, those that are named `PATH:0.8` with their strengths."""
     from .job import exists, split_strength
 
-    pairs = [(a, None) if exists(a) else split_strength(a) for a in adapters]
-    if not strengths:
-        return [(path, 1.0 if s is None else s) for path, s in pairs]
-    if any(s is not None for _, s in pairs):
-        raise UsageError("strengths given twice", "--strength and :STRENGTH", "use one of the two")
-    if len(strengths) != len(adapters):
-        raise UsageError(f"{len(strengths)} strengths for {len(adapters)} adapters", "--strength",
-                         "give one -s per adapter, in order")  # fmt: skip
-    return [(path, s) for (path, _), s in zip(pairs, strengths, strict=True)]
+    found: list[str | tuple[str, float]] = []
+    for text in adapters:
+        path, strength = (text, None) if exists(text) else split_strength(text)
+        found.append(path if strength is None else (path, strength))
+    return found
 
 
 def _part(text: str) -> tuple[str, float]:
