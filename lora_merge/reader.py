@@ -18,6 +18,7 @@ from . import disk
 from .disk import Mode, goes_direct
 from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
+from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
 
 MEMORY: Final = 1 << 62
@@ -27,7 +28,6 @@ BLOCK: Final = 8 << 20  # bytes that come from one place: the page cache or the 
 AT_ONCE: Final = 8  # blocks the disk is asked for in one call; one by one, reads stand back behind the merge's writes
 AHEAD: Final = 1 << 30  # bytes of a file that may be brought into the page cache before they are needed
 HINT: Final = 1 << 20  # bytes of one such hint; of a longer one, Linux takes up only the beginning
-_NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what need not be waited for
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _File:
     direct: int
     state: FileState
     refused: bool = False  # whether the file system took the flag of direct reads, but no read
-    hints: bool = _NOWAIT != 0  # whether the system says what is in its page cache
+    hints: bool = hasattr(os, "posix_fadvise")  # whether the system says what is in its page cache
     drop: bool = False  # whether what is read through the page cache is to be taken out of it again
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Reader:
         if one.hints and header.state.size >= disk.SMALL:
             os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking must not make the system read ahead
             if one.direct < 0:
-                one.drop = not _held(one, header.state.size)
+                one.drop = _mostly_cold(one)
                 os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:
@@ -217,36 +217,25 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
     """How many of these bytes, whole blocks from the first on, the page cache does not hold."""
     for at in range(0, len(buffer), BLOCK):
-        block = buffer[at : at + BLOCK]
-        last = len(block) - PAGE
-        if _cached(file, block[last:], offset + at + last) and _cached(file, block, offset + at):
+        if _held(file, buffer[at : at + BLOCK], offset + at):
             return at
     return len(buffer)
 
 
-def _held(file: _File, size: int) -> bool:
-    """Whether the page cache holds most of a file: most of 16 places of it."""
-    page = aligned_buffer(PAGE)
-    return sum(_cached(file, page, size * i // 16) for i in range(16)) > 8
+def _mostly_cold(file: _File) -> bool:
+    """Whether the page cache lacks most of a file: most of 16 places of it."""
+    page, places = aligned_buffer(PAGE), range(16)
+    return sum(_held(file, page, file.state.size * i // 16 // PAGE * PAGE) for i in places) <= 8
 
 
-def _cached(file: _File, page: memoryview, offset: int) -> bool:
-    """Whether the page cache holds the page at `offset`; `page` is overwritten.
-
-    Only ever one page is asked for: asking for more starts reading what is missing, which the next question then
-    finds, so that a whole cold file comes through the cache: 9 s of processor time for 7 GB, not 1.
-    """
-    if not file.hints:
-        return False
-    try:
-        return os.preadv(file.fd, [page[:PAGE]], offset, _NOWAIT) == PAGE
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        file.hints = False
-        return False
+def _held(file: _File, block: memoryview, offset: int) -> bool:
+    """Whether the page cache holds these bytes, as far as the system says; `block` may be overwritten."""
+    if file.hints:
+        try:
+            return holds(file.fd, offset, block)
+        except Unknown:
+            file.hints = False
+    return False
 
 
 def unreadable(e: OSError, file: Path, offset: int) -> InputError:

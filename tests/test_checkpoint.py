@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from lora_merge import disk
+from lora_merge import disk, page_cache
 from lora_merge import reader as reader_module
 from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, quantised, read_bytes
 from lora_merge.disk import Mode
@@ -587,7 +587,7 @@ def test_headers_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env={**os.environ, "PYTHONPATH": root})
 
 
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux says what its page cache holds")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what its page cache holds")
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> None:
     """What of a file was not in the cache before still is not, and what was still is."""
@@ -608,6 +608,8 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
         os.posix_fadvise(f, half, half, os.POSIX_FADV_DONTNEED)
         if cached(half) > 16 or cached(0) < half // PAGE - 16:
             pytest.skip("this file system keeps its own cache")
+        if page_cache._pages(f, 0, half) is None:
+            pytest.skip("an older Linux says it wrongly now and then, on a busy machine")
         if mode == "buffered":  # decided for the file as a whole
             os.posix_fadvise(f, 0, half, os.POSIX_FADV_DONTNEED)
         before = cached(0)
