@@ -40,6 +40,8 @@ class Digests:
         self._fed, self._closed = Event(), Event()
         self.ahead = ahead and bool(self._base)
         """Whether it begins with the base before anything is fed."""
+        self.hashing = bool(self._base)
+        """Whether there is anything to feed."""
         if not ahead:
             self._fed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")

@@ -12,6 +12,8 @@ import errno
 import os
 import shutil
 import sys
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -78,11 +80,8 @@ def require_space(path: Path, size: int) -> None:
 
 
 def _no_space(path: Path, needed: int, free: int) -> ResourceError:
-    return ResourceError(
-        f"no space left on the disk: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free",
-        str(path),
-        "make room, or write to another disk with -o",
-    )
+    short = f"no space left on the disk: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+    return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 
 def failure(e: OSError, path: Path, needed: int) -> MergeError:
@@ -114,20 +113,29 @@ def _existing(path: Path) -> Path:
     return next((p for p in (path, *path.parents) if p.exists()), Path(path.anchor))
 
 
-class Writer:
-    """One output file, written from its first byte to its last; used by one thread at a time.
+@dataclass
+class _Page:
+    """A page of a file that is not written yet, for its bytes come in parts."""
 
-    Memory whose address has the residue of `offset` modulo 4096 is written without being copied. The file
+    memory: memoryview = field(default_factory=lambda: aligned_buffer(PAGE))
+    filled: int = 0
+
+
+class Writer:
+    """One output file, written in pieces of any order; used by one thread at a time.
+
+    Memory whose address has the residue of its place modulo 4096 is written without being copied. The file
     must exist already. Raises ResourceError when the disk is full, MergeError for any other failure.
     """
 
     def __init__(self, path: Path, size: int, mode: Mode = "auto") -> None:
         """Open `path` and reserve `size` bytes where the file system does that at once."""
-        self.path, self.size, self.offset = path, size, 0
+        self.path, self.size = path, size
         kind = file_system(path)
-        self._page = aligned_buffer(PAGE)  # what is written of the page at `offset`, at its place in it
+        self._written = 0
+        self._pages: dict[int, _Page] = {}  # those of which a part is still to come, by their place in the file
         self._bounce: memoryview | None = None
-        self._settled = 0
+        self._dirty: deque[tuple[int, int]] = deque()  # place and size of what is on its way through the cache
         self._fd = -1
         try:
             self.direct = goes_direct(path, size, mode) and self._open_direct()
@@ -150,25 +158,32 @@ class Writer:
             raise
         return True
 
-    def write(self, data: memoryview) -> None:
-        """Append `data` (bytes). Its memory may be reused as soon as this returns."""
-        start = self.offset
+    def write(self, data: memoryview, at: int) -> None:
+        """Put `data` (bytes) at `at`; each byte of the file once. Its memory may be reused as soon as this returns."""
+        start = at
         try:
             while len(data):
-                used = self.offset % PAGE
-                if used or len(data) < PAGE:
-                    taken = min(PAGE - used, len(data))
-                    self._page[used : used + taken] = data[:taken]
-                    if used + taken == PAGE:
-                        self._put(self._page, self.offset - used)
+                lead = at % PAGE
+                if lead or len(data) < PAGE:
+                    taken = min(PAGE - lead, len(data))
+                    self._put_part(data[:taken], at - lead, lead)
                 else:
                     taken = min(BLOCK, len(data) // PAGE * PAGE)
-                    self._put(self._aligned(data[:taken]), self.offset)
-                self.offset += taken
-                data = data[taken:]
-            self._settle(start)
+                    self._put(self._aligned(data[:taken]), at)
+                self._written += taken
+                data, at = data[taken:], at + taken
+            if not self.direct:
+                self._settle(start, at - start)
         except OSError as e:
-            raise failure(e, self.path, self.size - self.offset) from e
+            raise failure(e, self.path, self.size - self._written) from e
+
+    def _put_part(self, data: memoryview, at: int, lead: int) -> None:
+        """Part of the page at `at`, from its byte `lead` on; it is put when it is whole."""
+        page = self._pages.setdefault(at, _Page())
+        page.memory[lead : lead + len(data)] = data
+        page.filled += len(data)
+        if page.filled == PAGE:
+            self._put(self._pages.pop(at).memory, at)
 
     def _aligned(self, data: memoryview) -> memoryview:
         """The data in memory that a direct write accepts: itself, or a copy."""
@@ -201,31 +216,32 @@ class Writer:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             self.direct = False
 
-    def _settle(self, start: int) -> None:
-        """Send what was just written on its way, and wait for what was written `BEHIND` bytes ago."""
-        if self.direct or self.offset - self._settled < BEHIND:
+    def _settle(self, at: int, size: int) -> None:
+        """Send what was just written on its way; never more than `BEHIND` bytes are."""
+        self._dirty.append((at, size))
+        if sum(size for _, size in self._dirty) < BEHIND:
             return
         if _sync_range is None:
             _datasync(self._fd)
-            self._settled = self.offset
+            self._dirty.clear()
             return
-        _sync_range(self._fd, start, self.offset - start, 2)  # 2: start writing, do not wait
-        old, self._settled = self._settled, max(self._settled, self.offset - BEHIND // 2)
-        _sync_range(self._fd, old, self._settled - old, 7)  # 7: wait until written
-        os.posix_fadvise(self._fd, old, self._settled - old, os.POSIX_FADV_DONTNEED)
+        _sync_range(self._fd, at, size, 2)  # 2: start writing, do not wait
+        while sum(size for _, size in self._dirty) > BEHIND // 2:
+            at, size = self._dirty.popleft()
+            _sync_range(self._fd, at, size, 7)  # 7: wait until written
+            os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         """Write the last, unfinished page; return when every byte is on the disk."""
-        assert self.offset == self.size, f"{self.offset} of {self.size} bytes written"
-        used = self.offset % PAGE
+        assert self._written == self.size, f"{self._written} of {self.size} bytes written"
         try:
-            if used:
+            for at, page in self._pages.items():  # whole but for the file's end
                 self._undirect()
-                self._put(self._page[:used], self.offset - used)
+                self._put(page.memory[: page.filled], at)
             os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
         except OSError as e:
-            raise failure(e, self.path, used) from e
+            raise failure(e, self.path, self.size % PAGE) from e
 
     def close(self) -> None:
         """Close the file, finished or not."""

@@ -194,7 +194,7 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     with Writer(path, size, mode) as writer:
         direct = writer.direct
         for low in range(0, size, BLOCK):
-            writer.write(block[: min(BLOCK, size - low)])
+            writer.write(block[: min(BLOCK, size - low)], low)
         writer.finish()
     written = time.perf_counter()
     flags = getattr(os, "O_DIRECT", 0) if direct else 0

@@ -49,6 +49,11 @@ class Turn:
     under_way: list[Future[None]] = field(default_factory=list, compare=False)  # what is being folded
 
     @property
+    def ready(self) -> bool:
+        """Whether its bytes go out of the image as they were read."""
+        return self.last and self.window.untouched
+
+    @property
     def change(self) -> Change:
         """What the plan does in this window."""
         return self.window.changes[self.plan]

@@ -21,6 +21,7 @@ from .planning import Plan, Target
 WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory
 SLOTS: Final = 4  # one being read, one hashed, one folded, one written
 SMALLEST_WINDOW: Final = 2**20
+STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Window:
     direct: list[Read] = field(default_factory=list)  # into the output buffer
     apart: list[Read] = field(default_factory=list)  # into the input buffer
 
+    @property
+    def untouched(self) -> bool:
+        """Whether every plan's bytes go out as they were read."""
+        return not any(c.folds or c.converts for c in self.changes)
+
     def read(self, info: TensorInfo, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
         _append(self.direct, Read(info.file, info.offset + skip, nbytes, self.size))
@@ -135,18 +141,28 @@ def layout_key(plan: Plan) -> tuple[Any, ...]:
 
 
 def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
-    """The whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger."""
+    """The whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger.
+
+    Long untouched stretches have windows of their own: those can go out before torch is there.
+    """
     for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
         window = _window(number, len(files[0].header), len(plans))
         for targets in zip(*(f.targets for f in files), strict=True):
             for size, part in _parts(targets, limit):
-                if window.size and window.size + size > limit:
+                if window.size and (window.size + size > limit or _turns(window, part)):
                     yield window
                     window = _window(number, window.start + window.size, len(plans))
                 part.add_to(window)
                 window.size += size
         if window.size:
             yield window
+
+
+def _turns(window: Window, part: _Copied | _Folded) -> bool:
+    """Whether a long untouched stretch ends, or begins, between them."""
+    if window.untouched:
+        return window.size >= STRETCH and not part.untouched
+    return part.untouched and part.target.nbytes >= STRETCH
 
 
 def _window(file: int, start: int, plans: int) -> Window:
@@ -186,6 +202,10 @@ class _Copied:
     low: int
     count: int
 
+    @property
+    def untouched(self) -> bool:
+        return self.target.copied
+
     def add_to(self, window: Window) -> None:
         source = self.target.source
         assert source is not None, "what starts from zeros is changed"
@@ -207,6 +227,7 @@ class _Folded:
     low: int
     count: int
     blocks: tuple[tuple[Block, ...], ...]  # per plan
+    untouched = False
 
     def add_to(self, window: Window) -> None:
         """Plan one read of the elements, and for every plan its folds."""

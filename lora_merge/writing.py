@@ -2,17 +2,19 @@
 
 The base is read once. Each window makes one turn per plan: its base bytes, the image, are folded and written plan
 by plan, the last one in place. With one plan, every turn is the last.
+
+Importing torch takes a second or more. The disk does not wait for it: what the merge leaves as it is goes out first.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from .digests import Digests
 from .disk import Writer, amend
@@ -21,10 +23,12 @@ from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn
 from .stopping import heed
-from .windows import SLOTS, window_bytes, windows
+from .windows import SLOTS, Window, window_bytes, windows
 
 if TYPE_CHECKING:
     from .making import Making
+
+HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
 
 
 class Writing:
@@ -39,7 +43,6 @@ class Writing:
         self.writers: dict[tuple[int, int], Writer] = {}
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
         self.image_used: list[Future[None]] = []  # folds that read the image at hand
-        self.begun = False  # whether the first window is being made
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
 
@@ -48,8 +51,10 @@ class Writing:
         first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
         stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
         try:
-            drive(self._turns(), stages, self._give_back)
-            self._prepare()  # also where no window asked for it: there may be no such device
+            with ThreadPoolExecutor(1, thread_name_prefix="start") as starter:
+                self._made = starter.submit(self._make)
+                drive(self._turns(), stages, self._give_back)
+            self._made.result()  # also where no window asked for it: there may be no such device
             for number in self._alive():
                 self._alone(number, self._finish)
         finally:
@@ -57,7 +62,7 @@ class Writing:
 
     def _turns(self) -> Iterator[Turn]:
         limit = min(window_bytes(p) for p in self.plans)
-        for window in windows(self.plans, limit):
+        for window in self._ordered(windows(self.plans, limit)):
             heed()
             alive = self._alive()
             if not alive:
@@ -68,23 +73,38 @@ class Writing:
                 own = image if last else self.pool.take()
                 yield Turn(window, number, image, own, first=number == alive[0], last=last)
 
+    def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
+        """Windows of the same file change places as long as torch is not there: those that need nothing of it go first.
+
+        Not where the base is hashed, in the order of its bytes, or made into several outputs: they have enough to do.
+        """
+        held: deque[Window] = deque()
+        for window in found:
+            while held and (self._made.done() or len(held) == HELD or held[0].file != window.file):
+                yield held.popleft()
+            if window.untouched or self._made.done() or self.digests.hashing or len(self.plans) > 1:
+                yield window
+            else:
+                held.append(window)
+        yield from held
+
     def _give_back(self, turn: Turn) -> None:
         self.pool.give(turn.own)  # the last turn's own is the image
 
     def _alive(self) -> list[int]:
         return [n for n in range(len(self.plans)) if n not in self.failed]
 
-    @cached_property
+    @property
     def making(self) -> Making:
-        """What works on the numbers. Reader and hasher get on while it imports torch, which takes a second."""
+        """What works on the numbers; waits until it is there."""
+        return self._made.result()
+
+    def _make(self) -> Making:
         from .making import Making
 
         made = Making(self.plans, self.reader)
         self.opened.callback(made.close)
         return made
-
-    def _prepare(self) -> None:
-        self.begun = self.making is not None  # made by asking for it
 
     def read(self, turn: Turn) -> None:
         """Base bytes into the image."""
@@ -96,28 +116,31 @@ class Writing:
 
     def hash(self, turn: Turn) -> None:
         """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
-        if turn.first and (self.begun or not self.digests.ahead):
+        if turn.first and (self._made.done() or not self.digests.ahead):
             out, base = turn.image.views(turn.window)
             reads = [(r, out) for r in turn.window.direct] + [(r, base) for r in turn.window.apart]
             for r, view in sorted(reads, key=lambda pair: pair[0].offset):
                 self.digests.feed(r.file, r.offset, view[r.at : r.at + r.nbytes])
 
-    def start(self, _: Turn) -> None:
-        """What the first fold needs."""
-        self._prepare()
+    def start(self, turn: Turn) -> None:
+        """Wait for what the first fold needs."""
+        if not turn.ready:
+            self._made.result()
 
     def fold(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
         if turn.last:
             wait(self.image_used)  # it is folded in place, where earlier turns take their base values
             self.image_used.clear()
-        if turn.plan not in self.failed:
+        if turn.plan not in self.failed and not turn.ready:
             self._alone(turn.plan, lambda _: self.making.begin(turn))
         if not turn.last:
             self.image_used += turn.under_way
 
     def settle(self, turn: Turn) -> None:
         """The turn's folds complete."""
+        if turn.ready:
+            return
         self._alone(turn.plan, lambda _: self.making.settle(turn))
         if turn.last:
             self.making.forget()
@@ -126,7 +149,8 @@ class Writing:
         """The finished window to the disk."""
         if turn.plan not in self.failed:
             out = turn.own.out.view(turn.window.start, turn.window.size)
-            self._alone(turn.plan, lambda n: self._writer(n, turn.window.file).write(out))
+            at = turn.window.start + self._shift(turn)
+            self._alone(turn.plan, lambda n: self._writer(n, turn.window.file).write(out, at))
         self.progress(turn.window.size)
 
     def _finish(self, number: int) -> None:
@@ -155,8 +179,13 @@ class Writing:
             writer = Writer(part / planned.name if planned.name else part, planned.size)
             self.writers[number, file] = writer
             self.opened.callback(writer.close)
-            writer.write(memoryview(planned.header))
+            writer.write(memoryview(planned.header), 0)
         return self.writers[number, file]
+
+    def _shift(self, turn: Turn) -> int:
+        """How much further back a plan's bytes lie than those of the first, whose header may be shorter."""
+        first, own = (self.plans[n].files[turn.window.file].header for n in (0, turn.plan))
+        return len(own) - len(first)
 
     def _alone(self, number: int, act: Callable[[int], None]) -> None:
         """Act for one plan; a failure is kept as its own, whatever it is, for `run.py` to raise or report."""

@@ -246,12 +246,12 @@ def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(passes, "PAUSE", 0)
     write, left = Writer.write, Counter({"1.safetensors": 2, "2.safetensors": 9})
 
-    def stumbling(self: Writer, data: memoryview) -> None:
+    def stumbling(self: Writer, data: memoryview, at: int) -> None:
         name = next((n for n in left if n in self.path.name), None)
         if name is not None and left[name] > 0:
             left[name] -= 1
             raise disk.failure(OSError(errno.EIO, "Input/output error"), self.path, 0) from OSError(errno.EIO, "EIO")
-        write(self, data)
+        write(self, data, at)
 
     monkeypatch.setattr(Writer, "write", stumbling)
     reports = run(grid(models, 3))

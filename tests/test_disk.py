@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,12 @@ def pattern(size: int) -> bytes:
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
-def write(path: Path, pieces: list[memoryview], mode: Mode = "auto") -> Writer:
+def write(path: Path, pieces: list[memoryview], mode: Mode = "auto", order: Sequence[int] | None = None) -> Writer:
     path.touch()
     with Writer(path, sum(map(len, pieces)), mode) as w:
-        for piece in pieces:
-            w.write(piece)
+        ends = list(accumulate(map(len, pieces)))
+        for n in range(len(pieces)) if order is None else order:
+            w.write(pieces[n], ends[n] - len(pieces[n]))
         w.finish()
     return w
 
@@ -51,22 +54,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     sizes=st.lists(st.sampled_from([0, 1, 5, 4095, 4096, 4097, 8192, 12_345, 70_000]), max_size=6),
     mode=st.sampled_from(["auto", "direct", "buffered"]),
     shift=st.sampled_from(["congruent", "odd", "readonly"]),
+    data=st.data(),
 )
-def test_what_is_written_is_what_was_given(folders: list[Path], sizes: list[int], mode: Mode, shift: str) -> None:
-    data, pieces, at = pattern(sum(sizes)), [], 0
+def test_what_is_written_in_any_order_is_what_was_given(
+    folders: list[Path], sizes: list[int], mode: Mode, shift: str, data: st.DataObject
+) -> None:
+    content, pieces, at = pattern(sum(sizes)), [], 0
     for size in sizes:
         if shift == "readonly":
-            pieces.append(memoryview(data)[at : at + size])
+            pieces.append(memoryview(content)[at : at + size])
         else:
             lead = at % PAGE if shift == "congruent" else 3
             pieces.append(aligned_buffer(lead + size)[lead:])
-            pieces[-1][:] = data[at : at + size]
+            pieces[-1][:] = content[at : at + size]
         at += size
+    order = data.draw(st.permutations(range(len(pieces))))
     for folder in folders:
         path = folder / f"lora-merge-test-{os.getpid()}"
         try:
-            write(path, pieces, mode)
-            assert path.read_bytes() == data
+            write(path, pieces, mode, order)
+            assert path.read_bytes() == content
         finally:
             path.unlink()
 
@@ -77,8 +84,8 @@ def test_congruent_memory_is_not_copied(tmp_path: Path) -> None:
     path.touch()
     buffer = aligned_buffer(PAGE * 5)
     with Writer(path, 100 + PAGE * 3, "direct") as w:
-        w.write(memoryview(pattern(100)))
-        w.write(buffer[100 : 100 + PAGE * 3])
+        w.write(buffer[100 : 100 + PAGE * 3], 100)
+        w.write(memoryview(pattern(100)), 0)
         assert w._bounce is None
         w.finish()
     assert path.stat().st_size == 100 + PAGE * 3
@@ -169,7 +176,7 @@ def test_a_limit_on_file_size_is_a_typed_error(tmp_path: Path) -> None:
         path = Path(sys.argv[1]); path.touch()
         try:
             with Writer(path, 2 << 20) as w:
-                w.write(memoryview(bytes(2 << 20)))
+                w.write(memoryview(bytes(2 << 20)), 0)
         except ResourceError as e:
             print(e.exit_code)
     """
@@ -187,9 +194,9 @@ def test_dirty_data_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.touch()
     block = aligned_buffer(1 << 18)
     with Writer(path, 4 << 20, "buffered") as w:
-        for _ in range(16):
-            w.write(block)
-            assert w.offset - w._settled <= 1 << 20
+        for n in range(16):
+            w.write(block, n << 18)
+            assert sum(size for _, size in w._dirty) < 1 << 20
         w.finish()
 
 
@@ -199,7 +206,7 @@ def test_amended_bytes_reach_the_file(tmp_path: Path, mode: Mode, size: int) -> 
     path = tmp_path / "x"
     path.touch()
     with Writer(path, size, mode) as w:
-        w.write(memoryview(pattern(size)))
+        w.write(memoryview(pattern(size)), 0)
         w.finish()
     amend(path, b"hash")
     assert path.read_bytes() == b"hash" + pattern(size)[4:]

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ import lora_merge
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.job import make_job
+from lora_merge.making import Making
 from lora_merge.placement import TORCH_DTYPES
 from lora_merge.planning import make_plan
+from lora_merge.slots import Turn
 from lora_merge.windows import SLOTS, window_bytes, windows
+from lora_merge.writing import Writing
 
 from .support import UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
@@ -161,6 +165,66 @@ def test_the_bytes_do_not_depend_on_the_memory_bound(
     for out, bound in zip(outputs, (limit, "2GiB"), strict=True):
         lora_merge.merge(files[0], files[1], out, max_memory=bound, dtype=dtype)
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A base of 24 windows and an adapter for every fourth of its tensors; its hash is known. Torch comes late."""
+    monkeypatch.setattr("lora_merge.windows.STRETCH", 2**19)
+    base = {f"layer.{n:02}.weight": rand(500, 701 + n, seed=n).half() for n in range(24)}
+    adapter = {}
+    for n in range(0, 24, 4):
+        adapter |= {f"layer.{n:02}.lora_up.weight": rand(500, 4), f"layer.{n:02}.lora_down.weight": rand(4, 701 + n)}
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    lora_merge.merge(*files, tmp_path / "usual.safetensors", max_memory="8MiB")
+    monkeypatch.setattr("lora_merge.digests.state", str)
+    monkeypatch.setattr(
+        "lora_merge.digests.recall", lambda: {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    )
+    return files
+
+
+@pytest.mark.parametrize("late", [0, 5, 12])
+def test_what_needs_no_torch_goes_out_before_it_is_there(
+    mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    usual, out = tmp_path / "usual.safetensors", tmp_path / "out.safetensors"
+    there, written, make, write = threading.Event(), list[tuple[bool, bool]](), Writing._make, Writing.write
+
+    def waiting(self: Writing) -> Making:
+        assert not late or there.wait(20)
+        return make(self)
+
+    @wraps(write)
+    def noting(self: Writing, turn: Turn) -> None:
+        written.append((turn.window.untouched, self._made.done()))
+        write(self, turn)
+        if len(written) == late:
+            there.set()
+
+    monkeypatch.setattr(Writing, "_make", waiting)
+    monkeypatch.setattr(Writing, "write", noting)
+    lora_merge.merge(*mixed, out, max_memory="8MiB")
+    assert out.read_bytes() == usual.read_bytes().replace(b"usual", b"out")
+    assert written[:late] == [(True, False)] * late
+    assert all(made for untouched, made in written if not untouched)
+
+
+def test_a_base_that_is_hashed_is_read_in_its_order(
+    mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, starts = Writing.read, list[int]()
+
+    @wraps(read)
+    def noting(self: Writing, turn: Turn) -> None:
+        starts.append(turn.window.start)
+        read(self, turn)
+
+    monkeypatch.setattr(Writing, "read", noting)
+    monkeypatch.setattr("lora_merge.digests.recall", dict)
+    monkeypatch.setattr("lora_merge.digests.remember", lambda _: None)
+    lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
+    assert starts == sorted(starts)
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("F32", "bf16"), ("F32", "keep"), ("BF16", "fp32"), ("F64", "fp16")])

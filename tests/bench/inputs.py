@@ -200,9 +200,11 @@ def _write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None
     part = path.with_suffix(".part")
     part.touch()
     with Writer(part, total) as writer:
-        writer.write(memoryview(header))
+        writer.write(memoryview(header), 0)
+        at = len(header)
         for chunk in _bytes(tensors.values(), scale, seed):
-            writer.write(chunk)
+            writer.write(chunk, at)
+            at += len(chunk)
         writer.finish()
     return part.rename(path)
 
