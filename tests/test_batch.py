@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from .support import assert_rounded, expected, kohya, load, rand, save, sd1
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
+PATIENCE = 300  # seconds after which something hangs, on any machine
 
 
 @pytest.fixture
@@ -377,37 +379,38 @@ def test_ten_thousand_jobs_are_planned_in_seconds(models: Path, monkeypatch: pyt
     assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
 
 
-def test_an_output_that_another_process_makes_is_waited_for(models: Path) -> None:
-    jobs, reports = grid(models, 2), list[JobReport]()
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[float]:
+    """Gets an item whenever somebody has looked in vain for a claim to be free."""
+    queue: SimpleQueue[float] = SimpleQueue()
+    monkeypatch.setattr(claims, "time", SimpleNamespace(sleep=lambda s, sleep=time.sleep: (queue.put(s), sleep(s))))
+    return queue
+
+
+def test_an_output_that_another_process_makes_is_waited_for(models: Path, looks: SimpleQueue[float]) -> None:
     with claimed(models / "out" / "1.safetensors") as ours:
         assert ours
-        thread = threading.Thread(target=lambda: [reports.append(r) for r in lora_merge.run_batch(jobs)])
-        thread.start()
-        deadline = time.monotonic() + 30
-        while not reports and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert fates(reports) == ["merged"]
-        time.sleep(0.3)
-        assert thread.is_alive()
-    thread.join(30)
-    assert fates(reports) == ["merged"] * 2
+        reports = lora_merge.run_batch(grid(models, 2))
+        first = next(reports)
+        for _ in range(2):
+            looks.get(timeout=PATIENCE)
+        assert reports._work.inbox.empty()
+    assert first.number == 2
+    assert fates([first, *reports]) == ["merged"] * 2
     assert not strays(models)
 
 
-def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(models: Path) -> None:
+def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(
+    models: Path, looks: SimpleQueue[float]
+) -> None:
     """It removes the folder that it made, with what waits for its claim."""
     output = models / "out" / "deep" / "1.safetensors"
-    reports: SimpleQueue[list[JobReport]] = SimpleQueue()
-    jobs = [job(models, "deep/1.safetensors")]
-    thread = threading.Thread(target=lambda: reports.put(run(jobs)))
     with claimed(output) as ours:
         assert ours
         assert output.parent.is_dir()
-        thread.start()
-        time.sleep(1)
-        assert thread.is_alive()
-    thread.join(60)
-    (report,) = reports.get()
+        reports = lora_merge.run_batch([job(models, "deep/1.safetensors")])
+        looks.get(timeout=PATIENCE)
+    (report,) = reports
     assert report.status == "merged", report.error
     assert not strays(models)
 
@@ -472,7 +475,7 @@ def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(mo
     while not (models / "out" / "9.safetensors").exists():
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
-    assert child.wait(30) in (1, -signal.SIGINT)
+    assert child.wait(PATIENCE) in (1, -signal.SIGINT)
     made = list((models / "out").iterdir())
     assert 0 < len(made) < 300
     assert not strays(models)
@@ -488,16 +491,16 @@ def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
     def slow(self: making.Making, turn: Turn) -> None:
         if self.plans[turn.plan].job.output.name != "1.safetensors":
             entered.set()
-            go.wait(30)
+            go.wait(PATIENCE)
         made(self, turn)
 
     monkeypatch.setattr(making.Making, "begin", slow)
     jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
     reports = lora_merge.run_batch(jobs)
     assert next(reports).status == "merged"
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE)
     thread = reports._work
-    threading.Timer(0.2, go.set).start()
+    threading.Thread(target=lambda: thread.closing.wait(PATIENCE) and go.set()).start()
     if way == "close":
         reports.close()
         assert not list(reports)
@@ -510,7 +513,7 @@ def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
             next(reports)
     else:
         del reports
-    thread.join(30)
+    thread.join(PATIENCE)
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
 
 
@@ -531,23 +534,29 @@ def test_what_dead_processes_left_is_removed(models: Path) -> None:
     assert not strays(models)
 
 
-def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int) -> None:
+def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: int = 0) -> None:
+    """Reports go to a file, the number of Python's calls to another; killed at the `last` of those, if given."""
+    steps = _killed_at(last)
     survey.TOGETHER = together
     for name in ("lora_merge.batch", "lora_merge.survey"):
         sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
     with Path(lines).open("a", encoding="utf-8") as f:
         for report in lora_merge.run_batch(jobs):
             print(report.to_json(), file=f, flush=True)
+    Path(f"{lines}.steps").write_text(str(next(steps)))
 
 
-@pytest.fixture(scope="module")
-def children() -> Iterator[Any]:
-    """Processes that start at once, from one that has imported everything."""
-    if sys.platform == "win32":
-        pytest.skip("no fork server")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lora_merge.writing", "lora_merge.batch", __name__])
-    return context
+def _killed_at(last: int) -> Iterator[int]:
+    """Steps instead of seconds, which would be another machine's: counts the calls in all threads from here on."""
+    steps = itertools.count(1)
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        if event == "call" and next(steps) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    return steps
 
 
 def test_two_processes_share_the_work(small: Path, children: Any) -> None:
@@ -556,7 +565,7 @@ def test_two_processes_share_the_work(small: Path, children: Any) -> None:
     for child in running:
         child.start()
     for child in running:
-        child.join(60)
+        child.join()
     reports = [[json.loads(t) for t in (small / f"{n}.jsonl").read_text().splitlines()] for n in range(2)]
     statuses = Counter(r["status"] for some in reports for r in some)
     assert statuses == {"merged": 12, "skipped": 12}
@@ -580,23 +589,18 @@ def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
 def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
     jobs, out = grid(small, 6), small / "out"
 
-    def child() -> Any:
-        process = children.Process(target=_run_in_child, args=(jobs, str(small / "lines"), 2))
+    def child(last: int = 0) -> None:
+        process = children.Process(target=_run_in_child, args=(jobs, str(small / "lines"), 2, last))
         process.start()
-        return process
+        process.join()
 
-    child().join()  # the first one also starts the server
-    wanted = {p.name: p.read_bytes() for p in out.iterdir()}
+    child()
+    wanted, steps = {p.name: p.read_bytes() for p in out.iterdir()}, int((small / "lines.steps").read_text())
     assert len(wanted) == 6
     moments, chance = Counter[int](), random.Random(6)
     for moment in range(20):
         shutil.rmtree(out, ignore_errors=True)
-        process = child()
-        while len(made(out)) < moment % 7 and process.is_alive():
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.03))
-        process.kill()
-        process.join()
+        child(int(steps * ((moment + chance.random()) / 20) ** 0.5))  # most of them late, as the outputs come
         there = made(out)
         moments[len(there)] += 1
         reports = run(jobs)
@@ -608,26 +612,29 @@ def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(small: Pa
 
 
 def test_one_of_two_processes_is_killed_and_the_other_takes_its_jobs_over(small: Path, children: Any) -> None:
-    jobs, out, chance = grid(small, 6), small / "out", random.Random(8)
+    jobs, out, chance, steps, killed = grid(small, 6), small / "out", random.Random(8), 0, 0
     wanted = {f"{n}.safetensors" for n in range(1, 7)}
-    for moment in range(6):
+    for moment in range(7):  # the first time nobody is killed
         shutil.rmtree(out, ignore_errors=True)
-        pair = [children.Process(target=_run_in_child, args=(jobs, str(small / f"{moment}-{n}"), 2)) for n in range(2)]
+        last = int(steps * (moment - chance.random()) / 6)
+        pair = [
+            children.Process(target=_run_in_child, args=(jobs, str(small / f"{moment}-{n}"), 2, (last, 0)[n]))
+            for n in range(2)
+        ]
         for process in pair:
             process.start()
-        while len(made(out)) < moment % 6 and pair[0].is_alive():
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.02))
-        pair[0].kill()
         for process in pair:
-            process.join(60)
+            process.join()
         assert pair[1].exitcode == 0
+        killed += pair[0].exitcode == -signal.SIGKILL
+        steps = steps or int((small / f"{moment}-0.steps").read_text())
         reports = [json.loads(t) for t in (small / f"{moment}-1").read_text().splitlines()]
         assert sorted(r["number"] for r in reports) == [1, 2, 3, 4, 5, 6]
         assert {r["status"] for r in reports} <= {"merged", "skipped"}
         # The part of a job that was killed may be left beside an output that is not made again: the next run removes it.
         run(jobs)
         assert {p.name for p in out.iterdir()} == wanted
+    assert killed
 
 
 @pytest.mark.slow
@@ -648,7 +655,7 @@ def test_a_batch_with_workers_is_killed_and_finished_by_the_next(small: Path, wh
             first.kill()
         else:
             os.killpg(first.pid, signal.SIGTERM)
-        first.communicate(timeout=60)  # its workers hold the pipes until they have ended as well
+        first.communicate(timeout=PATIENCE)  # its workers hold the pipes until they have ended as well
         if who == "group":
             assert first.returncode in (0, 143)
             assert not strays(small)

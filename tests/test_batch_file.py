@@ -255,13 +255,12 @@ def test_literal_paths_lead_anywhere() -> None:
         render_output("out/.{v}/o", {"v": "."})
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.text(max_size=30))
 def test_values_are_never_templates_themselves(value: str) -> None:
     assert render("a{x}b{{c}}", {"x": value}) == f"a{value}b{{c}}"
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab:-[]{}&*<>!|'\" \n#1.?,%\t", max_size=60))
 def test_any_text_is_a_document_or_a_merge_error(text: str) -> None:
     try:

@@ -7,13 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.conventions import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
-
-EVERY = settings(deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
@@ -119,14 +117,12 @@ def test_every_rewrite_can_be_reached(contains: str, pattern: re.Pattern[str], t
     assert all(split(key) is not None for key in hits)
 
 
-@EVERY
 @given(st.text(max_size=60))
 def test_any_text_is_split_or_refused(key: str) -> None:
     found = split(key)
     assert found is None or found[0]
 
 
-@EVERY
 @given(
     st.from_regex(r"[a-z_0-9]+(\.[a-z_0-9]+){0,4}", fullmatch=True),
     st.sampled_from([r for r in SUFFIXES if not r.ending.startswith(".lora.")]),

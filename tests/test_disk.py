@@ -22,7 +22,6 @@ from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.pages import HUGE, PAGE, address, aligned_buffer
 
 ROOT = Path(__file__).parents[1]
-quick = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
 
 def pattern(size: int) -> bytes:
@@ -49,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-@quick
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 5, 4095, 4096, 4097, 8192, 12_345, 70_000]), max_size=6),
     mode=st.sampled_from(["auto", "direct", "buffered"]),

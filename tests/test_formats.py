@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 text = st.text(st.characters(codec="utf-8"), max_size=6)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     tensors=st.dictionaries(
         text.filter(lambda n: n != "__metadata__"),
@@ -234,12 +235,12 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 HOLD = """
-    import sys, time
+    import sys
     from pathlib import Path
     from lora_merge.publish import replacing
     with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as part:
         print(part, flush=True)
-        time.sleep(60)
+        sys.stdin.read()
 """
 
 
@@ -248,11 +249,13 @@ def test_a_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(tmp_path:
     def start(name: str) -> tuple[subprocess.Popen[str], Path]:
         run = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path / name), kind],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=hold, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert run.stdout is not None
         with run.stdout:
             return run, Path(run.stdout.readline().strip())
+
+    hold, release = os.pipe()
 
     killed, dead_part = start("killed")
     os.kill(killed.pid, signal.SIGKILL)
@@ -267,6 +270,8 @@ def test_a_killed_run_is_cleaned_up_after_and_a_live_one_is_left_alone(tmp_path:
     finally:
         live.kill()
         live.wait()
+        os.close(hold)
+        os.close(release)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["next", live_part.name])
 
 
@@ -291,10 +296,9 @@ def _race(folder: str, number: int, results: multiprocessing.SimpleQueue[str]) -
         results.put("refused")
 
 
-def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    results = context.SimpleQueue()
-    runs = [context.Process(target=_race, args=(str(tmp_path), i, results)) for i in range(6)]
+def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path, children: Any) -> None:
+    results = children.SimpleQueue()
+    runs = [children.Process(target=_race, args=(str(tmp_path), i, results)) for i in range(6)]
     for run in runs:
         run.start()
     for run in runs:
@@ -309,6 +313,7 @@ def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path) -> 
 def test_a_folder_is_not_searched_for_every_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix may put 75 000 outputs into one folder: looking at all of them for each would take an hour."""
     looked: list[Path] = []
+    monkeypatch.setattr(publish, "SWEEPS", 3600.0)
     monkeypatch.setattr(publish, "remove_stale", looked.append)
     for n in range(3):
         with publish.replacing(tmp_path / f"{n}") as part:

@@ -1,7 +1,8 @@
 """A process that has imported everything and forks one child for each command line it is given.
 
 Importing torch takes longer than the merges that are killed here. Protocol, one line each: a request in JSON
-(argv, and what to do in the child first), the child's pid, and when it has ended its exit status.
+(argv, what to do in the child first, and code to run in place of the program, if any), the child's pid, and when it
+has ended its exit status.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def child(request: dict[str, object]) -> int:
         ctypes.CDLL(None).fault_set(call.encode(), at, kind.encode(), path.encode())
     sys.argv = ["lora-merge", *map(str, request["argv"])]  # type: ignore[call-overload]
     try:
-        lora_merge.cli.main()
+        if "code" in request:
+            exec(str(request["code"]), {"__name__": "__main__"})
+        else:
+            lora_merge.cli.main()
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except BaseException:  # noqa: BLE001

@@ -94,8 +94,7 @@ def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int
 def test_two_merges_into_one_folder(model: Model, more: tuple[str, ...]) -> None:
     model.reset()
     first = model.start(0.5, *more, fault=("fsync", 0, "stop", PART))
-    while Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        pass
+    model.nursery.stopped(first, model.log)
     assert model.run(1.0, *more) == 0, model.log()
     assert model.out() == model.new
     send(first, signal.SIGCONT)

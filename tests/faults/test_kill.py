@@ -16,16 +16,21 @@ from .conftest import PART, ROOT, Scene, send
 
 
 def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
-    """Kill `count` merges; whether the output was complete, seen over all of them."""
-    moments, seen = random.Random(seed), set()
-    for _ in range(count):
+    """Kill `count` merges; whether the output was complete, seen over all of them and those that ended before that.
+
+    The span of the moments follows the machine: shorter after each that had ended, longer after each that had not.
+    """
+    moments, seen, span, killed = random.Random(seed), set(), scene.seconds, 0
+    while killed < count:
         scene.reset()
         pid = scene.start()
-        time.sleep(moments.uniform(0, scene.seconds * 1.05))
+        time.sleep(moments.uniform(0, span))
         send(pid, signal.SIGKILL)
         code = scene.nursery.wait(pid)
         assert code in (0, -signal.SIGKILL), scene.log()
         scene.check(finished=True if code == 0 else None)
+        killed += code != 0
+        span *= 1.02 if code else 0.9
         assert len(scene.strays()) <= 1, "the run before this one was not cleaned up"
         seen.add(scene.out.read_bytes() != scene.old)
     assert scene.run() == 0
@@ -138,38 +143,47 @@ def test_interrupted_twice(scene: Scene, stage: str) -> None:
     assert scene.strays() == []
 
 
-def interrupted_at_import(command: list[str], module: str, number: signal.Signals, scene: Scene) -> tuple[int, str]:
-    """Exit code and last line, with the rest if that is a traceback. Python tells every module that it has imported."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", *command], cwd=scene.folder, env=env, stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        told = []
-        for line in process.stderr:
-            told.append(line)
-            if line.rpartition("|")[2].strip().startswith(module):
-                process.send_signal(number)
-                break
-        told += process.stderr
-    assert "Traceback" not in "".join(told), "".join(told[-20:])
-    return process.returncode, told[-1]
+IMPORT = """
+    import os, runpy, sys
+
+    class Signalled:
+        @staticmethod
+        def find_spec(name, *_):
+            if name.startswith(os.environ["MODULE"]):
+                sys.meta_path.remove(Signalled)
+                os.kill(os.getpid(), int(os.environ["NUMBER"]))
+
+    sys.meta_path.insert(0, Signalled)
+    runpy.run_module(os.environ["RUN"], run_name="__main__", alter_sys=True)
+"""
+
+
+def interrupted_at_import(
+    run: str, argv: list[str], module: str, number: signal.Signals, scene: Scene
+) -> tuple[int, str]:
+    """Exit code and what was told, of `python -m RUN` that is signalled when it looks for the first of these modules."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RUN": run, "MODULE": module, "NUMBER": str(int(number))}
+    command = [sys.executable, "-c", textwrap.dedent(IMPORT), *argv]
+    done = subprocess.run(
+        command, cwd=scene.folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize("module", ["typer.", "torch."])  # torch has hundreds, itself the last
+@pytest.mark.parametrize("module", ["typer.", "torch."])
 def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Signals) -> None:
     scene.reset()
-    code, last = interrupted_at_import(["lora_merge", *scene.argv()], module, number, scene)
+    code, told = interrupted_at_import("lora_merge", scene.argv(), module, number, scene)
     assert code == 128 + number
-    assert (number.name in last) is (module == "torch.")  # before that, there is nothing to tell
+    assert (number.name in told) is (module == "torch.")  # before that, there is nothing to tell
     scene.check(finished=False)
     assert scene.strays() == []
 
 
 def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene) -> None:
-    assert interrupted_at_import(["lora_merge.worker"], "yaml.", signal.SIGINT, scene)[0] == 1
+    assert interrupted_at_import("lora_merge.worker", [], "yaml.", signal.SIGINT, scene) == (1, "")
 
 
 AT = """
@@ -184,31 +198,29 @@ AT = """
             try:
                 return real(*args, **more)
             finally:
-                os.kill(os.getpid(), int(os.environ["NUMBER"]))
+                os.kill(os.getpid(), NUMBER)
         setattr(place, name, both)
 
-    exec(os.environ["MOMENT"])
+    MOMENT
     start()
 """
 
 
-def at(moment: str, number: signal.Signals, scene: Scene, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """A merge that is signalled at the end of what the moment names."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBER": str(int(number)), "MOMENT": moment}
-    command = [sys.executable, "-c", textwrap.dedent(AT), *argv]
-    return subprocess.run(command, cwd=scene.folder, env=env, capture_output=True, text=True, check=False)
+def at(moment: str, scene: Scene, argv: list[str]) -> int:
+    """The exit code of a merge that gets SIGTERM at the end of what the moment names."""
+    code = textwrap.dedent(AT).replace("MOMENT", moment).replace("NUMBER", str(int(signal.SIGTERM)))
+    return scene.run(argv=argv, code=code)
 
 
 @pytest.mark.parametrize(
     "moment",
     ['then(lora_merge.publish, "_remove")', 'then(lora_merge.run.Digests, "__exit__")', 'then(lora_merge.cli, "carry_out")',
-     'atexit.register(os.kill, os.getpid(), int(os.environ["NUMBER"]))'],
+     "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
     """It has succeeded, and says so."""
     scene.reset()
-    done = at(moment, signal.SIGTERM, scene, scene.argv())
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (at(moment, scene, scene.argv()), scene.log()) == (0, "")
     scene.check(finished=True)
     assert scene.strays() == []
 
@@ -221,8 +233,8 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
     folder = scene.folder.parent / f"batch-{together}"
     folder.mkdir()
     (folder / "jobs.yaml").write_text(f"version: 1\njobs: [{', '.join(jobs)}]\n")
-    done = at('then(lora_merge.publish, "_remove")', signal.SIGTERM, scene, ["batch", str(folder / "jobs.yaml"), "-q"])
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    code = at('then(lora_merge.publish, "_remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
+    assert code == 128 + signal.SIGTERM, scene.log()
     assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x"}
 
 
@@ -233,8 +245,7 @@ def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:
     argv = scene.argv()
     argv[argv.index("-o") + 1] = "new/deep/out.safetensors"
     before = {p.name for p in scene.folder.iterdir()}
-    done = at(moment, signal.SIGTERM, scene, argv)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert at(moment, scene, argv) == 128 + signal.SIGTERM, scene.log()
     assert {p.name for p in scene.folder.iterdir()} == before
 
 
@@ -245,7 +256,7 @@ LOST = """
 
     class Lost:
         def __del__(self):
-            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+            os.kill(os.getpid(), NUMBER)
             sys.stderr.write("")  # here the handler raises
 
     def make_plan(job, make=planning.make_plan):
@@ -260,10 +271,8 @@ LOST = """
 @pytest.mark.parametrize("number", STOPS)
 def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: signal.Signals) -> None:
     scene.reset()
-    command = [sys.executable, "-c", textwrap.dedent(LOST), *scene.argv()]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBER": str(int(number))}
-    done = subprocess.run(command, cwd=scene.folder, env=env, capture_output=True, text=True)
-    assert "Exception ignored in" in done.stderr
-    assert done.returncode == 128 + number, done.stderr
-    scene.check(finished=False)
+    code = scene.run(code=textwrap.dedent(LOST).replace("NUMBER", str(int(number))))
+    assert "Exception ignored in" in scene.log()
+    assert code == 128 + number, scene.log()
+    scene.check(finished=False, quiet=False)
     assert scene.strays() == []
