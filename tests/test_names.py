@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -126,21 +126,27 @@ def called(dialect: str, module: str) -> str:
 
 
 def assert_one_to_one(here: str, there: str, other_sizes: tuple[str, ...]) -> None:
-    """All names of `there` are found on `here`, in every dialect, and cover every row once."""
+    """All names of `there` are found on `here`, each kind of them in every dialect, and cover every row once.
+
+    Names are of one kind if they differ in numbers alone; they share the dialects, so that each is told in one at least.
+    """
     shapes, found = header(here), base(here)
     encoder = "clip" in here or "t5" in here
     dialects = ENCODER if encoder else ANY if "vae" in here or here.startswith("transf") else DENOISER
-    rows = defaultdict(list)
-    for n, ((module, parameter), shape) in enumerate(modules(header(there)).items()):
-        if unlike(f"{module}.{parameter}", other_sizes):
-            continue
+    rows, seen = defaultdict(list), Counter[tuple[str, str]]()
+    told = {n: shape for n, shape in modules(header(there)).items() if not unlike(".".join(n), other_sizes)}
+    kinds = {(module, parameter): (re.sub(r"\d+", "#", module), parameter) for module, parameter in told}
+    counts = Counter(kinds.values())
+    for (module, parameter), shape in told.items():
         view = found.find(module, parameter)
         assert view is not None, f"{module} ({parameter})"
         assert prod(view.shape) == prod(shape), f"{module}: {view} {shape}"
         if not view.pieces[0].transposed:
             assert view.shape[:1] == shape[:1], f"{module}: {view} {shape}"
-        for dialect in dialects[n % 2 :: 2]:
+        kind = kinds[module, parameter]
+        for dialect in dialects[seen[kind] % len(dialects) :: counts[kind]]:
             assert found.find(called(dialect, module), parameter) == view, called(dialect, module)
+        seen[kind] += 1
         for piece in view.pieces:
             rows[piece.key].append((piece.start, piece.stop, piece.cols))
     for key, shape in shapes.items():
