@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -60,19 +60,21 @@ class Module:
         """Stored shape per slot."""
         return {slot: info.shape for slot, info in self.slots.items()}
 
-    @cached_property
-    def complete(self) -> list[str]:
+    @property
+    def complete(self) -> tuple[str, ...]:
         """Rows of the table whose required slots are all here, and that know every slot that is."""
-        return [
-            name
-            for name in self.algorithms
-            if all(
-                slot in self.slots or slot in ALGORITHMS[name].shared
-                for slot, required in ALGORITHMS[name].slots.items()
-                if required
-            )
-            and all(slot in ALGORITHMS[name].slots for slot in self.slots)
-        ]
+        return _complete(self.algorithms, frozenset(self.slots))
+
+
+@lru_cache(maxsize=1024)  # an adapter has thousands of modules of a few kinds
+def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
+    rows = [ALGORITHMS[name] for name in algorithms]
+    return tuple(
+        row.name
+        for row in rows
+        if slots <= row.slots.keys()
+        and all(slot in slots or slot in row.shared for slot, required in row.slots.items() if required)
+    )
 
 
 @dataclass(frozen=True)

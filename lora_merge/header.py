@@ -234,9 +234,9 @@ def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise _Malformed(f"{quoted(name)} has the dtype {quoted(str(dtype))}, which the format does not know")
-    if not isinstance(shape, list) or not all(map(_is_u64, shape)):
+    if not isinstance(shape, list) or not _all_u64(shape):
         raise _Malformed(f"the shape of {quoted(name)} is not a list of sizes")
-    if not isinstance(span, list) or len(span) != 2 or not all(map(_is_u64, span)) or span[1] < span[0]:
+    if not isinstance(span, list) or len(span) != 2 or not _all_u64(span) or span[1] < span[0]:
         raise _Malformed(f"the data_offsets of {quoted(name)} are not two ascending positions")
     begin, stop = span
     needed = _nbytes(shape, ITEM_BITS[dtype])
@@ -246,8 +246,8 @@ def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
     return TensorInfo(name, dtype, tuple(shape), path, data + begin, needed)
 
 
-def _is_u64(n: Any) -> bool:
-    return type(n) is int and 0 <= n < U64  # type(): true is no 1
+def _all_u64(numbers: list[Any]) -> bool:
+    return all(type(n) is int and 0 <= n < U64 for n in numbers)  # type(): true is no 1
 
 
 def bytes_of(dtype: str, shape: Shape) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any, Final
@@ -116,7 +116,7 @@ class Patcher:
             full = self._with_shared(module, told.shared(name))
             settings = self._settings(name, told.settings(name))
             try:
-                shapes = _fit(name, full, seen)
+                shapes = _fit(name, tuple(full.shapes.items()), seen.shape, seen.matrix)
                 magnitude = self._magnitude(module, name, seen.shape)
                 self._check(name, settings, shapes, seen.shape)
                 numbers = self._numbers(module, name, shapes, seen.shape)
@@ -262,11 +262,14 @@ def _ways(view: View, *, in_out: bool) -> Iterator[View]:
     yield view
 
 
-def _fit(name: str, module: Module, view: View) -> Mapping[str, Shape]:
+@lru_cache(maxsize=1024)  # a model has thousands of layers of a few shapes
+def _fit(
+    name: str, stored: tuple[tuple[str, Shape], ...], weight: Shape, matrix: tuple[int, int]
+) -> Mapping[str, Shape]:
     """The shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide matrix."""
-    shapes = ALGORITHMS[name].fit(module.shapes, view.shape)
-    if view.matrix != flat(view.shape) and name not in STACKED:
-        raise DoesNotFit(f"the weight {list(view.shape)} is stacked experts, which {name} is not made for")
+    shapes = ALGORITHMS[name].fit(dict(stored), weight)
+    if matrix != flat(weight) and name not in STACKED:
+        raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} is not made for")
     return shapes
 
 

@@ -134,6 +134,8 @@ class Rules:
 
     def of(self, module: str) -> Rules:
         """The rules for one module: those of its component, where components have their own."""
+        if not self.components:
+            return self
         prefixes = [name for name in self.components if module.startswith(f"{name}.")]
         return self.components[max(prefixes, key=len)] if prefixes else self
 

@@ -37,9 +37,11 @@ def bare(module: str) -> str:
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:
     """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
+    split = [name.rpartition(".") for name in fields.texts("target_parameters")]
+    if not split:
+        return ()
     path = bare(module)
     owner = path.replace(WRAPPER, "")
-    split = [name.rpartition(".") for name in fields.texts("target_parameters")]
     leaves = [leaf for of, _, leaf in split if of and f".{owner}".endswith(f".{of}")]
     if "weight" not in leaves and any(not of for of, _, _ in split) and not _is_layer(fields, owner):
         leaves += [leaf for of, _, leaf in split if not of]
