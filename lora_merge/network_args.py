@@ -1,39 +1,57 @@
 """Settings of a formula that no tensor tells, from what kohya's and LyCORIS' trainers write into metadata.
 
 `ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the
-user gave; what is not among them had its default. No torch.
+user gave; what is not among them had its default, and so had what the library's function does not read:
+`lycoris.kohya.create_network` and `lycoris.create_lycoris` hand on different arguments (LyCORIS 4.1, kohya.py,
+wrapper.py). What a preset gives to some kinds of layers reaches them always. No torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from .algorithms import Algorithm
 from .errors import InputError
 
-ENTRIES: Final = ("ss_network_args", "lycoris_config")
-NAMES: Final = ("algo", "rs_lora", "sig_type", "use_data_init")
-"""Arguments that change what a stored tensor means."""
+READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"ss_network_args": ("algo", "block_size", "rs_lora"), "lycoris_config": ("algo", "block_size")}
+)
+"""Entry → its arguments that reach the layers and change what a stored tensor means."""
+
+MAPS: Final = ("module_algo_map", "name_algo_map")
+"""Tables of a preset: kind or name of layers → their own arguments."""
 
 DYLORA_BLOCK: Final = 4
 FIX: Final = "correct or remove this entry of the adapter's metadata"
 
 
-def network_settings(row: Algorithm, metadata: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The row's settings among the network arguments, as their defaults' types; InputError for damaged ones."""
-    given = _arguments(metadata, where)
-    wanted = {name: row.settings[name] for name in NAMES if name in row.settings and name in given}
-    return {name: _like(given[name], default) for name, default in wanted.items()}
+@dataclass(frozen=True)
+class Trained:
+    """What the network arguments say about one formula."""
+
+    settings: Mapping[str, Any]  # as their defaults' types
+    partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
+    factor: float  # by what the scale differs from α / r
 
 
-def network_factor(row: Algorithm, metadata: Mapping[str, str], where: str) -> float:
-    """By what the scale differs from α / r: LyCORIS trains DyLoRA with α over the number of blocks.
+def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
+    """What a file's metadata says about the row; InputError for damaged arguments."""
+    tables = {name: _table(metadata[name], f"{where}: {name}") for name in READ if name in metadata}
+    given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
+    settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
+    partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
+    return Trained(settings, frozenset(partial), _factor(row, given, where))
 
-    lycoris/modules/dylora.py; a block has four ranks unless told otherwise. InputError for damaged arguments.
+
+def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
+    """LyCORIS trains DyLoRA with α over the number of blocks: lycoris/modules/dylora.py.
+
+    A block has four ranks unless told otherwise.
     """
-    given = _arguments(metadata, where)
     if row.name != "lora" or str(given.get("algo", "")).lower() != "dylora":
         return 1.0
     size = str(given.get("block_size") or DYLORA_BLOCK)
@@ -42,12 +60,12 @@ def network_factor(row: Algorithm, metadata: Mapping[str, str], where: str) -> f
     return float(size)
 
 
-def _arguments(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for entry in ENTRIES:
-        if entry in metadata:
-            given |= _table(metadata[entry], f"{where}: {entry}")
-    return given
+def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:
+    preset = table.get("apply_preset")
+    maps = [preset.get(name) for name in MAPS] if isinstance(preset, dict) else []
+    for layers in maps:
+        for arguments in layers.values() if isinstance(layers, dict) else ():
+            yield from arguments if isinstance(arguments, dict) else ()
 
 
 def _table(text: str, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
 from .header import TensorInfo
-from .network_args import network_factor, network_settings
+from .network_args import Trained, trained
 from .peft import Rules
 from .peft_numbers import CONFIGURED
 from .views import View, transposed
@@ -88,8 +88,7 @@ class Patcher:
         self.model = ""  # the base's type
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
-        self._trained: dict[str, Mapping[str, Any]] = {}  # settings that the metadata tells, per algorithm
-        self._factors: dict[str, float] = {}  # of scales, likewise
+        self._told: dict[str, Trained] = {}  # by the metadata, per algorithm
         self.used: set[str] = set()  # those that a formula asked for
         self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
 
@@ -171,7 +170,7 @@ class Patcher:
         except DoesNotFit as e:  # the shapes do, so it is the number
             raise _unusable("alpha", alpha, module.shared.get("alpha")) from e
         if "scale" in found:
-            found["scale"] *= self._factor(name)
+            found["scale"] *= self._trained(name).factor
         told = self.rules.of(module.name).numbers(name, module.name, shapes)
         if name in CONFIGURED and not told:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
@@ -183,11 +182,10 @@ class Patcher:
             self.remark(ZERO_ALPHA, module)
         return found
 
-    def _factor(self, name: str) -> float:
-        if name not in self._factors:
-            index = self.adapter.index
-            self._factors[name] = network_factor(ALGORITHMS[name], index.metadata, str(self.adapter.path))
-        return self._factors[name]
+    def _trained(self, name: str) -> Trained:
+        if name not in self._told:
+            self._told[name] = trained(ALGORITHMS[name], self.adapter.index.metadata, str(self.adapter.path))
+        return self._told[name]
 
     def _number(self, module: Module, slot: str) -> float | None:
         info = module.shared.get(slot)
@@ -211,18 +209,20 @@ class Patcher:
     def _settings(self, name: str, told: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration's settings, and the largest weight that the adapter changes with this formula."""
         row = ALGORITHMS[name]
-        if name not in self._trained:
-            self._trained[name] = network_settings(row, self.adapter.index.metadata, str(self.adapter.path))
-        trained = self._trained[name]
         stated = {k: v for k, v in self.given.items() if k in row.settings}
-        return {**trained, **told, **stated, **({"widest": self.widest} if "widest" in row.settings else {})}
+        return {
+            **self._trained(name).settings,
+            **told,
+            **stated,
+            **({"widest": self.widest} if "widest" in row.settings else {}),
+        }
 
     def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
-        missing = ALGORITHMS[name].missing_settings(settings)
+        row = ALGORITHMS[name]
+        missing = row.missing_settings(settings) or sorted(self._trained(name).partial - self.given.keys())
         if missing:
             raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
-        check = ALGORITHMS[name].check_settings
-        if check is not None:
+        if (check := row.check_settings) is not None:
             check(settings, shapes, shape)
 
     def _magnitude(self, module: Module, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:

@@ -6,6 +6,7 @@ Modules that share the arguments of a training run, as far as they matter, share
 from __future__ import annotations
 
 import json
+import logging
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,21 @@ from torch import nn
 import lora_merge
 
 pytest.importorskip("lycoris.modules", reason="lycoris-lora is not installed")
+from lycoris import kohya, wrapper
 from test_lycoris_oracle import LAYERS, build, inputs, table
 
 NAMINGS = ("lycoris_blocks_{}", "lora_unet_blocks_{}", "blocks.{}")
 
 
 def runs() -> dict[str, list[tuple[str, str, dict[str, Any], float]]]:
-    """Training run → modules: (LyCORIS class, layer, options, tolerance)."""
+    """[network arguments, what the user has to state] of a run → modules: (LyCORIS class, layer, options, tolerance)."""
     found: dict[str, list[tuple[str, str, dict[str, Any], float]]] = {}
     for path, layers, options, tolerance, _ in table():
-        told = {k: options[k] for k in ("rs_lora", "sig_type") if k in options}
+        told = {k: options[k] for k in ("rs_lora",) if k in options}
+        stated = {k: options[k] for k in ("sig_type",) if k in options}  # no trainer hands it on
         if path.startswith("tlora"):
             told["algo"] = "tlora"
-        run = json.dumps({k: str(v) for k, v in told.items()})
+        run = json.dumps([{k: str(v) for k, v in told.items()}, stated])
         found.setdefault(run, []).extend((path, layer, options, tolerance) for layer in layers)
     return found
 
@@ -48,11 +51,12 @@ def test_a_file_merges_into_the_trained_model(
         saved = build(path, trained[f"{i}"], options).state_dict()
         adapter |= {f"{naming.format(i)}.{k}": v.detach().clone().contiguous() for k, v in saved.items()}
     save_file(base, tmp_path / "base.safetensors")
-    save_file(adapter, tmp_path / "adapter.safetensors", {"ss_network_args": arguments})
+    told, stated = json.loads(arguments)
+    save_file(adapter, tmp_path / "adapter.safetensors", {"ss_network_args": json.dumps(told)})
 
     report = lora_merge.merge(
         tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "out.safetensors",
-        compute_dtype="fp64", device="cpu",
+        compute_dtype="fp64", device="cpu", setting=stated,
     )  # fmt: skip
     assert report.coverage
     merged = load_file(tmp_path / "out.safetensors")
@@ -96,3 +100,88 @@ def untrained(kind: str, base: dict[str, torch.Tensor], x: torch.Tensor) -> torc
     plain = LAYERS[kind]()
     plain.load_state_dict({k: base[f"blocks.{kind}.{k}"] for k in plain.state_dict()}, assign=True)
     return plain(x)
+
+
+class FinalLayer(nn.Module):
+    """A kind of block whose layers both functions of LyCORIS wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 36), nn.Linear(36, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x))
+        return y
+
+
+class Model(nn.Module):
+    """One block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = FinalLayer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.block(x)
+        return y
+
+
+def wrapped(model: nn.Module, entry: str, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the trainer that writes this entry saves, after wrapping the model with these arguments."""
+    logging.getLogger("LyCORIS").setLevel(logging.ERROR)
+    if entry == "ss_network_args":
+        network = kohya.create_network(1.0, 4, 2.0, None, [], model, **given)
+        network.apply_to([], model, apply_text_encoder=False, apply_unet=True)
+    else:
+        preset, own = given.get("apply_preset"), {k: v for k, v in given.items() if k != "apply_preset"}
+        network = wrapper.create_lycoris(model, 1.0, linear_dim=4, linear_alpha=2.0, **own)
+        if preset:  # as a trainer's own code does, after its arguments chose the default
+            wrapper.LycorisNetwork.apply_preset(preset)
+            network = wrapper.LycorisNetwork(model, lora_dim=4, alpha=2.0, network_module=own["algo"])
+        network.apply_to()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    network.double().eval()
+    return {k: v.detach().clone().contiguous() for k, v in network.state_dict().items()}
+
+
+@pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
+@pytest.mark.parametrize("told", [{"rs_lora": True}, {"sig_type": "last", "use_data_init": False}], ids=["rs", "start"])
+@pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "glora", "tlora"])
+def test_arguments_count_where_the_library_reads_them(
+    algo: str, told: dict[str, Any], entry: str, tmp_path: Path
+) -> None:
+    """Only kohya.py hands `rs_lora` on, and neither of the two what T-LoRA starts from."""
+    torch.manual_seed(3)
+    given = {"algo": algo, **({"full_matrix": True} if algo == "lokr" else {}), **told}
+    trained = Model().double()
+    base = {k: v.clone() for k, v in trained.state_dict().items()}
+    saved = wrapped(trained, entry, given)
+    assert len({k.partition(".")[0] for k in saved}) == 2
+    save_file(saved, tmp_path / "adapter.safetensors", {entry: json.dumps(given)})
+    merged = Model().double()
+    x = torch.randn(5, 24, dtype=torch.float64)
+    merged.load_state_dict(lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64"))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(x), trained(x), rtol=0, atol=1e-4 if algo == "tlora" else 1e-9)
+
+
+def test_a_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
+    """A preset can give arguments to one kind of layers, and no file tells which layers are of that kind."""
+    model = Model().double()
+    base = {k: v.clone() for k, v in model.state_dict().items()}
+    preset = {"target_module": ["FinalLayer"], "module_algo_map": {"FinalLayer": {"rs_lora": True}}}
+    given = {"algo": "glora", "apply_preset": preset}
+    save_file(
+        wrapped(model, "lycoris_config", given), tmp_path / "a.safetensors", {"lycoris_config": json.dumps(given)}
+    )
+    with pytest.raises(lora_merge.MergeError, match="rs_lora; state it with --setting"):
+        lora_merge.merge_state_dict(base, tmp_path / "a.safetensors")
+    merged = Model().double()
+    merged.load_state_dict(
+        lora_merge.merge_state_dict(base, tmp_path / "a.safetensors", setting={"rs_lora": True}, compute_dtype="fp64")
+    )
+    x = torch.randn(5, 24, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(x), model(x), rtol=0, atol=1e-9)
