@@ -31,13 +31,19 @@ def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float
     return found.pop()
 
 
+def _shares(fields: Fields, module: str) -> bool:
+    """Whether PEFT gives this head the factors of the embeddings; its scale stays that of its own rank (0.21.2)."""
+    return module.endswith("lm_head") and fields.flag("ensure_weight_tying", default=False)
+
+
 def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callable[[Fields, str, Shapes], float]:
     """α / r by the patterns of the configuration, r from the tensors where `rank` finds it (√r for
     rs-LoRA)."""
 
     def scale(fields: Fields, module: str, shapes: Shapes) -> float:
         a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
-        r = rank(shapes) or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
+        found = 0 if _shares(fields, module) else rank(shapes)
+        r = found or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
         if r <= 0:
             raise fields.odd("r", "a positive number")
         doubled = 2 if module.endswith(MHA_OUTPUT) else 1
@@ -122,7 +128,7 @@ def check_count(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> 
 
 def rank_doubt(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> str:
     """What the user should know if the tensors have another rank than the configuration says; "" if not."""
-    if algorithm not in RANKS or fields.get("r") is None:
+    if algorithm not in RANKS or fields.get("r") is None or _shares(fields, module):
         return ""
     said, rank = _numbers(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
     if rank in said:

@@ -162,12 +162,17 @@ class Heads:
 
     @cached_property
     def _unlike(self) -> frozenset[str]:
-        """Modules of both ends whose factors differ: with DoRA, and where PEFT was to tie other tensors alone."""
+        """Modules of both ends whose changes differ: with DoRA, in scale, where PEFT tied other tensors alone."""
         modules = [m for m in self._patcher.adapter.modules if {"up", "down"} <= set(m.slots)]
         heads = [m for m in modules if m.name.endswith("lm_head")]
         tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
-        same = {m.name for h in heads for t in tables if self._transposed(h, t) for m in (h, t)}
+        same = {m.name for h in heads for t in tables if self._scale(h) == self._scale(t) and self._transposed(h, t)
+                for m in (h, t)}  # fmt: skip
         return frozenset(m.name for m in (*heads, *tables)) - same
+
+    def _scale(self, module: Module) -> float:
+        """What PEFT multiplies the factors with: each end has its own, whether they share these or not."""
+        return self._patcher.rules.of(module.name).numbers("lora", module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, head: Module, table: Module) -> bool:
         """Whether the head's A is the transpose of the embeddings' B, the smaller two factors."""

@@ -69,6 +69,9 @@ AS_ONE: dict[str, Callable[[str, str], Any]] = {
     "ensured, embeddings": lambda q, e: _lora(target_modules=[q, e], ensure_weight_tying=True),
     "ensured, head": lambda q, e: _lora(target_modules=[q, "lm_head"], ensure_weight_tying=True),
     "ensured, both": lambda q, e: _lora(target_modules=[e, "lm_head"], ensure_weight_tying=True),
+    "ensured, ranks at one scale": lambda q, e: _lora(
+        target_modules=[e, "lm_head"], ensure_weight_tying=True, rank_pattern={e: 4}, alpha_pattern={e: 12}
+    ),
     "tokens": lambda q, e: peft.TrainableTokensConfig(token_indices=[1, 4], target_modules=[e]),
     "tokens in another order": lambda q, e: peft.TrainableTokensConfig(token_indices=[4, 0, 1], target_modules=[e]),
     "lora and tokens": lambda q, e: _lora(target_modules=[q], trainable_token_indices={e: [5, 3]}),
@@ -81,6 +84,12 @@ APART: dict[str, Callable[[str, str], Any]] = {
     "head": lambda q, e: _lora(target_modules=[q, "lm_head"]),
     "both": lambda q, e: _lora(target_modules=[e, "lm_head"]),
     "ensured dora": lambda q, e: _lora(target_modules=[q, e], ensure_weight_tying=True, use_dora=True),
+    "ensured, other alpha": lambda q, e: _lora(
+        target_modules=[q, e], ensure_weight_tying=True, alpha_pattern={"lm_head": 2}
+    ),
+    "ensured, other rank": lambda q, e: _lora(
+        target_modules=[e, "lm_head"], ensure_weight_tying=True, rank_pattern={"lm_head": 3}, use_rslora=True
+    ),
     "dora": lambda q, e: _lora(target_modules=[e, "lm_head"], use_dora=True),
     "whole head": lambda q, e: _lora(target_modules=[e], modules_to_save=["lm_head"]),
     "whole embeddings": lambda q, e: _lora(target_modules=["lm_head"], modules_to_save=[e]),
