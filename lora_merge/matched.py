@@ -31,6 +31,7 @@ class Matched:
     replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
     created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
     parted: dict[str, TensorInfo] = field(default_factory=dict)  # head the base lacks → the embeddings it was tied to
+    untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more
     grown: dict[str, Shape] = field(default_factory=dict)  # base key → its larger shape
     modules: int = 0  # how many modules found their place
     unmatched: dict[str, str] = field(default_factory=dict)  # module → reason

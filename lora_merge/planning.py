@@ -101,7 +101,7 @@ class Plan:
         for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
             if t.name in old and old[t.name].shape != t.shape:
                 found[t.stored] = old[t.name].shape, t.shape
-            if any(t.name in m.parted for m in self.adapters):
+            if any(t.name in m.parted or t.name == m.untied for m in self.adapters):
                 found[t.stored] = (), t.shape
         return found
 

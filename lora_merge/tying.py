@@ -46,19 +46,27 @@ class Tied:
 
     info: TensorInfo
     separable: bool  # whether the head can be given a tensor of its own
+    head: str = ""  # the head's own tensor, which some bases store though their configuration ties it
 
 
 def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
-    """The embeddings that a base's head uses; None if it has its own, none, or nothing tells."""
+    """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
     stated = config.get("tie_word_embeddings")
-    if stated is False or not any(c.endswith(HEADED) for c in named) or names.find("lm_head") is not None:
+    own = names.find("lm_head")
+    if stated is False or not any(c.endswith(HEADED) for c in named) or (own is not None and stated is not True):
         return None
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.pieces) > 1:
         return None
     info = base[view.pieces[0].key]
+    if own is not None:
+        return (
+            Tied(info, separable=False, head=own.pieces[0].key)
+            if own.shape == info.shape and len(own.pieces) == 1
+            else None
+        )
     causal = not any(c.endswith(HEADED[2]) for c in named)
     return Tied(info, causal and info.name in APART and info.stored in ("", info.name) and prod(info.shape) > 0)
 
@@ -70,6 +78,10 @@ class Heads:
         self, base: Tied | None, patcher: Patcher, ref: Adapter, result: Matched, look: Callable[[str], View | None]
     ) -> None:
         self._base, self._patcher, self._ref, self._result, self._look = base, patcher, ref, result, look
+        self._stored = ""
+        if base is not None and base.head:  # two tensors: what changes one end does not reach the other
+            self._base, self._stored = None, base.head
+        self._shared = base.info.name if base else ""
         self.own = {HEAD: replace(base.info, name=HEAD)} if base and base.separable else {}
         named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
         self._has_both = "lm_head" in named and not named.isdisjoint(EMBEDDING_NAMES)
@@ -136,11 +148,25 @@ class Heads:
 
     def follow(self) -> None:
         """Trained tokens are those of both ends, also where these differ; unless the head has tokens of its own."""
-        shared = self._base.info.name if self._base else ""
-        if HEAD in self._result.parted and not any(map(_trains_tokens, self._result.uses.get(HEAD, ()))):
-            tokens = [use for use in self._result.uses.get(shared, ()) if _trains_tokens(use)]
-            if tokens:
-                self._result.uses.setdefault(HEAD, []).extend(tokens)
+        head, uses = HEAD if HEAD in self._result.parted else self._stored, self._result.uses
+        tokens = [use for use in uses.get(self._shared, ()) if _trains_tokens(use)]
+        if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
+            if self._stored:
+                self._result.notes.append(f"{head} is tied to {self._shared}: the trained tokens are those of both")
+                strength = self._ref.factor(head, "model")
+                tokens = [_moved(use, head, strength) for use in tokens if strength]
+            uses.setdefault(head, []).extend(tokens)
+        if self._stored and self._differ():
+            self._result.untied = head
+            self._result.notes.append(f"{head} and {self._shared} now differ: tie_word_embeddings is now false")
+
+    def _differ(self) -> bool:
+        """Whether the two tensors that a base stores for tied ends change, and not as one."""
+        result, ends = self._result, (self._stored, self._shared)
+        tokens = [{u.piece.start for u in result.uses.get(end, ()) if _trains_tokens(u)} for end in ends]
+        names = [u.patch.module.name for end in ends for u in result.uses.get(end, ()) if not _trains_tokens(u)]
+        names += [result.replaced[end].name for end in ends if end in result.replaced]
+        return tokens[0] != tokens[1] or not all(map(self._as_one, names))
 
     def notes(self) -> list[str]:
         """On tensors that change with another, and on those that the base did not have."""
@@ -201,6 +227,13 @@ class Heads:
 
 def _trains_tokens(use: Use) -> bool:
     return "trainable_tokens" in f"{use.patch.module.name}.{use.patch.module.parameter}"
+
+
+def _moved(use: Use, key: str, strength: float) -> Use:
+    """The same rows of another tensor of this shape."""
+    pieces = tuple(replace(piece, key=key) for piece in use.patch.view.pieces)
+    patch = replace(use.patch, view=replace(use.patch.view, pieces=pieces))
+    return Use(patch, replace(use.piece, key=key), use.start, strength)
 
 
 def check_alone(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:

@@ -124,6 +124,29 @@ def test_the_merged_folder_computes_what_the_tuned_model_does(tmp_path: Path, na
     assert report.coverage["adapter"]["matched"] == report.coverage["adapter"]["total"]
 
 
+STORED = ("lora and tokens", "lora and tokens of both", "tokens", "other tokens", "embeddings", "ensured, both")
+
+
+@pytest.mark.parametrize("case", STORED)
+@pytest.mark.parametrize("away", [0.0, 0.1], ids=["copy", "other"])
+def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, case: str, away: float) -> None:
+    """Some files hold the head beside the embeddings; PEFT goes by the configuration, transformers by the values."""
+    base = tmp_path / "base"
+    _model("qwen2").save_pretrained(base)
+    tensors = load(base / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table + away * torch.randn_like(table)}, base / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    tuned = _tune(transformers.Qwen2ForCausalLM.from_pretrained(base), (AS_ONE | APART)[case]("q_proj", "embed_tokens"))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(base, tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(ours(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
+    assert ours.config.tie_word_embeddings is (case in AS_ONE)
+    assert ("now differ" in _notes(report)) is (case not in AS_ONE)
+    assert ("tokens are those of both" in _notes(report)) is case.startswith("lora and")
+
+
 def test_adapters_of_one_end_each_add_up_at_their_strengths(tmp_path: Path) -> None:
     """W + Σ s ΔW at either end."""
     model, before = _model("qwen2"), _model("qwen2").state_dict()
