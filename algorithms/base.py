@@ -57,7 +57,8 @@ class Algorithm:
     then need only those entries (and those rows of the base). Where an entry serves several rows,
     as that of one expert does, they are formed together. None: ΔW can only be formed whole."""
     uncut: frozenset[str] = frozenset()
-    """Optional slots and settings with which it can only be formed whole all the same."""
+    """Optional slots, settings, and numbers where they are finite, with which it can only be formed whole all the
+    same."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
     shared: frozenset[str] = frozenset()

@@ -130,6 +130,7 @@ def delta_diag(base: Tensor, t: OftDiagTensors) -> Tensor:
 
 DIAG_OFT = Algorithm(
     "diag_oft", OftTensors, fit, delta, "arXiv:2306.07280",
-    numbers=limit, reads_base=True, prepare=prepare,
+    numbers=limit, sliced={"blocks": 0, "rescale": 0}, uncut=frozenset({"limit"}), reads_base=True, prepare=prepare,
 )  # fmt: skip
-OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280", reads_base=True)
+OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280",
+                     sliced={"blocks": 0}, reads_base=True)  # fmt: skip

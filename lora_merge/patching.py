@@ -65,12 +65,15 @@ class Patch:
         Factors are cut to a multiple of it, along the axes that the algorithm's `sliced` names.
         """
         row, rows = ALGORITHMS[self.algorithm], self.view.matrix[0]
-        chosen = self.shapes.keys() | {name for name, value in self.settings if value}
+        limits = {name for name, value in self.numbers.items() if isfinite(value)}
+        chosen = self.shapes.keys() | {name for name, value in self.settings if value} | limits
         if row.sliced is None or row.uncut & chosen or (self.magnitude or ("out",))[0] != "out":
             return rows
-        entries = {self.shapes[slot][axis] for slot, axis in row.sliced.items() if slot in self.shapes} or {rows}
-        count = entries.pop()
-        if entries or not count or rows % count or (self.reads_base and count < rows):
+        entries = [self.shapes[slot][axis] for slot, axis in row.sliced.items() if slot in self.shapes] or [rows]
+        count = min(entries)
+        if not count or any(n % count for n in (rows, *entries)):
+            return rows
+        if self.reads_base and count < rows and len(self.view.pieces) > 1:  # they may lie in several tensors
             return rows
         return rows // count
 

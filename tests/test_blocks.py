@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,6 @@ import torch
 
 from lora_merge import blocks
 from lora_merge.adapter import Module
-from lora_merge.algorithms import ALGORITHMS
 from lora_merge.examples import EXAMPLES, given, tensors, weight
 from lora_merge.folding import Folder, Item, Kept
 from lora_merge.header import TensorInfo
@@ -24,6 +25,13 @@ from lora_merge.views import Piece, View
 
 STRENGTH = 0.7
 STACKED = ("lora_experts", "lora_experts_transposed")
+CASES = {
+    **EXAMPLES,
+    "diag_oft, no limit": replace(EXAMPLES["diag_oft"], numbers={"limit": inf}),
+    "diag_oft, blocks only": replace(EXAMPLES["diag_oft"], slots={"blocks": (3, 4, 4)}, numbers={"limit": inf}),
+}
+CUT = ("diag_oft, no limit", "diag_oft, blocks only", "oft_diag", "lokr")
+"""Cases in which several rows are formed together, but not all."""
 
 
 def held(name: str, tensor: torch.Tensor) -> TensorInfo:
@@ -32,12 +40,12 @@ def held(name: str, tensor: torch.Tensor) -> TensorInfo:
 
 @pytest.mark.parametrize("largest", [1, 40, 100, 2**20])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("case", list(CASES))
 def test_cutting_and_spreading_change_nothing(
-    name: str, parts: int, largest: int, monkeypatch: pytest.MonkeyPatch
+    case: str, parts: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
-    example = EXAMPLES[name]
+    example, name = CASES[case], case.split(",")[0]
     whole = weight(example)
     want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
     if name in STACKED:  # rows of width `in`, as an architecture with experts has them
@@ -69,3 +77,4 @@ def test_cutting_and_spreading_change_nothing(
     np.testing.assert_allclose(torch.cat(found).numpy(), want, rtol=1e-9, atol=1e-9)
     if parts == largest == 1 and patch.grain < rows:
         assert count == rows // patch.grain
+    assert parts > 1 or case not in CUT or patch.grain < rows

@@ -132,7 +132,7 @@ def _glora(shape: Shape, rank: int) -> dict[str, Shape]:
 
 def _oft(shape: Shape, rank: int) -> dict[str, Shape]:
     b = next(b for b in range(rank, 0, -1) if shape[0] % b == 0)
-    return {"oft_blocks": (shape[0] // b, b, b), "alpha": ()}
+    return {"oft_blocks": (shape[0] // b, b, b)}  # its alpha limits the rotation; LyCORIS trains without by default
 
 
 def _dora(shape: Shape, rank: int) -> dict[str, Shape]:
