@@ -238,7 +238,8 @@ class Names:
             return [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
         if main and main.text_encoders:
             kind = main.text_encoders.get(hint)
-            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label == hint)]
+            called = {label for label, theirs in main.text_encoders.items() if theirs == kind} | {hint}
+            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label in called)]
         if len(encoders) == 1:
             return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
         return [p for p in encoders if p.label == hint]

@@ -450,6 +450,30 @@ def test_a_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
     assert found.component("image_encoder.visual_projection.weight") == "other"
 
 
+def narrow_clip(width: int = 32) -> dict[str, Shape]:
+    """CLIP's text encoder at a width that tells nothing about which one it is, in the names of transformers 5."""
+    shapes = {"embeddings.token_embedding.weight": (99, width)}
+    return shapes | {f"encoder.layers.0.self_attn.{p}_proj.weight": (width, width) for p in ("q", "k", "v", "out")}
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd21"])
+def test_the_only_text_encoder_may_be_called_the_first(name: str) -> None:
+    found = names(pipeline(unet=header(f"diffusers/{name}"), text_encoder=narrow_clip()))
+    for prefix in ("lora_te_", "lora_te1_", "lora_te1_text_model_", "text_encoder."):
+        assert found.find(called(prefix, "encoder.layers.0.self_attn.q_proj")) is not None, prefix
+    assert found.find("lora_te2_encoder_layers_0_self_attn_q_proj") is None
+
+
+def test_neither_of_two_text_encoders_is_the_only_one() -> None:
+    both = {"text_encoder": narrow_clip(32), "text_encoder_2": narrow_clip(48)}
+    found = names(pipeline(unet=header("diffusers/sdxl"), **both))
+    for prefix, part in (("lora_te1_", "text_encoder"), ("lora_te2_", "text_encoder_2")):
+        view = found.find(called(prefix, "encoder.layers.0.self_attn.q_proj"))
+        assert view is not None
+        assert view.pieces[0].key.startswith(f"{part}.")
+    assert found.find("lora_te_encoder_layers_0_self_attn_q_proj") is None
+
+
 def test_absent_components_are_not_looked_for_elsewhere() -> None:
     found = base("native/sdxl")
     assert found.find("lora_te1_text_model_encoder_layers_0_mlp_fc1") is None
