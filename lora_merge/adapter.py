@@ -7,11 +7,12 @@ plan tries it as a whole replacement parameter and names it otherwise). No torch
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import ldexp, nan, prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 from .algorithms import ALGORITHMS, Shape
 from .checkpoint import Index, Reader, read_bytes
@@ -36,8 +37,23 @@ READABLE: Final = frozenset(
 )
 """Dtypes that the formulas take; the format has more, which nothing trains adapters in."""
 
-Numbers: TypeAlias = Callable[[TensorInfo], tuple[float, ...]]
-"""All elements of a small stored tensor: from its file, or from memory."""
+CODES: Final = {
+    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
+    "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "?",
+}  # fmt: skip
+"""Dtype → what `struct` calls it."""
+
+CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
+
+
+class Values(Protocol):
+    """Stored tensors that the plan has to know: from files, or from memory."""
+
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        """All elements of a small tensor of any stored dtype."""
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two tensors are equal, byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +117,46 @@ class _Group:
             self.algorithms = tuple(a for a in algorithms if self.algorithms is None or a in self.algorithms)
 
 
-def file_numbers(info: TensorInfo) -> tuple[float, ...]:
-    """All elements of a small tensor of any stored dtype, straight from its file."""
-    return _numbers(info, read_bytes(info))
+class FileValues:
+    """Values from files: from open ones if there are many, an alpha per module is thousands of reads."""
 
+    def __init__(self, reader: Reader | None = None) -> None:
+        self._reader = reader
 
-def numbers_from(reader: Reader) -> Numbers:
-    """The same for many tensors, from files that are open: an alpha per module is thousands of reads."""
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        """All elements of a small tensor of any stored dtype."""
+        raw = bytes(self._bytes(info, 0, info.nbytes))
+        if info.dtype == "F8_E4M3":
+            return tuple(map(_e4m3, raw))
+        if info.dtype in ("BF16", "F8_E5M2"):  # the upper halves of F32 and F16
+            half = info.nbytes // max(1, prod(info.shape))
+            raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
+        code = CODES[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)]
+        return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
 
-    def read(info: TensorInfo) -> tuple[float, ...]:
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two tensors are equal, byte for byte."""
+        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
+        )
+
+    def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
         if info.data is not None:
-            return file_numbers(info)
-        raw = bytearray(info.nbytes)
-        reader.read_into(memoryview(raw), info.file, info.offset)
-        return _numbers(info, raw)
+            return bytes(info.data[first : first + count])
+        if self._reader is None:
+            return read_bytes(replace(info, offset=info.offset + first, nbytes=count))
+        raw = bytearray(count)
+        self._reader.read_into(memoryview(raw), info.file, info.offset + first)
+        return raw
 
-    return read
 
-
-def _numbers(info: TensorInfo, raw: bytes | bytearray) -> tuple[float, ...]:
-    if info.dtype == "BF16":
-        raw = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))
-    code = {"F64": "d", "F32": "f", "BF16": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
-            "U8": "B", "BOOL": "?", "U16": "H", "U32": "I", "U64": "Q"}.get(info.dtype)  # fmt: skip
-    if code is None:
-        raise InputError(f"a number stored as {info.dtype}", f"{info.file}: {info.name}", "store it as F32")
-    return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+@lru_cache(maxsize=256)
+def _e4m3(byte: int) -> float:
+    """The number that a byte is in F8_E4M3: no infinities, one NaN; arXiv:2209.05433, table 1."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
+    return -size if byte >> 7 else size
 
 
 def group(index: Index) -> AdapterFile:

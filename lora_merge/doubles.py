@@ -1,4 +1,4 @@
-"""Two names for one weight: tied embeddings are meant, two spellings of one module are refused. No torch."""
+"""Two names for one weight: tied embeddings are meant, an equal copy is left out, all else is refused. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+from .adapter import Values
 from .errors import InputError
 from .patching import Patch
-from .views import Piece
 
 EMBEDDINGS: Final = (
     *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
@@ -19,25 +19,43 @@ EMBEDDINGS: Final = (
 TIED: Final = re.compile(r"(?:^|[._])(?:\w*embed\w*|lm_head|shared|wte|decoder$)(?:[._]|$)")
 """Names of embeddings and of heads that may share their weight: two of them are two modules, both meant."""
 
+TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
+
 
 class Doubles:
-    """Which rows of the base one adapter changes so far, and by which module."""
+    """Which rows of the base one adapter changes so far, and by which patch."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._taken: dict[str, list[tuple[Piece, str]]] = {}  # base key → rows, module
+    def __init__(self, path: Path, values: Values) -> None:
+        self._path, self._values = path, values
+        self._taken: dict[str, list[tuple[int, int, Patch]]] = {}  # base key → first and last row + 1, by what
 
-    def check(self, patch: Patch) -> None:
-        """Remember a patch; InputError if a module of another name changes some of its rows already."""
+    def repeats(self, patch: Patch) -> bool:
+        """Remember a patch; whether one of another name does the very same to the same rows already.
+
+        InputError if one of another name does something else to some of them.
+        """
         name = patch.module.name
         for piece in patch.view.pieces:
             others = self._taken.setdefault(piece.key, [])
-            for other, by in others:
-                overlap = other.start < piece.stop and piece.start < other.stop
-                if overlap and by != name and not (TIED.search(by) or TIED.search(name)):
-                    raise InputError(
-                        "two modules of the adapter change the same weight",
-                        f"{self._path}: {by} and {name} both mean {piece.key}",
-                        "remove one of the two; applying both would double the effect",
-                    )
-            others.append((piece, name))
+            for start, stop, other in others:
+                by = other.module.name
+                if by == name or piece.stop <= start or stop <= piece.start or TIED.search(by) or TIED.search(name):
+                    continue
+                if self._equal(patch, other):
+                    return True
+                raise InputError(
+                    "two modules of the adapter change the same weight",
+                    f"{self._path}: {by} and {name} both mean {piece.key}",
+                    "remove one of the two; applying both would double the effect",
+                )
+            others.append((piece.start, piece.stop, patch))
+        return False
+
+    def _equal(self, one: Patch, two: Patch) -> bool:
+        """Whether they are the same formula with the same numbers and tensors on the same rows."""
+        ours, theirs = ({**p.module.slots, **p.module.shared} for p in (one, two))
+        alike = all(
+            getattr(one, field) == getattr(two, field)
+            for field in ("algorithm", "shapes", "numbers", "settings", "view", "magnitude")
+        )
+        return alike and ours.keys() == theirs.keys() and all(self._values.same(ours[s], theirs[s]) for s in ours)

@@ -19,11 +19,11 @@ class Factors:
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters
-        self._kept: dict[tuple[Path, int], Tensor] = {}
+        self._kept: dict[tuple[Path, int, int], Tensor] = {}
 
     def fetch(self, info: TensorInfo) -> Tensor:
         """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
-        key = (info.file, info.offset)
+        key = (info.file, info.offset, info.nbytes)  # one without elements lies where the next one does
         tensor = self._kept.get(key)
         if tensor is None:
             raw = bytearray(info.nbytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Final
 
-from .adapter import AdapterFile, Module, Numbers
+from .adapter import AdapterFile, Module, Values
 from .algorithms import Shape
 from .errors import FitError
 from .views import View, whole
@@ -19,12 +19,12 @@ CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
 """Tensors that only control LoRAs have together."""
 
 
-def grown(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> View:
+def grown(module: Module, view: View, adapter: AdapterFile, values: Values) -> View:
     """The weight at the size that the adapter gives it; `view` itself where that is its own.
 
     FitError if it would shrink, or if it is no whole tensor of the base.
     """
-    shape = _wanted(module, view, adapter, read)
+    shape = _wanted(module, view, adapter, values)
     if shape == view.shape:
         return view
     piece, where = view.pieces[0], f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
@@ -39,9 +39,9 @@ def grown(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> Vi
     return whole(piece.key, shape)
 
 
-def _wanted(module: Module, view: View, adapter: AdapterFile, read: Numbers) -> Shape:
+def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values) -> Shape:
     if "reshape" in module.shared:
-        return tuple(int(n) for n in read(module.shared["reshape"]))
+        return tuple(int(n) for n in values.numbers(module.shared["reshape"]))
     control = module.name == "img_in" and all(key in adapter.index.tensors for key in CONTROL)
     if control and module.parameter == "weight" and {"up", "down"} <= set(module.slots):
         return module.slots["up"].shape[0], module.slots["down"].shape[1]

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from .adapter import AdapterFile, file_numbers, group, looks_like_adapter
+from .adapter import AdapterFile, FileValues, group, looks_like_adapter
 from .checkpoint import Index, open_checkpoint, quantised
 from .conventions import part
 from .errors import FitError
@@ -59,7 +59,7 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
     file = group(open_checkpoint(adapter))
     lookup = names(base)
     try:
-        (matched,) = match(job, base, lookup, [file], file_numbers)
+        (matched,) = match(job, base, lookup, [file], FileValues())
     except FitError as e:
         return {"adapter": str(adapter), "matched": 0, "total": len(file.modules), "why": str(e)}
     shapes = {m.name: weight_shape(m.shapes) for m in file.modules}
@@ -98,7 +98,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         if slot is not None:
             ranks[module.slots[slot].shape[0]] += 1
         if "alpha" in module.shared:
-            alphas[file_numbers(module.shared["alpha"])[0]] += 1
+            alphas[FileValues().numbers(module.shared["alpha"])[0]] += 1
     for table in (file.index.config, _json(file.index, "lora_adapter_metadata")):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     dora = sum("magnitude" in m.shared for m in file.modules)

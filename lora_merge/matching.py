@@ -12,7 +12,7 @@ from typing import Final
 from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import part
-from .doubles import Doubles
+from .doubles import TWICE, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
@@ -44,7 +44,7 @@ class Matcher:
         self.heads = Heads(tied, patcher, ref, self.result, self._look)
         self.base = {**base, **self.heads.own}
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
-        self.doubles = Doubles(self.adapter.path)
+        self.doubles = Doubles(self.adapter.path, patcher.values)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
         self.lone = ""  # what names begin with that speak of the base's only expert
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
@@ -83,7 +83,7 @@ class Matcher:
         if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
             self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
             return
-        larger = grown(module, view, self.adapter, self.patcher.read)
+        larger = grown(module, view, self.adapter, self.patcher.values)
         if larger is not view:
             self.result.grown[view.pieces[0].key] = larger.shape
             self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
@@ -146,7 +146,10 @@ class Matcher:
             return None
 
     def _add(self, patch: Patch, key: str = "") -> None:
-        self.doubles.check(patch)
+        if self.doubles.repeats(patch):
+            self.patcher.remark(TWICE, patch.module)
+            self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
+            return
         start, components = 0, set()
         for piece in patch.view.pieces:
             into = key or piece.key

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import AdapterFile, Module, file_numbers, group
+from .adapter import AdapterFile, FileValues, Module, group
 from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
@@ -49,7 +49,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
-        matched = match(job, base, lookup, files, held.numbers)
+        matched = match(job, base, lookup, files, held)
         factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         folder = Folder(at, lambda info: held.fetch(info, factors), base.tensors)
         for _, target in outputs(job, base, matched):
@@ -134,7 +134,16 @@ class _Held:
     def numbers(self, info: TensorInfo) -> tuple[float, ...]:
         """All elements of a small tensor."""
         found = self._tensors.get((info.file, info.name))
-        return file_numbers(info) if found is None else tuple(float(v) for v in found.detach().flatten().tolist())
+        if found is None:
+            return FileValues().numbers(info)
+        return tuple(float(v) for v in found.detach().flatten().tolist())
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two tensors are equal."""
+        x, y = (self._tensors.get((info.file, info.name)) for info in (a, b))
+        if x is None or y is None:
+            return FileValues().same(a, b)
+        return (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
 
 
 class LoadedAdapter:
@@ -166,7 +175,7 @@ class LoadedAdapter:
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = View((Piece("weight", 0, rows, cols),), shape)
-        patch = Patcher(0, self.file, self._rules, file_numbers).patch(module, view)
+        patch = Patcher(0, self.file, self._rules, FileValues()).patch(module, view)
         at = place("cpu", "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = Factors(reader, frozenset(self.file.index.files))

@@ -9,7 +9,7 @@ from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any, Final
 
-from .adapter import AdapterFile, Module, Numbers
+from .adapter import AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
@@ -27,6 +27,7 @@ NO_ALPHA: Final = (
     "--setting lora_alpha=VALUE"
 )
 ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
+EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 
@@ -86,8 +87,8 @@ class Patch:
 class Patcher:
     """Turns modules of one adapter into patches: picks the formula, its shapes and its numbers."""
 
-    def __init__(self, number: int, adapter: AdapterFile, rules: Rules, numbers: Numbers) -> None:
-        self.number, self.adapter, self.rules, self.read = number, adapter, rules, numbers
+    def __init__(self, number: int, adapter: AdapterFile, rules: Rules, values: Values) -> None:
+        self.number, self.adapter, self.rules, self.values = number, adapter, rules, values
         self.model = ""  # the base's type
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
@@ -104,9 +105,8 @@ class Patcher:
         try:
             chosen = told.algorithm(module.name, complete, view, self.model)
         except DoesNotFit as e:
-            raise ShapeMismatch(
-                UNTOLD, f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}", FROM_THE_TRAINING
-            ) from e
+            where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}"
+            raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
         candidates = complete if chosen is None else [chosen]
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
             candidates = []
@@ -150,6 +150,8 @@ class Patcher:
         row = ALGORITHMS[name]
         if name == "peft_oft" and prod(shape[2:]) > 1:
             self.remark(KERNEL_OFT, module)
+        if any(0 in stored for stored in module.shapes.values()):
+            self.remark(EMPTY, module)
         if doubt := self.rules.of(module.name).doubt(name, module.name, shapes):
             self.remark(doubt, module)
         self.used |= self.given.keys() & row.settings.keys()
@@ -195,11 +197,11 @@ class Patcher:
         if info is None:
             return None
         if prod(info.shape) != 1:
-            raise InputError(
-                f"{slot} is not one number", f"{info.file}: {info.name} {list(info.shape)}", "export it again"
-            )
-        value = self.read(info)[0]
-        if isnan(value) or (slot != "alpha" and not isfinite(value)):  # an infinite alpha has a meaning in LoKr and OFT
+            where = f"{info.file}: {info.name} {list(info.shape)}"
+            raise InputError(f"{slot} is not one number", where, "export it again")
+        value = self.values.numbers(info)[0]
+        infinite = slot != "alpha" and not isfinite(value)  # of alpha it has a meaning in LoKr and OFT
+        if info.dtype == "BOOL" or isnan(value) or infinite:
             raise _unusable(slot, value, info)
         return value
 
@@ -288,9 +290,7 @@ def incomplete(what: str, path: Path) -> InputError:
 def _lacks(module: Module) -> str:
     """Which partner is missing for the closest row of the table."""
     known = [ALGORITHMS[a] for a in module.algorithms]
-    gaps = sorted(
-        ([s for s, required in row.slots.items() if required and s not in module.slots] for row in known), key=len
-    )
+    gaps = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
     have = ", ".join(sorted(module.slots)) or "alpha"
     first = next((g for g in gaps if g), None)
     if first is None:

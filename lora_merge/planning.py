@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from .adapter import AdapterFile, Numbers, numbers_from
+from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape, flat
 from .checkpoint import Index, Reader
 from .destination import check_output
@@ -147,7 +147,7 @@ def draw(job: Job, opened: Opened) -> Plan:
     base, lookup = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path) for ref in job.adapters]
     with Reader(a.index for a in adapters) as reader:
-        matched = match(job, base, lookup, adapters, numbers_from(reader))
+        matched = match(job, base, lookup, adapters, FileValues(reader))
     files, indexes = _files(job, base, matched)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if left:
@@ -155,9 +155,7 @@ def draw(job: Job, opened: Opened) -> Plan:
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 
-def match(
-    job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Numbers
-) -> tuple[Matched, ...]:
+def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Matched, ...]:
     """Every adapter of the job placed on the base."""
     _check_parts(job, base, lookup)
     matched: list[Matched] = []

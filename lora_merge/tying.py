@@ -205,7 +205,7 @@ class Heads:
         a, b = head.slots["down"], table.slots["up"]
         if a.shape != b.shape[::-1] or "magnitude" in {**head.shared, **table.shared}:
             return False
-        ours, theirs, columns = self._patcher.read(a), self._patcher.read(b), b.shape[1]
+        (ours, theirs), columns = map(self._patcher.values.numbers, (a, b)), b.shape[1]
         return ours == tuple(v for k in range(columns) for v in theirs[k::columns])
 
     def _parts(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
+from lora_merge.adapter import FileValues
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.job import make_job
@@ -283,7 +284,7 @@ def test_merging_in_memory_equals_merging_files(files: tuple[Path, Path], tmp_pa
 
 
 def test_one_module_in_two_spellings_is_refused(tmp_path: Path) -> None:
-    lora = {f"{name}.lora_up.weight": rand(6, 2) for name in ("m.a", "lycoris_m_a")}
+    lora = {f"{name}.lora_up.weight": rand(6, 2, seed=len(name)) for name in ("m.a", "lycoris_m_a")}
     lora |= {f"{name}.lora_down.weight": rand(2, 4) for name in ("m.a", "lycoris_m_a")}
     base = save({"m.a.weight": rand(6, 4)}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match="change the same weight"):
@@ -386,6 +387,83 @@ def test_an_alpha_of_zero_counts_as_the_rank_and_is_noted(tmp_path: Path, alpha:
     assert torch.equal(load(tmp_path / "out.safetensors")["a.weight"], torch.full((4, 4), 2.0))
     assert ("a: the stored alpha is 0" in str(report.coverage)) is noted
     assert "no alpha is stored" not in str(report.coverage)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.int8])
+def test_an_alpha_of_any_dtype_is_the_number_that_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = (
+        torch.arange(256, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.tensor([1.5, -3]).to(dtype)
+    )
+    save({"a": values}, tmp_path / "a.safetensors")
+    read = FileValues().numbers(open_checkpoint(tmp_path / "a.safetensors").tensors["a"])
+    torch.testing.assert_close(torch.tensor(read).float(), values.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_alpha_in_fp8_counts_and_a_truth_value_is_none(tmp_path: Path) -> None:
+    save({"a.weight": torch.zeros(4, 4)}, tmp_path / "base.safetensors")
+    lora = {"a.lora_up.weight": torch.ones(4, 2), "a.lora_down.weight": torch.ones(2, 4)}
+    save(lora | {"a.alpha": torch.tensor(3.0).to(torch.float8_e4m3fn)}, tmp_path / "fp8.safetensors")
+    save(lora | {"a.alpha": torch.ones((), dtype=torch.bool)}, tmp_path / "flag.safetensors")
+    lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "fp8.safetensors", tmp_path / "out.safetensors")
+    assert torch.equal(load(tmp_path / "out.safetensors")["a.weight"], torch.full((4, 4), 3.0))
+    with pytest.raises(InputError, match="alpha is True"):
+        lora_merge.merge(
+            tmp_path / "base.safetensors", tmp_path / "flag.safetensors", tmp_path / "flag_out.safetensors"
+        )
+
+
+def test_a_rank_of_zero_changes_nothing_and_is_noted(tmp_path: Path) -> None:
+    base = {"a.weight": rand(4, 4), "b.weight": rand(4, 4)}
+    save(base, tmp_path / "base.safetensors")
+    ranks = {"a": 0, "b": 1}
+    lora = {f"{m}.lora_A.weight": rand(r, 4) for m, r in ranks.items()}
+    save(lora | {f"{m}.lora_B.weight": rand(4, r) for m, r in ranks.items()}, tmp_path / "x.safetensors")
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "x.safetensors", tmp_path / "out.safetensors")
+    merged = load(tmp_path / "out.safetensors")
+    assert torch.equal(merged["a.weight"], base["a.weight"])
+    assert not torch.equal(merged["b.weight"], base["b.weight"])
+    assert [n for n in report.coverage["x.safetensors"]["notes"] if "rank 0" in n and n.startswith("a: ")]
+
+
+def twice(tmp_path: Path, **other: torch.Tensor) -> tuple[Path, Path]:
+    """A base, and an adapter that holds one module under two names, the second with these tensors instead."""
+    save({"a.b.weight": torch.zeros(8, 8)}, tmp_path / "base.safetensors")
+    one = {
+        "lora_up.weight": rand(8, 2),
+        "lora_down.weight": rand(2, 8),
+        "alpha": torch.tensor(1.0),
+        "dora_scale": torch.ones(8, 1),
+    }
+    both = {f"lora_unet_a_b.{k}": v for k, v in one.items()} | {f"a.b.{k}": v.clone() for k, v in (one | other).items()}
+    return tmp_path / "base.safetensors", save(both, tmp_path / "twice.safetensors")
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_an_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_memory: bool) -> None:
+    base, adapter = twice(tmp_path)
+    first = {k: v for k, v in load(adapter).items() if k.startswith("a.b.")}
+    want = lora_merge.merge_state_dict(load(base), first)["a.b.weight"]
+    if in_memory:
+        got = lora_merge.merge_state_dict(load(base), load(adapter))["a.b.weight"]
+    else:
+        report = lora_merge.merge(base, adapter, tmp_path / "out.safetensors")
+        got = load(tmp_path / "out.safetensors")["a.b.weight"]
+        assert report.coverage["twice.safetensors"]["matched"] == 2
+        assert "a second time under another name" in str(report.coverage)
+    assert want.any()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("slot", "value"), [
+    ("lora_up.weight", rand(8, 2, seed=1)), ("lora_up.weight", rand(8, 2).double()), ("alpha", torch.tensor(2.0)),
+    ("dora_scale", torch.full((8, 1), 2.0)), ("lora_down.weight", rand(2, 8, seed=1)),
+])  # fmt: skip
+def test_a_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.Tensor) -> None:
+    base, adapter = twice(tmp_path, **{slot: value})
+    with pytest.raises(InputError, match="change the same weight"):
+        lora_merge.plan(base, adapter, tmp_path / "out.safetensors")
+    with pytest.raises(InputError, match="change the same weight"):
+        lora_merge.merge_state_dict(load(base), load(adapter))
 
 
 def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ..conftest import Nursery
-from .conftest import PART, digest, send
+from .conftest import PART, Nursery, digest, send
 
 
 @dataclass

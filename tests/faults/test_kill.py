@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from ..conftest import ROOT
-from .conftest import PART, Scene, send
+from .conftest import PART, ROOT, Scene, send
 
 
 def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
