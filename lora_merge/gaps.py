@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from .adapter import Module
 from .algorithms import ALGORITHMS
 from .conventions import SHARED
+from .errors import InputError
 from .peft import Rules
 
 BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
@@ -56,3 +58,19 @@ def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int
         if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in common):
             return missing
     return frozenset()
+
+
+def incomplete(what: str, path: Path) -> InputError:
+    """The error for a module that lacks a tensor."""
+    return InputError("the adapter is incomplete", f"{path}: {what}", "export or download it again")
+
+
+def lacks(module: Module) -> str:
+    """Which partner is missing for the closest row of the table."""
+    known = [ALGORITHMS[a] for a in module.algorithms]
+    without = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
+    have = ", ".join(sorted(module.slots)) or "alpha"
+    first = next((g for g in without if g), None)
+    if first is None:
+        return f"{module.where} mixes tensors of different algorithms ({have})"
+    return f"{module.where} has {have} but no {', '.join(first)}"

@@ -16,14 +16,14 @@ from .doubles import TWICE, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
-from .gaps import gaps
+from .gaps import gaps, incomplete
 from .growth import grown
 from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .names import Names
-from .patching import ALPHA, TUNED_BIAS, Patch, Patcher, incomplete
+from .patching import ALPHA, TUNED_BIAS, Patch, Patcher
 from .peft import Plain
 from .replacements import by_rows, sizes
 from .tying import Heads, Tied

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite, isnan, prod
-from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .folders import listed
+from .gaps import incomplete, lacks
 from .header import TensorInfo
 from .network_args import Trained, trained
 from .peft import Rules
@@ -128,7 +128,7 @@ class Patcher:
             self._remember(name, module, shapes, seen.shape)
             return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
-            raise incomplete(_lacks(module), self.adapter.path)
+            raise incomplete(lacks(module), self.adapter.path)
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
@@ -280,22 +280,6 @@ def _fit(
 
 def _has_all(module: Module, name: str) -> bool:
     return all(slot in module.slots for slot, required in ALGORITHMS[name].slots.items() if required)
-
-
-def incomplete(what: str, path: Path) -> InputError:
-    """The error for a module that lacks a tensor."""
-    return InputError("the adapter is incomplete", f"{path}: {what}", "export or download it again")
-
-
-def _lacks(module: Module) -> str:
-    """Which partner is missing for the closest row of the table."""
-    known = [ALGORITHMS[a] for a in module.algorithms]
-    gaps = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
-    have = ", ".join(sorted(module.slots)) or "alpha"
-    first = next((g for g in gaps if g), None)
-    if first is None:
-        return f"{module.where} mixes tensors of different algorithms ({have})"
-    return f"{module.where} has {have} but no {', '.join(first)}"
 
 
 def _shapes(module: Module) -> str:
