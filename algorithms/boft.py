@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect
-from .oft import OftTensors, fit_rescale, limit, stretch, turn
+from .oft import OftTensors, Rotation, fit_rescale, limit, prepare, stretch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,21 +29,23 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": stored, **fit_rescale(shapes, target)}
 
 
-def delta(base: Tensor, t: OftTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
-    turned = turn(t.blocks, t.limit)
-    _, stages, k, b, _ = turned.shape
-    (n, _, cols), x = base.shape, base
+def delta(base: Tensor, t: Rotation) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`: the stages' changes are summed, each of what came before it."""
+    _, stages, k, b, _ = t.turned.shape
+    n, _, cols = base.shape
+    total: Tensor | None = None
     for i in range(stages):
         reach = (b // 2) << i
-        pairs = x.view(n, -1, 2, reach, cols).transpose(2, 3)
-        change = turned[:, i] @ pairs.reshape(n, k, b, cols)
-        paired = change.reshape(pairs.shape)
-        x = x + paired.transpose(2, 3).reshape(x.shape)
-    return stretch(base, x - base, t.rescale)
+        seen = base if total is None else base + total
+        pairs = seen.view(n, -1, 2, reach, cols).transpose(2, 3)
+        change = (t.turned[:, i] @ pairs.reshape(n, k, b, cols)).reshape(pairs.shape)
+        change = change.transpose(2, 3).reshape(base.shape)
+        total = change if total is None else total.add_(change)
+    assert total is not None, "fit() allows no file without a stage"
+    return stretch(base, total, t.rescale)
 
 
 BOFT = Algorithm(
     "boft", OftTensors, fit, delta, "arXiv:2311.06243",
-    numbers=limit, reads_base=True, decomposes=True,
+    numbers=limit, reads_base=True, prepare=prepare,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect, flat
+from .oft import stretch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,21 +47,36 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": stored, "rows": (out, 1)}
 
 
-def delta(base: Tensor, t: BoftTensors) -> Tensor:
-    """s ⊙ (W Mᵀ) − W, [n, out, cols]."""
+@dataclass(frozen=True)
+class Rotations:
+    """What the blocks stand for."""
+
+    turned: Tensor  # R − I, [n, N, k, b, b]
+    rows: Tensor  # s, [n, out, 1]
+
+
+def prepare(t: BoftTensors) -> Rotations:
+    """The blocks inverted: R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
     import torch
 
-    n, stages, count, size, _ = t.blocks.shape
-    skew = (t.blocks - t.blocks.transpose(3, 4)) / 2
-    identity = torch.eye(size, dtype=base.dtype, device=base.device).expand_as(skew)
-    rotations = torch.linalg.solve(identity + skew, identity - skew, left=False)
-    turned = base
+    skew = (t.blocks - t.blocks.mT) / 2
+    identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    return Rotations(torch.linalg.solve(identity + skew, -2 * skew, left=False), t.rows)
+
+
+def delta(base: Tensor, t: Rotations) -> Tensor:
+    """s ⊙ (W Mᵀ) − W, [n, out, cols]: the stages' changes are summed, each of what came before it."""
+    n, stages, count, size, _ = t.turned.shape
+    total: Tensor | None = None
     for i in range(stages):
-        paired = _swap(turned, (2, 2**i, size // 2)) if i else turned
+        seen = base if total is None else base + total
+        paired = _swap(seen, (2, 2**i, size // 2)) if i else seen
         blocks = paired.reshape(n, -1, count, size).transpose(1, 2)  # [n, k, out, b]
-        paired = (blocks @ rotations[:, i].transpose(2, 3)).transpose(1, 2).reshape(base.shape)
-        turned = _swap(paired, (2**i, 2, size // 2)) if i else paired
-    return turned * t.rows - base
+        change = (blocks @ t.turned[:, i].mT).transpose(1, 2).reshape(base.shape)
+        change = _swap(change, (2**i, 2, size // 2)) if i else change
+        total = change if total is None else total + change
+    assert total is not None, "fit() allows no file without a stage"
+    return stretch(base, total, t.rows)
 
 
 def _swap(x: Tensor, run: tuple[int, int, int]) -> Tensor:
@@ -68,4 +84,7 @@ def _swap(x: Tensor, run: tuple[int, int, int]) -> Tensor:
     return x.reshape(*x.shape[:2], -1, *run).transpose(3, 4).reshape(x.shape)
 
 
-PEFT_BOFT = Algorithm("peft_boft", BoftTensors, fit, delta, "arXiv:2311.06243", reads_base=True, decomposes=True)
+PEFT_BOFT = Algorithm(
+    "peft_boft", BoftTensors, fit, delta, "arXiv:2311.06243",
+    sliced={"rows": 0}, reads_base=True, prepare=prepare,
+)  # fmt: skip
