@@ -25,6 +25,7 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
 
+DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
 FIX: Final = "correct or remove this entry of the adapter's metadata"
 
@@ -36,15 +37,29 @@ class Trained:
     settings: Mapping[str, Any]  # as their defaults' types
     partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
     factor: float  # by what the scale differs from α / r
+    note: str = ""  # on an entry that cannot be read, where the formula takes nothing from it
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
-    """What a file's metadata says about the row; InputError for damaged arguments."""
-    tables = {name: _table(metadata[name], f"{where}: {name}") for name in READ if name in metadata}
+    """What a file's metadata says about the row; InputError for damaged arguments that it may depend on."""
+    tables, note = {}, ""
+    for name in [name for name in READ if name in metadata]:
+        try:
+            tables[name] = _table(metadata[name], f"{where}: {name}")
+        except InputError as e:
+            if _may_depend(row, metadata[name]):
+                raise
+            note = f"{e.what} ({name}); its formula takes nothing from there"
     given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
-    return Trained(settings, frozenset(partial), _factor(row, given, where))
+    return Trained(settings, frozenset(partial), _factor(row, given, where), note)
+
+
+def _may_depend(row: Algorithm, text: str) -> bool:
+    """Whether arguments that cannot be read may be some that the row's formula depends on."""
+    asked = any(name in row.settings for names in READ.values() for name in names)
+    return asked or (row.name == "lora" and DYLORA in text.lower())
 
 
 def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
@@ -52,7 +67,7 @@ def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
 
     A block has four ranks unless told otherwise.
     """
-    if row.name != "lora" or str(given.get("algo", "")).lower() != "dylora":
+    if row.name != "lora" or str(given.get("algo", "")).lower() != DYLORA:
         return 1.0
     size = str(given.get("block_size") or DYLORA_BLOCK)
     if not size.isdecimal() or int(size) < 1:

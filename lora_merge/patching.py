@@ -150,6 +150,8 @@ class Patcher:
         row = ALGORITHMS[name]
         if name == "peft_oft" and prod(shape[2:]) > 1:
             self.remark(KERNEL_OFT, module)
+        if note := self._trained(name).note:
+            self.remark(note, module)
         if any(0 in stored for stored in module.shapes.values()):
             self.remark(EMPTY, module)
         if doubt := self.rules.of(module.name).doubt(name, module.name, shapes):

@@ -466,6 +466,28 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.
         lora_merge.merge_state_dict(load(base), load(adapter))
 
 
+@pytest.mark.parametrize(("arguments", "refused"), [
+    ("{'conv_dim': '4'}", {"lokr"}), ("[1]", {"lokr"}), ("{'algo': 'DyLoRA'}", {"lokr", "lora"}), ('{"conv_dim": "4"}', set()),
+])  # fmt: skip
+@pytest.mark.parametrize("algorithm", ["lora", "lokr", "full"])
+def test_network_arguments_that_cannot_be_read_matter_where_the_formula_takes_some(
+    tmp_path: Path, algorithm: str, arguments: str, refused: set[str]
+) -> None:
+    tensors = {
+        "lora": {"a.lora_up.weight": rand(4, 2), "a.lora_down.weight": rand(2, 4), "a.alpha": torch.ones(())},
+        "lokr": {"a.lokr_w1": rand(2, 2), "a.lokr_w2": rand(2, 2), "a.alpha": torch.ones(())},
+        "full": {"a.diff": rand(4, 4)},
+    }
+    base = save({"a.weight": rand(4, 4)}, tmp_path / "base.safetensors")
+    adapter = save(tensors[algorithm], tmp_path / "x.safetensors", {"ss_network_args": arguments})
+    if algorithm in refused:
+        with pytest.raises(InputError, match="the metadata is no"):
+            lora_merge.plan(base, adapter, tmp_path / "out.safetensors")
+        return
+    report = lora_merge.merge(base, adapter, tmp_path / "out.safetensors")
+    assert ("takes nothing from there" in str(report.coverage)) == (not arguments.startswith('{"'))
+
+
 def test_an_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
     torch.save({"a.lora_down.weight": torch.ones(4, 8), "a.alpha": 10**400}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="not a valid torch file"):
