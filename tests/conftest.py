@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import multiprocessing
+import os
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from lora_merge.stopping import NUMBERS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile(
     "the same everywhere", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -42,6 +50,56 @@ def children() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lora_merge.writing", "lora_merge.batch", "tests.test_batch", "tests.test_formats"])
     return context
+
+
+@dataclass
+class Nursery:
+    """Children that run the command line, forked from a process that has imported everything."""
+
+    to: IO[str]
+    back: IO[str]
+    shim: bool
+
+    def start(self, argv: list[str], folder: Path, **more: Any) -> int:
+        """The child's pid. What it says goes to a file; `code` takes the place of the program's."""
+        request = {"argv": argv, "cwd": str(folder), "log": str(folder.parent / "log.txt"), **more}
+        print(json.dumps(request), file=self.to, flush=True)
+        return int(self.back.readline())
+
+    def wait(self, pid: int) -> int:
+        """Its exit code, negative for a signal."""
+        print(json.dumps({"wait": pid}), file=self.to, flush=True)
+        return int(self.back.readline())
+
+    @staticmethod
+    def stopped(pid: int, log: Callable[[], str]) -> None:
+        """Wait until the child has stopped itself, however long that takes; it must not end."""
+        while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
+            assert state not in "ZX", log()
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("faults are made by Linux means")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    gcc = shutil.which("gcc")
+    if gcc is not None:
+        source = Path(__file__).parent / "faults" / "shim.c"
+        subprocess.run([gcc, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        env["LD_PRELOAD"] = str(library)
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("nursery.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=env,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    yield Nursery(process.stdin, process.stdout, gcc is not None)
+    process.stdin.close()
+    process.wait(300)
+    process.stdout.close()
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ from lora_merge.placement import Lane, Placement
 from lora_merge.reader import Reader
 from lora_merge.slots import Turn
 
+from .conftest import Nursery
 from .support import assert_rounded, expected, kohya, load, rand, save, sd1
 
 ROOT = Path(__file__).parent.parent
@@ -460,10 +461,11 @@ def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> Non
         lora_merge.run_batch([{"base": 1}])
 
 
-def test_the_work_goes_on_while_nobody_looks_and_outlives_the_main_thread(models: Path) -> None:
-    code = f"import lora_merge; reports = lora_merge.run_batch({grid(models, 10)!r}, workers=1)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_the_work_goes_on_while_nobody_looks_and_outlives_the_main_thread(models: Path, nursery: Nursery) -> None:
+    code = f"import lora_merge, sys; sys.kept = lora_merge.run_batch({grid(models, 10)!r}, workers=1)"
+    log = models / "log"
+    assert nursery.wait(nursery.start([], models, log=str(log), code=code)) == 0
+    assert log.read_bytes() == b""
     assert len(list((models / "out").iterdir())) == 10
 
 

@@ -18,6 +18,7 @@ import torch
 
 from lora_merge import cli as program
 
+from .conftest import Nursery
 from .support import Tensors, cli, kohya, load, metadata, rand, save, sd1
 
 
@@ -109,10 +110,13 @@ def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
     assert out.exists()
 
 
-def test_home_and_relative_paths(tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_relative_paths(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = cli("~/base.safetensors", "./style.safetensors", "-o", "sub/o.safetensors", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("~/base.safetensors", "./style.safetensors", "-o", "sub/o.safetensors")
+    assert code == 0, err
     assert (tmp_path / "sub" / "o.safetensors").exists()
 
 
@@ -411,12 +415,12 @@ def test_a_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Pat
     assert code == 2 and part in err and ("attn" if part.startswith("re:") else "te, unet, vae") in err
 
 
-def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, model: Path) -> None:
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(run: Run, tmp_path: Path, model: Path) -> None:
     for options, shown in (([], False), (["--debug"], True)):
-        done = cli(model, tmp_path / "absent.safetensors", "-o", tmp_path / "o.safetensors", *options)
-        assert done.returncode == 3
-        assert ("Traceback" in done.stderr) is shown
-        assert "error: file not found" in done.stderr
+        code, _, err = run(model, tmp_path / "absent.safetensors", "-o", tmp_path / "o.safetensors", *options)
+        assert code == 3
+        assert ("Traceback" in err) is shown
+        assert "error: file not found" in err
 
 
 def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
@@ -457,16 +461,24 @@ ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
 @pytest.mark.parametrize(("encoding", "shown"), [("cp1252", r"\u65e5é\ud83d\ude00\udcff"), ("utf-8", r"日é😀\udcff")])
-def test_names_that_the_console_cannot_show(tmp_path: Path, style: Path, encoding: str, shown: str) -> None:
+def test_names_that_the_console_cannot_show(
+    tmp_path: Path, style: Path, nursery: Nursery, encoding: str, shown: str
+) -> None:
     """Shown with escapes that JSON knows; in the file, which is UTF-8, as near as can be."""
     base, out = save(sd1(), tmp_path / "b").rename(tmp_path / ODD), tmp_path / f"{ODD}.safetensors"
-    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    log, err = tmp_path / "log", tmp_path / "err"
+    code = f"""if True:
+        import os, sys
+        from lora_merge.__main__ import start
+        os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdout = open(1, "w", encoding="{encoding}", closefd=False)
+        start()
+    """
 
     def run(*arguments: object) -> str:
-        command = [sys.executable, "-m", "lora_merge", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, check=False, env=env, cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, b""), done.stderr
-        return done.stdout.decode(encoding)
+        exit_code = nursery.wait(nursery.start([*map(str, arguments)], tmp_path, log=str(log), code=code))
+        assert (exit_code, err.read_bytes()) == (0, b"")
+        return log.read_bytes().decode(encoding)
 
     told = json.loads(run(base, style, "-o", out, "--json", "--report", "r.json"))
     assert told["output"] == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["output"] == str(out)

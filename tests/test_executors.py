@@ -14,10 +14,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -31,6 +31,7 @@ from lora_merge.outcome import JobReport
 from lora_merge.passes import Pass
 from lora_merge.worker import Task
 
+from .conftest import Nursery
 from .support import kohya, rand, save, sd1
 
 ROOT = Path(__file__).parent.parent
@@ -56,14 +57,6 @@ def heavy(models: Path, count: int = 12) -> None:
     """More bytes, so that a job takes long enough to be killed in."""
     base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(count)}
     save(base, models / "base.safetensors")
-
-
-def worker(code: str, **more: Any) -> subprocess.Popen[bytes]:
-    """A worker with something added to it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, **more,
-    )  # fmt: skip
 
 
 def strays(folder: Path) -> list[str]:
@@ -94,7 +87,10 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     start = executors._start
 
     def recorded() -> subprocess.Popen[bytes]:
-        started.append(start() if started else worker(DYING))
+        started.append(start() if started else subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(DYING)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        ))  # fmt: skip
         return started[-1]
 
     monkeypatch.setattr(executors, "_start", recorded)
@@ -123,45 +119,67 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
 
 
 STOPPING = """
-    import os, signal
+    import os, signal, sys
     from lora_merge import worker
     from lora_merge.disk import Writer
 
-    def write(self, data, real=Writer.write):
+    os.dup2(os.open("tasks", os.O_RDONLY), 0)
+    os.dup2(os.open("reports", os.O_WRONLY), 1)
+    sys.stdin = open(0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    real = Writer.write
+
+    def write(*args):
         Writer.write = real
         os.kill(os.getpid(), signal.SIGSTOP)
-        real(self, data)
+        real(*args)
 
     Writer.write = write
     worker.main()
 """
 
 
-def begun(models: Path, *, inherit: bool = False) -> subprocess.Popen[bytes]:
+@dataclass
+class Begun:
     """A worker that has stopped itself in the middle of a job."""
-    process = worker(
-        STOPPING, stderr=subprocess.PIPE, restore_signals=False,
-        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if inherit else signal.SIG_DFL) and None),
-    )  # fmt: skip
+
+    nursery: Nursery
+    pid: int
+    tasks: BinaryIO
+    reports: BinaryIO
+    log: Path
+
+    def goes_on(self, *, after: signal.Signals | None = None) -> tuple[int, str]:
+        """Its exit code, and what it says besides reports."""
+        if after is not None:
+            os.kill(self.pid, after)
+        os.kill(self.pid, signal.SIGCONT)
+        self.tasks.close()
+        if not self.reports.closed:
+            self.reports.read()
+            self.reports.close()
+        return self.nursery.wait(self.pid), self.log.read_text(encoding="utf-8")
+
+
+def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Begun:
+    for name in ("tasks", "reports"):
+        os.mkfifo(models / name)
+    log = models / "log"
+    pid = nursery.start([], models, log=str(log), code=textwrap.dedent(code))
+    tasks, reports = (models / "tasks").open("wb"), (models / "reports").open("rb")
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
-    assert process.stdin is not None
-    pickle.dump(Task(Pass(entries), 0), process.stdin)
-    process.stdin.flush()
-    _, status = os.waitpid(process.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
+    pickle.dump(Task(Pass(entries), 0), tasks)
+    tasks.flush()
+    nursery.stopped(pid, log.read_text)
     assert list(models.glob("out/.*.part"))
-    return process
+    return Begun(nursery, pid, tasks, reports, log)
 
 
-def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path) -> None:
-    with begun(models) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        process.send_signal(signal.SIGCONT)
-        said = process.stderr.read()
-        assert process.wait() == 1
-    assert said == b""
+def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nursery) -> None:
+    worker = begun(models, nursery)
+    worker.reports.close()
+    assert worker.goes_on() == (1, "")
     assert not strays(models)
 
 
@@ -175,23 +193,14 @@ def test_a_task_that_is_cut_off_is_the_end(models: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
-def test_a_worker_whose_terminal_is_gone_leaves_nothing(models: Path) -> None:
-    process = begun(models)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGCONT)
-    _, said = process.communicate()
-    assert (process.returncode, said) == (1, b"")
+def test_a_worker_whose_terminal_is_gone_leaves_nothing(models: Path, nursery: Nursery) -> None:
+    assert begun(models, nursery).goes_on(after=signal.SIGHUP) == (1, "")
     assert not strays(models)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
-def test_under_nohup_a_worker_goes_on(models: Path) -> None:
-    process = begun(models, inherit=True)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGCONT)
-    process.communicate()
-    assert process.returncode == 0
+def test_under_nohup_a_worker_goes_on(models: Path, nursery: Nursery) -> None:
+    code = STOPPING.replace("SIG_DFL", "SIG_IGN")
+    assert begun(models, nursery, code).goes_on(after=signal.SIGHUP) == (0, "")
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
 
 

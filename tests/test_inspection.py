@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lora_merge
 from lora_merge.formats import layout
 from lora_merge.inspection import inspect, lines
 from lora_merge.showing import COUNT, size
@@ -80,7 +81,7 @@ def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
 
 def test_a_merged_file_shows_its_recipe(tmp_path: Path) -> None:
     base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
-    assert cli(base, f"{adapter}:0.5", "-o", tmp_path / "o.safetensors").returncode == 0
+    lora_merge.merge(base, [(adapter, 0.5)], tmp_path / "o.safetensors")
     done = cli("inspect", tmp_path / "o.safetensors", "--json")
     facts = json.loads(done.stdout)
     assert facts["recipe"]["adapters"][0]["strength"] == 0.5

@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..conftest import Nursery
+
 PART = "lora-merge.part"
-
-
-@dataclass
-class Nursery:
-    """Children that run the command line, forked from a process that has imported everything."""
-
-    to: IO[str]
-    back: IO[str]
-    shim: bool
-
-    def start(self, argv: list[str], folder: Path, **more: Any) -> int:
-        """The child's pid."""
-        request = {"argv": argv, "cwd": str(folder), "log": str(folder.parent / "log.txt"), **more}
-        print(json.dumps(request), file=self.to, flush=True)
-        return int(self.back.readline())
-
-    def wait(self, pid: int) -> int:
-        """Its exit code, negative for a signal."""
-        print(json.dumps({"wait": pid}), file=self.to, flush=True)
-        return int(self.back.readline())
-
-    @staticmethod
-    def stopped(pid: int, log: Callable[[], str]) -> None:
-        """Wait until the child has stopped itself, however long that takes; it must not end."""
-        while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
-            assert state not in "ZX", log()
-            time.sleep(0.005)
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("faults are made by Linux means")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    gcc = shutil.which("gcc")
-    if gcc is not None:
-        source = Path(__file__).with_name("shim.c")
-        subprocess.run([gcc, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-        env["LD_PRELOAD"] = str(library)
-    process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("nursery.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=env,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    yield Nursery(process.stdin, process.stdout, gcc is not None)
-    process.stdin.close()
-    process.wait(300)
-    process.stdout.close()
 
 
 def digest(path: Path) -> str:

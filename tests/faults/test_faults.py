@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .conftest import PART, Nursery, Scene, digest, furnish, send
+from ..conftest import Nursery
+from .conftest import PART, Scene, digest, furnish, send
 
 STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync", 0), ("fsync", 1), ("name", 0)]
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .conftest import PART, Nursery, digest, send
+from ..conftest import Nursery
+from .conftest import PART, digest, send
 
 
 @dataclass

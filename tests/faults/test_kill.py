@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from .conftest import PART, ROOT, Scene, send
+from ..conftest import ROOT
+from .conftest import PART, Scene, send
 
 
 def kill_at_random(scene: Scene, count: int, seed: int) -> set[bool]:
