@@ -39,7 +39,7 @@ from lora_merge.reader import Reader
 from lora_merge.slots import Turn
 
 from .conftest import Nursery
-from .support import assert_rounded, expected, kohya, load, rand, save, sd1
+from .support import assert_rounded, expected, kohya, load, rand, save, sd1, steps
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -359,7 +359,8 @@ def test_the_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPat
     assert not (models / "out").exists()
 
 
-def test_ten_thousand_jobs_are_planned_in_seconds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand are planned in 5 s."""
     opened = Counter[str]()
     parse = header.parse_file
 
@@ -368,16 +369,20 @@ def test_ten_thousand_jobs_are_planned_in_seconds(models: Path, monkeypatch: pyt
         return parse(path)
 
     monkeypatch.setattr("lora_merge.checkpoint.parse_file", counted)
-    steps = [n / 1000 for n in range(2500)]
-    started = time.process_time()
-    made = make_batch({"version": 1, "jobs": [{
-        "base": str(models / "base.safetensors"), "adapters": [{"path": str(models / "{a}.safetensors"), "strength": "{s}"}],
-        "dtype": dtype, "matrix": {"a": ["ink", "oil"], "s": steps}, "output": str(models / f"out/{dtype}" / "{a}-{s}"),
-    } for dtype in ("keep", "bf16")]})  # fmt: skip
-    assert time.process_time() - started < 10
-    assert len(made.sketches) == 10_000
-    assert all(s.runs for s in made.sketches)
-    assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
+
+    def plan(count: int) -> None:
+        opened.clear()
+        planned = make_batch({"version": 1, "jobs": [{
+            "base": str(models / "base.safetensors"), "adapters": [{"path": str(models / "{a}.safetensors"), "strength": "{s}"}],
+            "dtype": dtype, "matrix": {"a": ["ink", "oil"], "s": [n / 1000 for n in range(count // 4)]},
+            "output": str(models / f"out/{dtype}" / "{a}-{s}"),
+        } for dtype in ("keep", "bf16")]})  # fmt: skip
+        assert len(planned.sketches) == count
+        assert all(s.runs for s in planned.sketches)
+        assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
+
+    few, many = (steps(lambda count=count: plan(count)) for count in (100, 1100))
+    assert (many - few) / 1000 < 2000  # 1200
 
 
 @pytest.fixture

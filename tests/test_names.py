@@ -22,6 +22,8 @@ from lora_merge.guess import weight_shape
 from lora_merge.names import Names, guess, names
 from lora_merge.views import Piece, View, stacked, transposed, whole
 
+from .support import steps
+
 HEADERS = Path(__file__).parent / "headers"
 
 STORED = sorted(
@@ -190,15 +192,17 @@ def test_own_names_mean_the_own_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["single-file/sdxl", "diffusers/ltx2-video", "single-file/sd3"])
-def test_tables_are_built_quickly(name: str) -> None:
-    """Measured 0.04 to 0.1 s; a whole resolution has to stay under a second on a slow machine."""
+def test_tables_are_built_in_few_steps(name: str) -> None:
+    """A whole resolution takes 0.1 to 0.2 s."""
     shapes = header(name)
     base("native/sd15")  # the architecture files are read once
-    start = time.process_time()
-    found = names(index(shapes))
-    for module, parameter in modules(shapes):
-        found.find(module, parameter)
-    assert time.process_time() - start < 1
+
+    def resolve() -> None:
+        found = names(index(shapes))
+        for module, parameter in modules(shapes):
+            found.find(module, parameter)
+
+    assert steps(resolve) / len(shapes) < 700  # 100 to 340
 
 
 @pytest.mark.parametrize(
@@ -634,7 +638,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
             except AmbiguousName:
                 continue
     found.explain(STRANGE, {strange: (1,) for strange in STRANGE})
-    assert time.process_time() - start < 10  # 0.8 s
+    assert time.process_time() - start < 30  # 0.8
 
 
 # --- views --------------------------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def test_patterns_that_are_broken_or_would_never_end_are_refused_at_once(pattern
     started = time.process_time()
     with pytest.raises(InputError, match="alpha_pattern"):
         pair_scale(told, "a" * 200)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 10  # nothing, or for ever
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"r": "x", "lora_alpha": 3}', "[" * 100_000])
