@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from lora_merge.stopping import NUMBERS
@@ -109,6 +112,14 @@ def _signals_restored() -> Iterator[None]:
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random numbers depend on the test alone, not on which of them ran before it in this process."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def pytest_collection_finish() -> None:

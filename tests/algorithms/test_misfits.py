@@ -153,7 +153,7 @@ def test_an_empty_tensor(name: str, example: Example) -> None:
 
 
 @every
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.DataObject) -> None:
     """fit never fails in another way, and what it lets through the formula can compute."""
