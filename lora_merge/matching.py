@@ -26,7 +26,8 @@ from .names import Names
 from .patching import ALPHA, TUNED_BIAS, Patch, Patcher
 from .peft import Plain
 from .replacements import by_rows, sizes
-from .tying import Heads, Tied
+from .tied import Tied
+from .tying import Heads
 from .views import Piece, View, rows_of
 
 UNKNOWN: Final = "unknown tensor"

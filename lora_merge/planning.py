@@ -30,7 +30,8 @@ from .peft import rules
 from .recipe import metadata
 from .replacements import clashes
 from .sidefiles import index_files, output_name, side_files, stored_name
-from .tying import check_alone, tied
+from .tied import tied
+from .tying import check_alone
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 

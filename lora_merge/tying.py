@@ -9,11 +9,10 @@ time; the forward pass is right. PEFT 0.21, utils/other.py, tuners/{tuners_utils
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from math import prod
-from typing import Any, Final
+from typing import Final
 
 from .adapter import Module
 from .doubles import EMBEDDINGS
@@ -22,53 +21,15 @@ from .folders import listed
 from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched, Use
-from .names import Names
 from .patching import Patcher
+from .tied import LM_HEAD, Tied
 from .views import View, whole
-
-HEADED: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of transformers' classes that have a head."""
-
-HEAD: Final = "lm_head.weight"
-APART: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
-"""Embeddings beside which the head is `lm_head.weight`, so that it can be stored apart."""
 
 EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)
 
 DIFFERS: Final = (
     "where the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying, the result differs"
 )
-
-
-@dataclass(frozen=True)
-class Tied:
-    """The shared tensor of a base."""
-
-    info: TensorInfo
-    separable: bool  # whether the head can be given a tensor of its own
-    head: str = ""  # the head's own tensor, which some bases store though their configuration ties it
-
-
-def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
-    """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
-    classes = config.get("architectures")
-    named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
-    stated = config.get("tie_word_embeddings")
-    own = names.find("lm_head")
-    if stated is False or not any(c.endswith(HEADED) for c in named) or (own is not None and stated is not True):
-        return None
-    view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
-    if view is None or len(view.pieces) > 1:
-        return None
-    info = base[view.pieces[0].key]
-    if own is not None:
-        return (
-            Tied(info, separable=False, head=own.pieces[0].key)
-            if own.shape == info.shape and len(own.pieces) == 1
-            else None
-        )
-    causal = not any(c.endswith(HEADED[2]) for c in named)
-    return Tied(info, causal and info.name in APART and info.stored in ("", info.name) and prod(info.shape) > 0)
 
 
 class Heads:
@@ -79,34 +40,47 @@ class Heads:
     ) -> None:
         self._base, self._patcher, self._ref, self._result, self._look = base, patcher, ref, result, look
         self._stored = ""
-        if base is not None and base.head:  # two tensors: what changes one end does not reach the other
-            self._base, self._stored = None, base.head
-        self._shared = base.info.name if base else ""
-        self.own = {HEAD: replace(base.info, name=HEAD)} if base and base.separable else {}
+        if base is not None and base.stored:  # two tensors: what changes one end does not reach the other
+            self._base, self._stored = None, base.stored
+        self._head, self._shared = (base.head, base.info.name) if base else (LM_HEAD, "")
+        self._sources = base.sources if base else {}
+        self.own = {key: replace(info, name=key) for key, info in self._sources.items()}
         named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
-        self._has_both = "lm_head" in named and not named.isdisjoint(EMBEDDING_NAMES)
+        self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
         self._both: dict[str, str] = {}  # what changes both ends, though the adapter may mean one → their tensor
 
     def find(self, name: str, parameter: str) -> View | None:
         """The weight of a head that the base does not have: its own if it can be given one, else the embeddings."""
-        if parameter != "weight" or not name.endswith("lm_head"):
+        if parameter != "weight" or not self._is_head(name):
             return None
         if self._base is not None and self._parts(name):
-            return whole(HEAD, self._base.info.shape)
+            return whole(f"{self._head}.weight", self._base.info.shape)
+        return self._table()
+
+    def _is_head(self, name: str) -> bool:
+        return f".{name}".endswith(f".{self._head}")
+
+    def _table(self) -> View | None:
+        if self._base is not None:
+            return whole(self._base.info.name, self._base.info.shape)
         return next((view for view in map(self._look, EMBEDDINGS) if view is not None), None)
 
     def place(self, info: TensorInfo, name: str, parameter: str, *, rows: bool) -> View | None:
         """Where a value of the head, or of rows of it, goes that the base does not have; None if it can go nowhere."""
-        if self._base is None or f"{name.rpartition('.')[2]}.{parameter}" != HEAD:
+        key = f"{self._head}.{parameter}"
+        if self._base is None or not self._is_head(name) or (parameter != "weight" and key not in self.own):
             return None
-        shared = self._base.info
+        shared = self._sources.get(key, self._base.info)
         if self._as_one(info.name):
             return whole(shared.name, shared.shape)
-        others = [t for t in self._patcher.adapter.strange if t is not info and t.shape == info.shape]
+        strange = self._patcher.adapter.strange
+        others = [t for t in strange if t is not info and t.shape == info.shape]
         if not self.own or (info.shape != shared.shape and not others and not rows):
             return None
-        self._part(HEAD)
-        return whole(HEAD, shared.shape)
+        if parameter != "weight" and not any(t.name == f"{info.name.removesuffix(parameter)}weight" for t in strange):
+            return whole(shared.name, shared.shape)  # saved by both names of one parameter
+        self._part(key)
+        return whole(key, shared.shape)
 
     def repeats(self, module: Module) -> bool:
         """Whether factors of the head are those of the embeddings, which PEFT saves a second time; noted."""
@@ -119,9 +93,9 @@ class Heads:
         return self._again(name, (p.target.rpartition(".")[0] for p in plain if p and p.rows == rows))
 
     def _again(self, name: str, others: Iterable[str]) -> bool:
-        if not name.endswith("lm_head") or self._look(name) is not None:
+        if not self._is_head(name) or self._look(name) is not None:
             return False
-        shared = next((view for view in map(self._look, EMBEDDINGS) if view is not None), None)
+        shared = self._table()
         if shared is None or all(self._look(other) != shared for other in others):
             return False
         self._result.notes.append(f"{name}: saved a second time with the embeddings that it is tied to; merged once")
@@ -130,8 +104,8 @@ class Heads:
     def untie(self, name: str, view: View) -> None:
         """Store the head apart if an adapter's module changes one of the two ends alone."""
         key, shared = view.pieces[0].key, self._base.info.name if self._base else ""
-        headless = name.endswith("lm_head") and self._look(name) is None
-        if self._as_one(name) or not (headless or key == shared):
+        headless = self._is_head(name) and self._look(name) is None
+        if self._as_one(name) or not (headless or key == shared) or key.endswith(".bias"):
             return
         if self._parts(name):
             self._part(key)
@@ -140,15 +114,20 @@ class Heads:
 
     def origin(self, view: View) -> View:
         """Where the values are that a place starts from: for a head those of the embeddings."""
-        return whole(self._base.info.name, self._base.info.shape) if self._base and self.key(view) else view
+        source = self._sources.get(self.key(view))
+        return whole(source.name, source.shape) if source else view
 
     def key(self, view: View) -> str:
-        """The name of a head that the base does not have; "" for all other places."""
-        return HEAD if HEAD in self.own and view.pieces[0].key == HEAD else ""
+        """The name of a head's tensor that the base does not have; "" for all other places."""
+        return view.pieces[0].key if view.pieces[0].key in self.own else ""
 
     def follow(self) -> None:
-        """Trained tokens are those of both ends, also where these differ; unless the head has tokens of its own."""
-        head, uses = HEAD if HEAD in self._result.parted else self._stored, self._result.uses
+        """Trained tokens are those of both ends, also where these differ; unless the head has tokens of its own.
+
+        A bias is the head's too, unless that has its own.
+        """
+        parted, replaced, uses = self._result.parted, self._result.replaced, self._result.uses
+        head = next((key for key in parted if key.endswith(".weight")), self._stored)
         tokens = [use for use in uses.get(self._shared, ()) if _trains_tokens(use)]
         if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
             if self._stored:
@@ -156,6 +135,10 @@ class Heads:
                 strength = self._ref.factor(head, "model")
                 tokens = [_moved(use, head, strength) for use in tokens if strength]
             uses.setdefault(head, []).extend(tokens)
+        for key in parted.keys() - {head} - uses.keys() - replaced.keys():
+            source = parted[key].name
+            uses |= {key: [*uses[source]]} if source in uses else {}
+            replaced |= {key: replaced[source]} if source in replaced else {}
         if self._stored and self._differ():
             self._result.untied = head
             self._result.notes.append(f"{head} and {self._shared} now differ: tie_word_embeddings is now false")
@@ -182,7 +165,10 @@ class Heads:
         return found
 
     def _as_one(self, name: str) -> bool:
-        """Whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not always)."""
+        """Whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not always).
+
+        PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
+        """
         flag = self._patcher.rules.of(name).fields.flag("ensure_weight_tying", default=False)
         return flag and self._has_both and name not in self._unlike
 
@@ -190,7 +176,7 @@ class Heads:
     def _unlike(self) -> frozenset[str]:
         """Modules of both ends whose changes differ: with DoRA, in scale, where PEFT tied other tensors alone."""
         modules = [m for m in self._patcher.adapter.modules if {"up", "down"} <= set(m.slots)]
-        heads = [m for m in modules if m.name.endswith("lm_head")]
+        heads = [m for m in modules if self._is_head(m.name)]
         tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
         same = {m.name for h in heads for t in tables if self._scale(h) == self._scale(t) and self._transposed(h, t)
                 for m in (h, t)}  # fmt: skip
@@ -213,15 +199,16 @@ class Heads:
         return bool(self.own and self._patcher.rules.of(name).kind) and not self._as_one(name)
 
     def _part(self, end: str) -> None:
-        """Give the head a tensor of its own, which starts as the embeddings, because one end changes."""
-        shared = self._base.info if self._base else None
-        if shared is None or HEAD in self._result.parted or not self._ref.factor(end, "model"):
+        """Give the head tensors of its own, which start as those that it shares, because one end changes."""
+        head = f"{self._head}.weight"
+        if not self._sources or head in self._result.parted or not self._ref.factor(end, "model"):
             return
-        self._result.parted[HEAD] = shared
-        self._result.created[HEAD] = shared.shape, shared.name
+        for key, source in self._sources.items():
+            self._result.parted[key] = source
+            self._result.created[key] = source.shape, source.name
         self._result.notes.append(
-            f"{HEAD} was tied to {shared.name} and is now stored apart (tie_word_embeddings: false): the adapter was "
-            "trained with the two apart"
+            f"{head} was tied to {self._sources[head].name} and is now stored apart (tie_word_embeddings: false): the "
+            "adapter was trained with the two apart"
         )
 
 

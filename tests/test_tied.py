@@ -100,6 +100,62 @@ APART: dict[str, Callable[[str, str], Any]] = {
 }
 
 
+FEW: dict[str, Any] = dict(
+    vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+)
+DISTIL = dict(vocab_size=100, dim=32, hidden_dim=64, n_layers=1, n_heads=4)
+OTHERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, str, str]]] = {
+    "bert": ("BertForMaskedLM", "BertConfig", FEW, ("query", "word_embeddings", "cls.predictions.decoder")),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", FEW, ("query", "word_embeddings", "lm_head.decoder")),
+    "roberta decoder": ("RobertaForCausalLM", "RobertaConfig", FEW, ("query", "word_embeddings", "lm_head.decoder")),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", FEW | {"embedding_size": 16}, ("query", "word_embeddings", "decoder")),
+    "esm": ("EsmForMaskedLM", "EsmConfig", FEW | {"mask_token_id": 3, "pad_token_id": 1}, ("query", "word_embeddings", "decoder")),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, ("q_lin", "word_embeddings", "vocab_projector")),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", FEW, ("query", "word_embeddings", "generator_lm_head")),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", FEW | {"pad_token_id": 0}, ("Wqkv", "tok_embeddings", "decoder")),
+    "opt": ("OPTForCausalLM", "OPTConfig", FEW | {"ffn_dim": 64, "word_embed_proj_dim": 32}, ("q_proj", "embed_tokens", "lm_head")),
+    "bloom": ("BloomForCausalLM", "BloomConfig", FEW, ("query_key_value", "word_embeddings", "lm_head")),
+    "falcon": ("FalconForCausalLM", "FalconConfig", FEW, ("query_key_value", "word_embeddings", "lm_head")),
+    "mamba": ("MambaForCausalLM", "MambaConfig", FEW | {"state_size": 4}, ("x_proj", "embeddings", "lm_head")),
+}  # fmt: skip
+"""Model → class, configuration, sizes, names of (a layer, the embeddings, the head)."""
+
+ENDS: dict[str, Callable[[str, str, str], Any]] = {
+    "embeddings": lambda q, e, h: _lora(target_modules=[e]),
+    "embeddings and biases": lambda q, e, h: _lora(target_modules=[q, e], bias="all"),
+    "both": lambda q, e, h: _lora(target_modules=[e, h], ensure_weight_tying=True),
+    "whole embeddings": lambda q, e, h: _lora(target_modules=[q], modules_to_save=[e]),
+    "whole head": lambda q, e, h: _lora(target_modules=[q], modules_to_save=[h]),
+    "tokens and head": lambda q, e, h: _lora(target_modules=[h], trainable_token_indices={e: [5, 3]}),
+    "tokens": lambda q, e, h: _lora(target_modules=[q], trainable_token_indices={e: [5, 3]}),
+    "biases": lambda q, e, h: _lora(target_modules=[q], bias="all"),
+}
+TOGETHER = ("tokens", "biases")
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(n, c) for n in ("bert", "modernbert") for c in ENDS] + [(n, "embeddings") for n in OTHERS if "bert" not in n]
+    + [("roberta", "whole head"), ("roberta decoder", "embeddings"), ("albert", "whole head"), ("distilbert", "both"),
+       ("opt", "whole head"), ("bloom", "tokens and head"), ("electra", "biases")],
+)  # fmt: skip
+def test_heads_of_other_names_are_parted_where_one_end_changes(tmp_path: Path, name: str, case: str) -> None:
+    """A bias that shares its value with the head's own goes with it."""
+    kind, config, sizes, layers = OTHERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
+    model.save_pretrained(tmp_path / "base")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    tuned = _tune(model, ENDS[case](*layers))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(ours.eval()(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
+    assert ours.config.tie_word_embeddings is (case in TOGETHER)
+    assert ("stored apart" in _notes(report)) is (case not in TOGETHER)
+
+
 SOME = ("ensured, embeddings", "ensured, head", "tokens", "embeddings", "both")
 EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "gpt2") for c in SOME]
 
