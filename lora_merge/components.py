@@ -39,7 +39,10 @@ FOLDERS: Final = tuple(
     )
 )  # fmt: skip
 
-LOOSE: Final = ("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "vit.", "deit.", "bert.")
+LOOSE: Final = (
+    *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
+    *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin."),
+)
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""
 
 CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -383,6 +383,50 @@ def test_stacked_experts_are_pieces_in_their_order() -> None:
     back = base("transformers/mixtral-8x7b.in-memory").find("model.layers.1.block_sparse_moe.experts.7.w3")
     assert back is not None
     assert back.pieces == (Piece("model.layers.1.mlp.experts.gate_up_proj", 7 * 28672 + 14336, 8 * 28672, 4096),)
+
+
+LLM = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
+VLM = ("model.language_model.embed_tokens.weight",)
+HEADLESS = ("embed_tokens.weight", "layers.0.input_layernorm.weight")
+RENAMED = (
+    # what tells the model                         on disk                                           in memory
+    (LLM,                                          "model.layers.1.mlp.shared_expert.up_proj",       "model.layers.1.mlp.shared_experts.up_proj"),  # Laguna
+    (LLM,                                          "model.layers.1.mlp.shared_mlp.up_proj",          "model.layers.1.mlp.shared_experts.up_proj"),  # HunYuan 3
+    (LLM,                                          "model.layers.1.mlp.router.gate",                 "model.layers.1.mlp.gate"),
+    (LLM,                                          "model.layers.0.block_sparse_moe.down_proj",      "model.layers.0.mlp.down_proj"),  # Kimi Linear
+    (LLM,                                          "model.layers.0.self_attn.f_a_proj",              "model.layers.0.self_attn.forget_gate.f_a_proj"),
+    (LLM,                                          "model.layers.0.mlp.experts.fc1",                 "model.layers.0.mlp.experts.gate_up_proj"),  # Aria
+    (("model.embed_tokens.weight", "model.layers.0.operator_norm.weight"), "model.layers.2.self_attn.gate_proj", "model.layers.2.self_attn.g_proj"),  # LFM3
+    (HEADLESS,                                     "layers.0.block_sparse_moe.gate",                 "layers.0.mlp.gate"),
+    ((*VLM, "model.language_model.layers.0.linear_attn.in_proj_qkv.weight"),                                          "model.language_model.layers.0.mlp.up_proj",      "model.layers.0.mlp.up_proj"),  # its language model, loaded alone
+    (("language_model.embed_tokens.weight",),      "language_model.layers.0.mlp.up_proj",            "model.language_model.layers.0.mlp.up_proj"),
+    (("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "visual.vision_model.embeddings.patch_embedding.weight"),
+                                                   "model.layers.0.mlp.up_proj",                     "model.language_model.layers.0.mlp.up_proj"),  # PaddleOCR
+    (("backbone.embeddings.weight", "backbone.norm_f.weight"), "backbone.layers.0.mixer.q_proj",     "model.layers.0.mixer.q_proj"),  # Nemotron-H
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("telling", "disk", "memory"), RENAMED, ids=[f"{d} {m}" for _, d, m in RENAMED])
+def test_names_of_transformers_5_in_memory_mean_those_on_disk(telling: Sequence[str], disk: str, memory: str) -> None:
+    shape = (3, 4, 5) if "experts.fc" in disk else (4, 5)
+    found = names(index({**dict.fromkeys(telling, (4, 4)), f"{disk}.weight": shape}))
+    module, parameter = memory.rsplit(".", 1) if len(shape) == 3 else (memory, "weight")
+    for prefix in ("base_model.model.", ""):
+        assert found.find(prefix + module, parameter) == whole(f"{disk}.weight", shape)
+    assert found.find(f"base_model.model.{disk}") == whole(f"{disk}.weight", shape)
+
+
+@pytest.mark.parametrize(
+    "norm", ["post_feedforward_layernorm", "operator_norm", "input_layernorm.0", "input_layernorm"]
+)
+def test_stacks_of_experts_are_found_whatever_the_norms_are_called(norm: str) -> None:
+    block = "feed_forward" if norm == "operator_norm" else "mlp"
+    parts = ("w1", "w3", "w2") if norm == "operator_norm" else ("gate_proj", "up_proj", "down_proj")
+    keys = [f"model.layers.0.{block}.experts.{e}.{p}.weight" for e in range(2) for p in parts[:2]]
+    shapes = {"model.embed_tokens.weight": (4, 4), f"model.layers.0.{norm}.weight": (4,), **dict.fromkeys(keys, (3, 4))}
+    view = names(index(shapes)).find(f"base_model.model.model.layers.0.{block}.experts", "gate_up_proj")
+    assert view is not None
+    assert (view.shape, [p.key for p in view.pieces]) == ((2, 6, 4), keys)
 
 
 def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:

@@ -23,6 +23,17 @@ SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_la
 LLM = SMALL | dict(num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0)
 MOE = LLM | dict(num_local_experts=4, num_experts_per_tok=2)
 
+NEMOTRON = MOE | dict(
+    n_routed_experts=4,
+    moe_intermediate_size=24,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    layers_block_type=["attention", "moe"],
+)
+LFM2 = MOE | dict(num_experts=4, moe_intermediate_size=24, layer_types=["full_attention"] * 2, num_dense_layers=0)
+PICTURES = {k: v for k, v in SMALL.items() if k != "vocab_size"} | dict(image_size=32, patch_size=8)
+
 MODELS: dict[str, tuple[str, str, dict[str, Any], list[str] | str]] = {
     # name: (class, configuration, arguments, layers)
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLM, ["q_proj", "v_proj", "down_proj", "lm_head"]),
@@ -36,6 +47,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], list[str] | str]] = {
     "bert": ("BertModel", "BertConfig", SMALL, ["query", "value", "dense"]),
     "vit": ("ViTForImageClassification", "ViTConfig", {k: v for k, v in SMALL.items() if k != "vocab_size"} | dict(image_size=32, patch_size=8), ["q_proj", "v_proj", "query", "value"]),
     "t5": ("T5ForConditionalGeneration", "T5Config", dict(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4), ["q", "v", "wi", "wo"]),
+    "nemotron-h": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON, "all-linear"),
+    "swin": ("SwinForImageClassification", "SwinConfig", dict(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, image_size=32), ["q_proj", "o_proj", "fc1", "fc2"]),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", PICTURES, ["q_proj", "o_proj", "fc1"]),
+    "beit": ("BeitForImageClassification", "BeitConfig", PICTURES, ["q_proj", "o_proj", "fc2"]),
     "clip text": ("CLIPTextModel", "CLIPTextConfig", SMALL | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), ["q_proj", "fc1"]),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", dict(
         vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
@@ -118,6 +133,12 @@ EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)),
     "gpt oss": ("GptOssForCausalLM", "GptOssConfig", MOE | dict(head_dim=8)),
 }  # fmt: skip
+MORE_EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "flex olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig", MOE | dict(num_experts=4)),
+    "lfm2": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", LFM2),
+    "nemotron-h": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON),
+    "without a head": ("MixtralModel", "MixtralConfig", MOE | dict(head_dim=8)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -139,6 +160,19 @@ def test_stacked_experts(name: str, parameters: list[str], tmp_path: Path) -> No
         init_lora_weights=False,
     )
     compare(model, lora, tmp_path)
+
+
+@pytest.mark.parametrize("name", MORE_EXPERTS)
+def test_stacked_experts_of_other_names(name: str, tmp_path: Path) -> None:
+    kind, config, arguments = MORE_EXPERTS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
+    stacks = {
+        n.split("layers.")[1].split(".", 1)[1] for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n
+    }
+    assert len(stacks) == 2, stacks
+    lora = dict(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=sorted(stacks), init_lora_weights=False)
+    compare(model, peft.LoraConfig(**lora), tmp_path)
 
 
 STACKED: dict[str, tuple[str, str, dict[str, Any]]] = {
