@@ -77,6 +77,13 @@ class Module:
         return {slot: info.shape for slot, info in self.slots.items()}
 
     @property
+    def height(self) -> int:
+        """Rows that it writes, as far as its tensors tell."""
+        if "up" in self.shapes:
+            return self.shapes["up"][0]
+        return prod(self.shapes["blocks"][:2]) if "blocks" in self.shapes else 0
+
+    @property
     def complete(self) -> tuple[str, ...]:
         """Rows of the table whose required slots are all here, and that know every slot that is."""
         return _complete(self.algorithms, frozenset(self.slots))

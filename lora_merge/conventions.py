@@ -225,3 +225,9 @@ def _without_name(parts: list[str]) -> Suffix | None:
     else:
         return None
     return row if row and row.named else None
+
+
+def apart(name: str) -> tuple[str, str]:
+    """("unet.q", "weight") for "unet.q.weight"."""
+    module, _, parameter = name.rpartition(".")
+    return module, parameter

@@ -6,12 +6,13 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Final
 
 from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
-from .conventions import part
+from .conventions import apart, part
 from .doubles import TWICE, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .explain import NO_NAMES, OWN_BASE
@@ -25,10 +26,10 @@ from .matched import Matched, Use
 from .names import Names
 from .patching import ALPHA, TUNED_BIAS, Patch, Patcher
 from .peft import Plain
-from .replacements import by_rows, sizes
+from .replacements import alone, by_rows, sizes, tables
 from .tied import Tied
 from .tying import Heads
-from .views import Piece, View, rows_of
+from .views import Piece, View, rows_of, whole
 
 UNKNOWN: Final = "unknown tensor"
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
@@ -41,13 +42,20 @@ class Matcher:
         self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None
     ) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
+        self.lone = ""  # what names begin with that speak of the base's only expert
         self.result = Matched(self.adapter)
+        self.tables: Mapping[str, TensorInfo] = {}
+        self.tables = tables(self._copies(), base)
+        self.result.tables = {k: t for k, t in self.tables.items() if ref.factor(k, names.component(k))}
+        if tied is not None and (table := self.tables.get(tied.info.name)):
+            tied = replace(tied, info=replace(table, name=tied.info.name))
         self.heads = Heads(tied, patcher, ref, self.result, self._look)
-        self.base = {**base, **self.heads.own}
+        self.stored, self.base = base, {**base, **self.tables, **self.heads.own}
+        for key, info in self.result.tables.items():
+            self.result.notes.append(f"{key}: {base[key].shape[0]} rows become {info.shape[0]}, those of the training")
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path, patcher.values)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
-        self.lone = ""  # what names begin with that speak of the base's only expert
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, unmatched: Unmatched) -> Matched:
@@ -63,7 +71,7 @@ class Matcher:
         for info in self.adapter.strange:
             self._replace(info)
         unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
-        self.failures += unfit
+        self.failures += unfit + alone(self.tables, self.result.replaced, self.stored, self.adapter.path)
         self.result.notes += notes
         self._raise(unmatched)
         self.heads.follow()
@@ -108,17 +116,23 @@ class Matcher:
             self.patcher.remark(TUNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
-        return self.names.find(name.removeprefix(self.lone), parameter)
+        view = self.names.find(name.removeprefix(self.lone), parameter)
+        key = view.pieces[0].key if view is not None and len(view.pieces) == 1 else ""
+        return whole(key, self.tables[key].shape) if key in self.tables else view
+
+    def _copies(self) -> list[tuple[TensorInfo, View | None]]:
+        meant = [(info, self.patcher.rules.of(info.name).plain(info.name)) for info in self.adapter.strange]
+        return [(info, self._look(*apart(m.target))) for info, m in meant if m is not None and m.kind == "copy"]
 
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
         name, number = part(module.name)
         view = self._named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
-            view = self._look(*_apart(name))
+            view = self._look(*apart(name))
         if view is None or number is None:
             return view
-        heights = {part(m.name)[1]: _height(m) for m in self.adapter.modules if part(m.name)[0] == name}
+        heights = {part(m.name)[1]: m.height for m in self.adapter.modules if part(m.name)[0] == name}
         start = sum(heights.get(k, 0) for k in range(number))
         stop = start + heights[number]
         fits = stop <= view.shape[0] and not any(p.transposed for p in view.pieces)
@@ -129,7 +143,7 @@ class Matcher:
         targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self._look(*_apart(target)) for target in targets)
+        found = (self._look(*apart(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self.heads.find(name, parameter)
 
     def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
@@ -183,7 +197,7 @@ class Matcher:
     def _replace(self, info: TensorInfo) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
         meant = self.patcher.rules.of(info.name).plain(info.name)
-        name, parameter = _apart(meant.target if meant else info.name)
+        name, parameter = apart(meant.target if meant else info.name)
         view = self._look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
             bare = self._look(info.name)
@@ -215,7 +229,7 @@ class Matcher:
 
     def _replace_rows(self, info: TensorInfo, view: View, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
-        module = Module(*_apart(info.name), {"diff": info}, {}, ("set",))
+        module = Module(*apart(info.name), {"diff": info}, {}, ("set",))
         key, view = self.heads.key(view), self.heads.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
@@ -240,15 +254,15 @@ class Matcher:
             ))  # fmt: skip
         self.result.notes.append(f"{info.name}: {meant.why}")
 
-    def _why(self) -> str:
-        return self.names.explain(list(self.result.unmatched), self._shapes())
-
     def _shapes(self) -> dict[str, Shape]:
         """Module → shape of the weight that it changes, as far as the adapter tells."""
         return {m.name: weight_shape(m.shapes) for m in self.adapter.modules}
 
     def _raise(self, unmatched: Unmatched) -> None:
         path, result = self.adapter.path, self.result
+        reason = (
+            self.names.explain(list(result.unmatched), self._shapes()) if result.unmatched or not result.modules else ""
+        )
         if self.failures:
             worst = self.failures[0]
             same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
@@ -258,19 +272,19 @@ class Matcher:
             raise UnmatchedModules(
                 f"no module of the adapter is in the base (0 of {result.total})",
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                self._why(),
+                reason,
             )
         if unmatched == "error" and set(result.unmatched.values()) == {UNKNOWN}:
             raise UnmatchedModules(
                 f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
                 f"{path}: {listed(result.unmatched)}: neither a parameter of the base nor a tensor of any known method",
-                f"{self._why().replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
+                f"{reason.replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
             )
         if result.unmatched and unmatched == "error":
             raise UnmatchedModules(
                 f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                f"{self._why()}; or leave them out with --unmatched skip",
+                f"{reason}; or leave them out with --unmatched skip",
             )
         if doubt := self.names.doubt(self._shapes):
             if unmatched == "error":
@@ -284,17 +298,3 @@ def _with_view(patch: Patch, view: View) -> Patch:
     row = ALGORITHMS[patch.algorithm]
     shapes = row.fit(patch.module.shapes, view.shape)
     return Patch(patch.adapter, patch.module, patch.algorithm, shapes, patch.numbers, patch.settings, view)
-
-
-def _apart(name: str) -> tuple[str, str]:
-    """("unet.q", "weight") for "unet.q.weight"."""
-    module, _, parameter = name.rpartition(".")
-    return module, parameter
-
-
-def _height(module: Module) -> int:
-    """Rows that a part of a module writes, from its own tensors."""
-    shapes = module.shapes
-    if "up" in shapes:
-        return shapes["up"][0]
-    return prod(shapes["blocks"][:2]) if "blocks" in shapes else 0

@@ -26,7 +26,7 @@ from .names import names
 from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, places, stage
-from .planning import Target, match, outputs
+from .planning import Target, match, outputs, resized
 from .views import Piece, View
 
 
@@ -51,7 +51,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
         matched = match(job, base, lookup, files, held)
         factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
-        folder = Folder(at, lambda info: held.fetch(info, factors), base.tensors)
+        folder = Folder(at, lambda info: held.fetch(info, factors), {**base.tensors, **resized(matched)})
         for _, target in outputs(job, base, matched):
             merged[target.name] = _merged(target, held, folder, factors)
             factors.forget()

@@ -6,7 +6,7 @@ Everything that can be foreseen to fail is raised here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -80,6 +80,7 @@ class Plan:
     files: tuple[OutputFile, ...]
     sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
     indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
+    before: Mapping[str, Shape] = field(default_factory=dict)  # tables that `base` has resized → shape in the file
 
     @property
     def size(self) -> int:
@@ -91,6 +92,7 @@ class Plan:
         """How many output tensors differ from the base by an adapter."""
         own = self.base.tensors
         targets = (t for f in self.files for t in f.targets)
+        own = {name: info for name, info in own.items() if name not in self.before}
         return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
@@ -100,8 +102,8 @@ class Plan:
         """
         old, found = self.base.tensors, {}
         for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
-            if t.name in old and old[t.name].shape != t.shape:
-                found[t.stored] = old[t.name].shape, t.shape
+            if t.name in old and (shape := self.before.get(t.name, old[t.name].shape)) != t.shape:
+                found[t.stored] = shape, t.shape
             if any(t.name in m.parted or t.name == m.untied for m in self.adapters):
                 found[t.stored] = (), t.shape
         return found
@@ -153,7 +155,10 @@ def draw(job: Job, opened: Opened) -> Plan:
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if left:
         base = replace(base, notes=(*base.notes, f"not copied, for weights of their own lie there: {listed(left)}"))
-    return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
+    tables = resized(matched)
+    before = {key: base.tensors[key].shape for key in tables}
+    base = replace(base, tensors={**base.tensors, **tables})
+    return Plan(job, base, lookup.architecture, matched, files, sides, indexes, before)
 
 
 def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Matched, ...]:
@@ -174,6 +179,11 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
     return tuple(matched)
+
+
+def resized(matched: Sequence[Matched]) -> dict[str, TensorInfo]:
+    """Tables of the base that start as an adapter's copy of them, because the vocabulary was another in training."""
+    return {key: info for one in matched for key, info in one.tables.items()}
 
 
 def _check_parts(job: Job, base: Index, lookup: Names) -> None:
@@ -219,8 +229,9 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
+    tables = resized(matched)
     for key, info in base.tensors.items():
-        target = _target(job, key, info, replaced.get(key, info), tuple(uses.get(key, ())))
+        target = _target(job, key, info, replaced.get(key, tables.get(key, info)), tuple(uses.get(key, ())))
         if target.uses and key in grown:  # at strength 0 it stays as it is
             target = replace(target, shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
         yield info.file, target

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.errors import FitError, UnmatchedModules
+from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules
 
 from .support import load
 
@@ -303,6 +303,58 @@ def test_what_cannot_be_untied_or_combined_is_refused(tmp_path: Path) -> None:
     (tmp_path / "base" / "config.json").unlink()  # nowhere to say that the ends are not tied
     with pytest.raises(UnmatchedModules, match="tie_word_embeddings"):
         lora_merge.merge(tmp_path / "base", adapter, tmp_path / "ours")
+
+
+RESIZED: dict[str, dict[str, Any]] = {
+    "both": dict(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "embeddings": dict(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], use_dora=True),
+    "layers": dict(target_modules=["q_proj"]),
+    "whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+    "tokens": dict(target_modules=["q_proj"], trainable_token_indices=[100, 101, 107]),
+}
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("case", RESIZED)
+def test_a_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bool) -> None:  # noqa: FBT001
+    """PEFT stores the tables that it was trained upon; what it changes of them is added to these."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tie)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base").eval()  # PEFT compares with the configuration it came with
+    model.resize_token_embeddings(108)
+    tuned = _tune(model, _lora(**RESIZED[case]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert report.verified
+    ours, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and ours.config.vocab_size == 108
+    tokens = torch.tensor([[1, 99, 100, 101, 107, 5]])
+    torch.testing.assert_close(ours.eval()(tokens).logits, tuned(tokens).logits, atol=2e-5, rtol=1e-4)
+    if case == "both" and not tie:
+        state = {k: v for k, v in transformers.LlamaForCausalLM(config).state_dict().items()}
+        base = load(tmp_path / "base" / "model.safetensors")
+        merged = lora_merge.merge_state_dict(state | base, tmp_path / "adapter")
+        torch.testing.assert_close(merged["lm_head.weight"], ours.state_dict()["lm_head.weight"], atol=1e-6, rtol=1e-5)
+        none = lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", 0.0)], tmp_path / "none")
+        assert none.verified and load(tmp_path / "none" / "model.safetensors")["lm_head.weight"].shape == (100, 32)
+        with pytest.raises(FitError, match="resized vocabulary"):
+            lora_merge.merge(tmp_path / "base", [tmp_path / "adapter"] * 2, tmp_path / "two")
+
+
+def test_a_resized_vocabulary_without_its_head_is_refused(tmp_path: Path) -> None:
+    """PEFT looks for the table that it trained alone; the head's new rows are lost."""
+    config = transformers.LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                      num_attention_heads=4)  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(108)
+    _tune(model, _lora(target_modules=["embed_tokens"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ShapeMismatch, match="the vocabulary was resized") as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert "not lm_head.weight" in e.value.where and "resize the base's embeddings" in e.value.fix
 
 
 def test_biases_that_the_base_lacks_are_noted(tmp_path: Path) -> None:
