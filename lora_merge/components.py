@@ -41,7 +41,7 @@ FOLDERS: Final = tuple(
 
 LOOSE: Final = (
     *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
-    *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin."),
+    *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
 )
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""
 

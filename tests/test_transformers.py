@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], list[str] | str]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", dict(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4), ["q", "v", "wi", "wo"]),
     "nemotron-h": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON, "all-linear"),
     "swin": ("SwinForImageClassification", "SwinConfig", dict(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, image_size=32), ["q_proj", "o_proj", "fc1", "fc2"]),
+    "segformer": ("SegformerForSemanticSegmentation", "SegformerConfig", dict(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16), ["q_proj", "o_proj", "fc1", "proj"]),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", PICTURES, ["q_proj", "o_proj", "fc1"]),
     "beit": ("BeitForImageClassification", "BeitConfig", PICTURES, ["q_proj", "o_proj", "fc2"]),
     "clip text": ("CLIPTextModel", "CLIPTextConfig", SMALL | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), ["q_proj", "fc1"]),
