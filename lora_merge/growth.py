@@ -7,13 +7,21 @@ fit is refused: a wider adapter mostly is one for another model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
 from .adapter import AdapterFile, Module, Values
 from .algorithms import Shape
 from .errors import FitError
+from .header import TensorInfo
 from .views import View, whole
+
+NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
+GIVE_BIAS: Final = (
+    "train without it (lora_bias), or give the base biases of zeros first, where its config.json can tell "
+    "(attention_bias, mlp_bias); else it can only be applied when the model runs"
+)
 
 CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
 """Tensors that only control LoRAs have together."""
@@ -37,6 +45,16 @@ def grown(module: Module, view: View, adapter: AdapterFile, values: Values) -> V
     if len(view.pieces) > 1 or piece.transposed or (piece.stop - piece.start) * piece.cols != prod(view.shape):
         raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")
     return whole(piece.key, shape)
+
+
+def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
+    """The name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
+    piece = weight.pieces[0]
+    whole_tensor = piece.rows == weight.shape[0] and (piece.stop - piece.start) * piece.cols == prod(
+        base[piece.key].shape
+    )
+    named = len(weight.pieces) == 1 and piece.key.endswith(".weight")
+    return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 
 
 def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values) -> Shape:

@@ -18,7 +18,7 @@ from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedMo
 from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
 from .gaps import gaps, incomplete
-from .growth import grown
+from .growth import GIVE_BIAS, NO_BIAS, bias_beside, grown
 from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
@@ -183,16 +183,16 @@ class Matcher:
             self.result.components[component] = self.result.components.get(component, 0) + 1
 
     def _new_bias(self, module: Module) -> View | None:
-        """A bias for a layer that has none in the base: created as zeros, if the layer is one whole tensor."""
+        """A bias for a layer that has none in the base: created as zeros, where a model may read it."""
         weight = self._look(module.name, "weight")
-        if weight is None or len(weight.pieces) != 1 or not weight.pieces[0].key.endswith(".weight"):
+        key = bias_beside(weight, self.base) if weight is not None else ""
+        if weight is None or not key:
             return None
-        piece, rows = weight.pieces[0], weight.shape[0]
-        if piece.rows != rows or (piece.stop - piece.start) * piece.cols != prod(self.base[piece.key].shape):
-            return None
-        key = piece.key.removesuffix("weight") + "bias"
-        self.result.created[key] = (rows,), piece.key
-        return View((Piece(key, 0, rows, 1),), (rows,))
+        if self.patcher.by_config:
+            where = f"{self.adapter.path}: {module.where}: {weight.pieces[0].key} stands alone"
+            self.failures.append(ShapeMismatch(NO_BIAS, where, GIVE_BIAS))
+        self.result.created[key] = weight.shape[:1], weight.pieces[0].key
+        return whole(key, weight.shape[:1])
 
     def _replace(self, info: TensorInfo) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""

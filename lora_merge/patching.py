@@ -90,6 +90,7 @@ class Patcher:
     def __init__(self, number: int, adapter: AdapterFile, rules: Rules, values: Values) -> None:
         self.number, self.adapter, self.rules, self.values = number, adapter, rules, values
         self.model = ""  # the base's type
+        self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._told: dict[str, Trained] = {}  # by the metadata, per algorithm

@@ -171,6 +171,7 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
         patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
+        patcher.by_config = not {"model_type", "_class_name"}.isdisjoint(base.config)
         matched.append(Matcher(patcher, ref, lookup, base.tensors, shared).match(job.unmatched))
         used |= patcher.used
     clashes(job.adapters, matched)

@@ -357,8 +357,13 @@ def test_a_resized_vocabulary_without_its_head_is_refused(tmp_path: Path) -> Non
     assert "not lm_head.weight" in e.value.where and "resize the base's embeddings" in e.value.fix
 
 
-def test_biases_that_the_base_lacks_are_noted(tmp_path: Path) -> None:
+def test_biases_that_the_base_lacks_are_noted_or_refused(tmp_path: Path) -> None:
+    """A model that is built from its configuration ignores them; PEFT's forward pass adds them, its merge refuses."""
     _train(tmp_path, "qwen2", target_modules=["o_proj"], lora_bias=True)
+    with pytest.raises(ShapeMismatch, match="a bias that the model's layers do not have") as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert "o_proj.bias" in e.value.where and "attention_bias" in e.value.fix and e.value.exit_code == 4
+    (tmp_path / "base" / "config.json").unlink()
     report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
     assert "o_proj.bias" in _notes(report) and "the base has no such bias" in _notes(report)
 
