@@ -24,7 +24,7 @@ from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .names import Names
-from .patching import ALPHA, TUNED_BIAS, Patch, Patcher
+from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
 from .replacements import alone, by_rows, sizes, tables
 from .tied import Tied
@@ -108,12 +108,12 @@ class Matcher:
         """The bias of a layer whose weight was placed, where the formula holds for it too."""
         up = module.slots.get("up")
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
-        both = ALGORITHMS[patch.algorithm].and_bias
+        both = ALGORITHMS[patch.algorithm].and_bias or self.patcher.turns_bias(patch.algorithm)
         bias = self._look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
             self._add(_with_view(patch, bias))
-        if bias is not None and torchtune:
-            self.patcher.remark(TUNED_BIAS, module)
+        if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
+            self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
         view = self.names.find(name.removeprefix(self.lone), parameter)

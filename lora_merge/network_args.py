@@ -18,12 +18,19 @@ from .algorithms import Algorithm
 from .errors import InputError
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"ss_network_args": ("algo", "block_size", "rs_lora"), "lycoris_config": ("algo", "block_size")}
+    {
+        "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora"),
+        "lycoris_config": ("algo", "block_size", "bypass_mode"),
+    }
 )
 """Entry → its arguments that reach the layers and change what a stored tensor means."""
 
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
+
+TURNED: Final = ("diag_oft", "boft")
+BYPASS: Final = "bypass_mode"
+"""In this mode OFT and BOFT turn what the layer gives, its bias included: lycoris/modules/{diag_oft,boft}.py."""
 
 DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
@@ -37,6 +44,7 @@ class Trained:
     settings: Mapping[str, Any]  # as their defaults' types
     partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
     factor: float  # by what the scale differs from α / r
+    turns_bias: bool  # whether the formula holds for the bias too
     note: str = ""  # on an entry that cannot be read, where the formula takes nothing from it
 
 
@@ -53,12 +61,15 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
-    return Trained(settings, frozenset(partial), _factor(row, given, where), note)
+    turns = row.name in TURNED and bool(_like(given.get(BYPASS, False), default=False))
+    return Trained(settings, frozenset(partial), _factor(row, given, where), turns, note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
     """Whether arguments that cannot be read may be some that the row's formula depends on."""
-    asked = any(name in row.settings for names in READ.values() for name in names)
+    asked = (row.name in TURNED and BYPASS in text.lower()) or any(
+        name in row.settings for names in READ.values() for name in names
+    )
     return asked or (row.name == "lora" and DYLORA in text.lower())
 
 

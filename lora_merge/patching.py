@@ -30,6 +30,7 @@ ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 
 EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
+TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
 
 UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
 FROM_THE_TRAINING: Final = (
@@ -194,6 +195,10 @@ class Patcher:
         if name not in self._told:
             self._told[name] = trained(ALGORITHMS[name], self.adapter.index.metadata, str(self.adapter.path))
         return self._told[name]
+
+    def turns_bias(self, name: str) -> bool:
+        """Whether the formula was trained on the bias of its layers too, by the metadata."""
+        return self._trained(name).turns_bias
 
     def _number(self, module: Module, slot: str) -> float | None:
         info = module.shared.get(slot)

@@ -107,7 +107,7 @@ class FinalLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(24, 36), nn.Linear(36, 24)
+        self.first, self.last = nn.Linear(24, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.last(self.first(x))
@@ -142,7 +142,7 @@ def wrapped(model: nn.Module, entry: str, given: dict[str, Any]) -> dict[str, to
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    network.double().eval()
+    network.to(next(model.parameters()).dtype).eval()
     return {k: v.detach().clone().contiguous() for k, v in network.state_dict().items()}
 
 
@@ -165,6 +165,30 @@ def test_arguments_count_where_the_library_reads_them(
     merged.load_state_dict(lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64"))
     with torch.no_grad():
         torch.testing.assert_close(merged(x), trained(x), rtol=0, atol=1e-4 if algo == "tlora" else 1e-9)
+
+
+@pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
+@pytest.mark.parametrize("mode", [True, "False"], ids=["bypass", "rebuild"])
+@pytest.mark.parametrize("algo", ["diag-oft", "boft"])
+def test_bypass_mode_turns_the_bias_too(algo: str, mode: bool | str, entry: str, tmp_path: Path) -> None:  # noqa: FBT001
+    torch.manual_seed(3)
+    given = {"algo": algo, "bypass_mode": mode, "rescaled": True}
+    trained = Model()
+    base = {k: v.clone() for k, v in trained.state_dict().items()}
+    save_file(wrapped(trained, entry, given), tmp_path / "adapter.safetensors", {entry: json.dumps(given)})
+    merged = Model()
+    merged.load_state_dict(lora_merge.merge_state_dict(base, tmp_path / "adapter.safetensors", compute_dtype="fp64"))
+    x = torch.randn(5, 24)
+    with torch.no_grad():
+        theirs, mine = trained(x), merged(x)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-6 * float(theirs.abs().max()))
+    turned = not torch.equal(merged.state_dict()["block.first.bias"], base["block.first.bias"])
+    assert turned is (mode is True)
+    save_file(base, tmp_path / "base.safetensors")
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "out.safetensors"
+    )
+    assert report.verified and ("bypass mode" in str(report.coverage)) is turned
 
 
 def test_a_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
