@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from .algorithms import ALGORITHMS, Shape
 from .checkpoint import Index, Reader, read_bytes
+from .comparing import differing
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
@@ -54,6 +55,9 @@ class Values(Protocol):
 
     def same(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Whether two tensors are equal, byte for byte."""
+
+    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,10 @@ class FileValues:
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
+
+    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        return differing(copy, own)
 
     def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
         if info.data is not None:

@@ -25,7 +25,7 @@ class Making:
         self.factors = Factors(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.kept = Kept()
-        self.folder = Folder(at, self.factors.fetch, plans[0].base.tensors, self.pool, job.max_vram, self.kept)
+        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept)
 
     def begin(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""

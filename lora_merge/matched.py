@@ -29,7 +29,8 @@ class Matched:
     adapter: AdapterFile
     uses: dict[str, list[Use]] = field(default_factory=dict)  # base key → uses
     replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
-    tables: dict[str, TensorInfo] = field(default_factory=dict)  # base key → the resized copy that it starts from
+    copies: dict[str, TensorInfo] = field(default_factory=dict)  # base key → the tensor as the adapter stores it
+    bases: dict[str, TensorInfo] = field(default_factory=dict)  # those of them that differ, and stand for the base's
     created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
     parted: dict[str, TensorInfo] = field(default_factory=dict)  # head the base lacks → the embeddings it was tied to
     untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more

@@ -6,13 +6,13 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Final
 
 from .adapter import WRAPPED, Module
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import apart, part
+from .copies import Seen
 from .doubles import TWICE, Doubles
 from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
 from .explain import NO_NAMES, OWN_BASE
@@ -26,8 +26,7 @@ from .matched import Matched, Use
 from .names import Names
 from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
-from .replacements import alone, by_rows, sizes, tables
-from .tied import Tied
+from .replacements import by_rows, sizes
 from .tying import Heads
 from .views import Piece, View, rows_of, whole
 
@@ -38,21 +37,13 @@ LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 class Matcher:
     """One adapter against one base."""
 
-    def __init__(
-        self, patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None
-    ) -> None:
+    def __init__(self, patcher: Patcher, ref: Adapter, names: Names, seen: Seen) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
+        self.seen, self.result = seen, Matched(self.adapter, copies=seen.copies, bases=seen.bases)
         self.lone = ""  # what names begin with that speak of the base's only expert
-        self.result = Matched(self.adapter)
-        self.tables: Mapping[str, TensorInfo] = {}
-        self.tables = tables(self._copies(), base)
-        self.result.tables = {k: t for k, t in self.tables.items() if ref.factor(k, names.component(k))}
-        if tied is not None and (table := self.tables.get(tied.info.name)):
-            tied = replace(tied, info=replace(table, name=tied.info.name))
-        self.heads = Heads(tied, patcher, ref, self.result, self._look)
-        self.stored, self.base = base, {**base, **self.tables, **self.heads.own}
-        for key, info in self.result.tables.items():
-            self.result.notes.append(f"{key}: {base[key].shape[0]} rows become {info.shape[0]}, those of the training")
+        self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
+        self.base = {**seen.base, **self.heads.own}
+        self.odd: dict[tuple[Piece, ...], MergeError] = {}  # copies of another shape, by what they are of
         self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
         self.doubles = Doubles(self.adapter.path, patcher.values)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
@@ -70,8 +61,10 @@ class Matcher:
             self._place(module)
         for info in self.adapter.strange:
             self._replace(info)
+        self.odd |= self.seen.halves(self.names, self.result.replaced)
+        self.failures += [e for pieces, e in self.odd.items() if pieces not in self.set]  # it has no new value either
         unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
-        self.failures += unfit + alone(self.tables, self.result.replaced, self.stored, self.adapter.path)
+        self.failures += unfit
         self.result.notes += notes
         self._raise(unmatched)
         self.heads.follow()
@@ -116,13 +109,7 @@ class Matcher:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
-        view = self.names.find(name.removeprefix(self.lone), parameter)
-        key = view.pieces[0].key if view is not None and len(view.pieces) == 1 else ""
-        return whole(key, self.tables[key].shape) if key in self.tables else view
-
-    def _copies(self) -> list[tuple[TensorInfo, View | None]]:
-        meant = [(info, self.patcher.rules.of(info.name).plain(info.name)) for info in self.adapter.strange]
-        return [(info, self._look(*apart(m.target))) for info, m in meant if m is not None and m.kind == "copy"]
+        return self.seen.view(self.names.find(name.removeprefix(self.lone), parameter))
 
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
@@ -247,12 +234,9 @@ class Matcher:
     def _leave(self, info: TensorInfo, meant: Plain, view: View | None) -> None:
         """A tensor that a merge does not need; a copy of the base must have the base's shape."""
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
-            self.failures.append(ShapeMismatch(
-                "the base was resized before training",
-                f"{self.adapter.path}: {info.name} is {list(info.shape)}, the base has {list(view.shape)}",
-                "resize the base's embeddings to the vocabulary of the training first",
-            ))  # fmt: skip
-        self.result.notes.append(f"{info.name}: {meant.why}")
+            where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
+            self.odd[view.pieces] = self.seen.resized(where)
+        self.result.notes.append(f"{info.name}: {self.seen.notes.get(info.name, meant.why)}")
 
     def _shapes(self) -> dict[str, Shape]:
         """Module → shape of the weight that it changes, as far as the adapter tells."""

@@ -26,7 +26,7 @@ from .names import names
 from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, places, stage
-from .planning import Target, match, outputs, resized
+from .planning import Target, match, outputs, values
 from .views import Piece, View
 
 
@@ -49,9 +49,9 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
+        factors = held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
-        factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
-        folder = Folder(at, lambda info: held.fetch(info, factors), {**base.tensors, **resized(matched)})
+        folder = Folder(at, lambda info: held.fetch(info, factors), values(base, matched))
         for _, target in outputs(job, base, matched):
             merged[target.name] = _merged(target, held, folder, factors)
             factors.forget()
@@ -84,6 +84,7 @@ class _Held:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[Path, str], Tensor] = {}
+        self.factors = Factors(Reader([]), frozenset())  # what reads those that are not here
 
     def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
         """A state dict as a checkpoint; InputError for entries that are no plain tensors."""
@@ -144,6 +145,12 @@ class _Held:
         if x is None or y is None:
             return FileValues().same(a, b)
         return (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
+
+    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        theirs, mine = (self.fetch(info, self.factors) for info in (copy, own))
+        a, b = host(theirs, torch.float64), host(host(mine, theirs.dtype), torch.float64)
+        return int(((a != b) & ~(a.isnan() & b.isnan())).reshape(len(a), -1).any(1).sum())
 
 
 class LoadedAdapter:

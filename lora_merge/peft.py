@@ -279,6 +279,7 @@ def _from_metadata(text: str, where: str) -> Rules:
     return Rules(whole.fields, whole.kind, read)
 
 
+BASE_LAYER: Final = "a copy of the base's own tensor"
 TOKENS: Final = "rows of trained tokens"
 _LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
 _TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
@@ -288,7 +289,7 @@ _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
     (rf"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?{_LEAF}", "value", ""),
     (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
     (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
-    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", "a copy of the base's own tensor"),
+    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
     (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
 )
 PLAIN: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)

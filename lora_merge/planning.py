@@ -6,14 +6,16 @@ Everything that can be foreseen to fail is raised here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape, flat
 from .checkpoint import Index, Reader
+from .copies import seen
 from .destination import check_output
 from .disk import require_space
 from .errors import ShapeMismatch, UsageError
@@ -80,19 +82,22 @@ class Plan:
     files: tuple[OutputFile, ...]
     sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
     indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
-    before: Mapping[str, Shape] = field(default_factory=dict)  # tables that `base` has resized → shape in the file
 
     @property
     def size(self) -> int:
         """Bytes of all output files."""
         return sum(f.size for f in self.files)
 
+    @cached_property
+    def values(self) -> Mapping[str, TensorInfo]:
+        """Where the values are that formulas see."""
+        return values(self.base, self.adapters)
+
     @property
     def changed(self) -> int:
         """How many output tensors differ from the base by an adapter."""
         own = self.base.tensors
         targets = (t for f in self.files for t in f.targets)
-        own = {name: info for name, info in own.items() if name not in self.before}
         return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
@@ -102,8 +107,8 @@ class Plan:
         """
         old, found = self.base.tensors, {}
         for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
-            if t.name in old and (shape := self.before.get(t.name, old[t.name].shape)) != t.shape:
-                found[t.stored] = shape, t.shape
+            if t.name in old and old[t.name].shape != t.shape:
+                found[t.stored] = old[t.name].shape, t.shape
             if any(t.name in m.parted or t.name == m.untied for m in self.adapters):
                 found[t.stored] = (), t.shape
         return found
@@ -155,10 +160,7 @@ def draw(job: Job, opened: Opened) -> Plan:
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if left:
         base = replace(base, notes=(*base.notes, f"not copied, for weights of their own lie there: {listed(left)}"))
-    tables = resized(matched)
-    before = {key: base.tensors[key].shape for key in tables}
-    base = replace(base, tensors={**base.tensors, **tables})
-    return Plan(job, base, lookup.architecture, matched, files, sides, indexes, before)
+    return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 
 def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Matched, ...]:
@@ -172,19 +174,15 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         patcher.given = dict(job.setting)
         patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
         patcher.by_config = not {"model_type", "_class_name"}.isdisjoint(base.config)
-        matched.append(Matcher(patcher, ref, lookup, base.tensors, shared).match(job.unmatched))
+        mine = seen(patcher, ref, lookup, base.tensors, shared)
+        matched.append(Matcher(patcher, ref, lookup, mine).match(job.unmatched))
         used |= patcher.used
-    clashes(job.adapters, matched)
+    clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
     return tuple(matched)
-
-
-def resized(matched: Sequence[Matched]) -> dict[str, TensorInfo]:
-    """Tables of the base that start as an adapter's copy of them, because the vocabulary was another in training."""
-    return {key: info for one in matched for key, info in one.tables.items()}
 
 
 def _check_parts(job: Job, base: Index, lookup: Names) -> None:
@@ -216,6 +214,11 @@ def _files(
     return tuple(files), tuple(index_files(base, by_file))
 
 
+def values(base: Index, matched: Sequence[Matched]) -> dict[str, TensorInfo]:
+    """Base key → the tensor that is merged into: the base's, or what an adapter stores in its place."""
+    return {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
+
+
 def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, Target]]:
     """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
     uses: dict[str, list[Use]] = {}
@@ -223,6 +226,7 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
     created: dict[str, tuple[Shape, str]] = {}
     grown: dict[str, Shape] = {}
     parted: dict[str, TensorInfo] = {}
+    own = values(base, matched)
     for one in matched:
         parted.update(one.parted)
         replaced.update(one.replaced)
@@ -230,9 +234,8 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
-    tables = resized(matched)
     for key, info in base.tensors.items():
-        target = _target(job, key, info, replaced.get(key, tables.get(key, info)), tuple(uses.get(key, ())))
+        target = _target(job, key, info, replaced.get(key, own[key]), tuple(uses.get(key, ())))
         if target.uses and key in grown:  # at strength 0 it stays as it is
             target = replace(target, shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
         yield info.file, target
@@ -241,7 +244,8 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
-            yield sibling.file, _target(job, key, like, replaced.get(key, parted.get(key)), tuple(uses.get(key, ())))
+            start = replaced.get(key, own[parted[key].name] if key in parted else None)
+            yield sibling.file, _target(job, key, like, start, tuple(uses.get(key, ())))
 
 
 def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:

@@ -259,7 +259,7 @@ class Recomputation:
             at += piece.rows
             if not len(inside):
                 continue
-            info, width = self.plan.base.tensors.get(piece.key), piece.cols
+            info, width = self.plan.values.get(piece.key), piece.cols
             if info is None or piece.stop * width > prod(info.shape):
                 parts.append(self._padded(info, patch.view.shape).reshape(-1, width)[piece.start + inside])
                 continue

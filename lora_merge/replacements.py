@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
-from .adapter import Module
+from .adapter import Module, Values
 from .algorithms import flat
 from .errors import FitError, MergeError, ShapeMismatch
 from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched
 from .views import View
-
-TABLE: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|lm_head)\.weight")
-"""What has a row per token."""
-
-
-def tables(copies: Iterable[tuple[TensorInfo, View | None]], base: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Tables of tokens that had other rows when the training began → the adapter's copy of them, with its place.
-
-    PEFT stores what it was trained upon where the vocabulary was resized before: peft/utils/save_and_load.py.
-    """
-    found = {}
-    for info, view in copies:
-        if view is None or len(view.pieces) > 1 or not TABLE.fullmatch(view.pieces[0].key):
-            continue
-        key, old = view.pieces[0].key, base[view.pieces[0].key].shape
-        if view.shape == old and len(old) == len(info.shape) == 2 and info.shape != old and info.shape[1] == old[1]:
-            found[key] = info
-    return found
-
-
-def alone(
-    found: Mapping[str, TensorInfo], replaced: Mapping[str, TensorInfo], base: Mapping[str, TensorInfo], path: Path
-) -> list[MergeError]:
-    """What is wrong with tables that `tables` found: another table of the base keeps the rows of the old vocabulary."""
-    rows = {base[key].shape[0] for key in found}
-    others = base.keys() - found.keys() - replaced.keys() if found else set()
-    left = [k for k in others if TABLE.fullmatch(k) and base[k].shape[0] in rows]
-    if not left:
-        return []
-    where = f"{path}: holds {', '.join(found)} with {min(t.shape[0] for t in found.values())} rows, but not {left[0]}"
-    fix = "resize the base's embeddings to the vocabulary of the training first"
-    return [
-        ShapeMismatch("the vocabulary was resized before training, and a part of it is not in the file", where, fix)
-    ]
 
 
 def by_rows(module: Module, view: View) -> tuple[Module, View]:
@@ -80,8 +44,22 @@ def sizes(
     return unfit, notes
 
 
-def clashes(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
-    """FitError if two adapters replace the same parameter: there is no sum of two replacements."""
+def _one_base(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:
+    """FitError if what two adapters store of the base is not the same."""
+    for number, one in enumerate(matched):
+        for key, info in one.bases.items():
+            for other, ref in zip(matched, refs, strict=True):
+                theirs = other.copies.get(key, info)
+                if other is not one and (theirs.shape != info.shape or values.differing(theirs, info)):
+                    raise FitError("two adapters were trained on different values of a tensor",
+                                   f"{key}: {refs[number].path}: {info.name}, {ref.path}: {theirs.name}",
+                                   "merge one of them, or remove that tensor from the one whose values shall not count"
+                                   )  # fmt: skip
+
+
+def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:
+    """FitError if two adapters replace the same parameter, or stand on different values of one: there is no sum."""
+    _one_base(refs, matched, values)
     seen: dict[str, int] = {}
     for number, one in enumerate(matched):
         for key in one.replaced:
@@ -89,12 +67,6 @@ def clashes(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:
                 raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
                                "merge the adapters one after the other")  # fmt: skip
             seen[key] = number
-    for number, one in enumerate(matched):
-        for key in one.tables:
-            if any(key in {**m.tables, **m.uses, **m.replaced} for m in matched if m is not one):
-                raise FitError("one adapter was trained on a resized vocabulary that another changes",
-                               f"{key}: {one.tables[key].shape[0]} rows in {refs[number].path}",
-                               "merge the adapters one after the other, this one first")  # fmt: skip
     sizes = {key: shape for one in matched for key, shape in one.grown.items()}
     for key, shape in sizes.items():
         uses = [u for m in matched for u in m.uses.get(key, ())]

@@ -189,9 +189,9 @@ def test_saved_twice_is_set_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
-def test_a_vocabulary_that_grew_before_training_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, tmp_path: Path) -> None:
     tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
-    with pytest.raises(FitError, match="resized"):
+    with pytest.raises(FitError, match="up has 6 rows, the weight has 8"):
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, LORA, tensors))
 
 

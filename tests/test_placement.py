@@ -135,7 +135,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
     base = held.index("state dict", weights)
     paths, files = held.adapters([factors])
     job = make_job("state dict", paths, "state dict")
-    matched = match(job, base, names(base), files, held.numbers)
+    matched = match(job, base, names(base), files, held)
     everything = weights | factors
     folder = Folder((at,), lambda info: everything[info.name], base.tensors, kept=Kept())
     intos = []

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules
+from lora_merge.replay import prove
 
 from .support import load
 
@@ -28,11 +29,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _model(name: str) -> Any:
+def _model(name: str, **options: Any) -> Any:
     kind, config, arguments = MODELS[name]
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= arguments if name == "gpt2" else arguments | dict(num_key_value_heads=2, tie_word_embeddings=True)
+    sizes |= (
+        arguments if name == "gpt2" else arguments | dict(num_key_value_heads=2, tie_word_embeddings=True) | options
+    )
     return getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
 
 
@@ -203,6 +206,92 @@ def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, ca
     assert ("tokens are those of both" in _notes(report)) is case.startswith("lora and")
 
 
+COPIED: dict[str, Callable[[str, str], Any]] = {
+    **{case: (AS_ONE | APART)[case] for case in ("embeddings", "both", "ensured, both", "dora", "tokens")},
+    "saved": lambda q, e: _lora(target_modules=[q], modules_to_save=[e]),
+    "lora and tokens": lambda q, e: _lora(target_modules=[q], trainable_token_indices=[5, 102]),
+}
+TOLD = {
+    "values": [(c, t) for c in ("embeddings", "both", "dora") for t in (True, False)] + [("ensured, both", True)],
+    "rows": [(c, t) for c in ("both", "saved", "lora and tokens") for t in (True, False)]
+    + [(c, True) for c in ("embeddings", "dora", "tokens")],
+}
+
+
+@pytest.mark.parametrize(("what", "case", "tie"), [(w, *one) for w, cases in TOLD.items() for one in cases])
+def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
+    tmp_path: Path, what: str, case: str, *, tie: bool
+) -> None:
+    """Rows got other values before training, or there are more of them: PEFT loads its own over the base's."""
+    _model("qwen2", tie_word_embeddings=tie).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+    if what == "rows":
+        model.resize_token_embeddings(104)
+    model.get_input_embeddings().weight.data[5:8] += 1.0
+    if not tie and (what == "rows" or case == "both"):  # else PEFT stores nothing of the head
+        model.lm_head.weight.data[95:] += 1.0
+    tuned = _tune(model, COPIED[case]("q_proj", "embed_tokens"))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(len(ours.lm_head.weight)).view(1, -1)
+    torch.testing.assert_close(ours(tokens).logits, tuned(tokens).logits, atol=2e-5, rtol=1e-4)
+    assert ours.config.vocab_size == (104 if what == "rows" else 100)
+    stated = "3 of 100 rows are not those of model.embed_tokens.weight" if what == "values" else "100 rows become 104"
+    assert stated in _notes(report)
+    prove(tmp_path / "ours", full=True)
+
+
+def test_more_rows_of_one_end_alone_are_refused(tmp_path: Path) -> None:
+    """PEFT stores no head that it did not wrap, if the embeddings are trained."""
+    _model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(104)
+    _tune(model, APART["embeddings"]("q_proj", "embed_tokens")).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(FitError, match="resized") as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert "does not hold the new rows of lm_head.weight" in e.value.where
+
+
+def test_a_copy_is_one_in_every_dtype_and_at_no_strength(tmp_path: Path) -> None:
+    model = _model("qwen2").bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    before = load(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    tuned = _tune(model.float(), APART["embeddings"]("q_proj", "embed_tokens"))
+    table = tuned.get_input_embeddings().base_layer.weight
+    for dtype, away, rows in ((torch.float32, 0.0, 0), (torch.float16, 0.0, 0), (torch.float32, 1.0, 2)):
+        table.data[[3, 7]] += away
+        tuned.save_pretrained(tmp_path / "adapter")
+        path = tmp_path / "adapter" / "adapter_model.safetensors"
+        save_file({k: v.to(dtype) for k, v in load(path).items()}, path, {"format": "pt"})
+        report = lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", 0.0)], tmp_path / "none", overwrite=True)
+        assert torch.equal(load(tmp_path / "none" / "model.safetensors")["model.embed_tokens.weight"], before)
+        report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", overwrite=True)
+        assert (f"{rows} of 100 rows" if rows else "a copy of the base's own tensor") in _notes(report)
+
+
+def test_adapters_of_different_bases_are_refused_those_of_one_are_not(tmp_path: Path) -> None:
+    """Both were trained on the same new values: once those, and both changes."""
+    before = _model("qwen2", tie_word_embeddings=False)
+    before.save_pretrained(tmp_path / "base")
+    wanted = before.get_input_embeddings().weight.detach().clone()
+    wanted[5] += 1.0
+    for seed, away in ((1, 1.0), (2, 1.0), (3, 2.0)):
+        model = _model("qwen2", tie_word_embeddings=False)
+        model.get_input_embeddings().weight.data[5] += away
+        tuned = _tune(model, _lora(target_modules=["embed_tokens"]), seed)
+        tuned.save_pretrained(tmp_path / str(seed))
+        wanted += tuned.get_input_embeddings().get_delta_weight("default").detach() if seed < 3 else 0.0
+    lora_merge.merge(tmp_path / "base", [tmp_path / "1", tmp_path / "2"], tmp_path / "ours")
+    ours = load(tmp_path / "ours" / "model.safetensors")["model.embed_tokens.weight"]
+    torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=1e-5)
+    tensors = [load(path) for path in (tmp_path / "base" / "model.safetensors",)]
+    held = lora_merge.merge_state_dict(tensors[0], [tmp_path / "1", tmp_path / "2"])
+    assert torch.equal(held["model.embed_tokens.weight"], ours)
+    with pytest.raises(FitError, match="different values"):
+        lora_merge.merge(tmp_path / "base", [tmp_path / "1", tmp_path / "3"], tmp_path / "two")
+
+
 def test_adapters_of_one_end_each_add_up_at_their_strengths(tmp_path: Path) -> None:
     """W + Σ s ΔW at either end."""
     model, before = _model("qwen2"), _model("qwen2").state_dict()
@@ -340,21 +429,6 @@ def test_a_vocabulary_resized_before_training(tmp_path: Path, case: str, tie: bo
         torch.testing.assert_close(merged["lm_head.weight"], ours.state_dict()["lm_head.weight"], atol=1e-6, rtol=1e-5)
         none = lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", 0.0)], tmp_path / "none")
         assert none.verified and load(tmp_path / "none" / "model.safetensors")["lm_head.weight"].shape == (100, 32)
-        with pytest.raises(FitError, match="resized vocabulary"):
-            lora_merge.merge(tmp_path / "base", [tmp_path / "adapter"] * 2, tmp_path / "two")
-
-
-def test_a_resized_vocabulary_without_its_head_is_refused(tmp_path: Path) -> None:
-    """PEFT looks for the table that it trained alone; the head's new rows are lost."""
-    config = transformers.LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                                      num_attention_heads=4)  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    model.resize_token_embeddings(108)
-    _tune(model, _lora(target_modules=["embed_tokens"])).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ShapeMismatch, match="the vocabulary was resized") as e:
-        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
-    assert "not lm_head.weight" in e.value.where and "resize the base's embeddings" in e.value.fix
 
 
 def test_biases_that_the_base_lacks_are_noted_or_refused(tmp_path: Path) -> None:
