@@ -13,6 +13,7 @@ import pickle
 import re
 import struct
 import threading
+import warnings
 import zipfile
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +132,8 @@ def _load(path: Path, *, fake: bool) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """FakeTensorMode logs what it raises, with a traceback; this thread's records are dropped."""
+    """FakeTensorMode logs what it raises, with a traceback; this thread's records are dropped, and a remark of torch's
+    on pickles that it did not write: an error says more."""
     thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -139,7 +141,9 @@ def _silent() -> Iterator[None]:
 
     logger.addFilter(keep)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            yield
     finally:
         logger.removeFilter(keep)
 

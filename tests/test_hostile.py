@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -342,3 +343,10 @@ def test_factors_of_truth_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "lora").write_bytes(blob({"a.lora_up.weight": up, "a.lora_down.weight": down}, b"\x05" * 16))
     with pytest.raises(InputError, match="BOOL numbers"):
         lora_merge.merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
+
+
+def test_a_pickle_of_another_program_is_refused_without_a_warning_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(pickle.dumps({"a": Path("b")}, protocol=4))  # a warning is an error here
+    with pytest.raises(InputError) as e:
+        open_checkpoint(tmp_path / "model.pt")
+    assert "Detected pickle protocol" not in str(e.value)
