@@ -12,6 +12,11 @@ class MergeError(Exception):
         super().__init__(what, where, fix)  # positional, so that it pickles across processes
         self.what, self.where, self.fix = what, where, fix
 
+    def rename(self, old: str, new: str) -> None:
+        """Call a path by the name that the user knows it by."""
+        self.where = self.where.replace(old, new)
+        self.args = (self.what, self.where, self.fix)
+
     def __str__(self) -> str:
         return f"{self.what}\n  where: {self.where}\n  fix:   {self.fix}"
 

@@ -105,7 +105,9 @@ def _read(path: Path) -> Header:
 
 
 def _reason(e: BaseException) -> str:
-    return next(iter(str(e).strip().splitlines()), type(e).__name__)
+    """The first line; of torch's, what follows its advice to load the file with all that it wants to run."""
+    found = re.search(r"WeightsUnpickler error:\s+(.+)", str(e))
+    return found[1] if found else next(iter(str(e).strip().splitlines()), type(e).__name__)
 
 
 def _load(path: Path, *, fake: bool) -> Any:

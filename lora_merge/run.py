@@ -13,6 +13,7 @@ from . import __version__
 from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
+from .errors import MergeError
 from .job import DTYPES
 from .planning import Plan, coverage
 from .publish import replacing
@@ -98,8 +99,10 @@ class _Output:
             return None
 
     def fail(self, e: Exception) -> None:
-        """Remove what was written."""
+        """Remove what was written; the error speaks of the output, not of its temporary name."""
         self.failure = scarcity(e) or e
+        if isinstance(self.failure, MergeError) and self.part.name:
+            self.failure.rename(str(self.part), str(self.plan.job.output))
         self.stack.__exit__(type(e), e, e.__traceback__)
 
     def open(self) -> None:
