@@ -610,3 +610,27 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
         assert cached(half) <= 16
     finally:
         os.close(f)
+
+
+@pytest.mark.slow  # it goes by how fast the disk is
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what its page cache holds")
+def test_what_is_on_its_way_into_the_page_cache_is_not_waited_for(tmp_path: Path) -> None:
+    """Waiting sets off the next read-ahead, and a whole cold file came through the cache, behind a hasher's beginning."""
+    path, size = tmp_path / "x", 96 << 20
+    path.write_bytes(bytes(size))
+    f = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(f)
+        os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)
+        if page_cache._pages(f, 0, size) != 0:
+            pytest.skip("this system counts no pages, or keeps its own cache")
+        os.pread(f, 4096, 0)  # as a header is read: the system reads on
+        with Reader([indexed(path)], "direct") as reader:
+            reader.read_into(memoryview(bytearray(8 << 20)), path, 0)  # through the cache, as a hasher reads
+            for at in range(0, size, 16 << 20):
+                reader.read_into(aligned_buffer(16 << 20), path, at)
+        held = page_cache._pages(f, 0, size)
+        assert held is not None
+        assert held * PAGE < size // 2
+    finally:
+        os.close(f)

@@ -52,6 +52,15 @@ def test_asking_reads_nothing(fd: int) -> None:
     assert page_cache._pages(fd, 0, PAGES * PAGE) == PAGES // 2
 
 
+def test_what_is_still_on_its_way_is_not_held(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocking(*_: object) -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(page_cache, "_pages", lambda _fd, _offset, size: size // PAGE)
+    monkeypatch.setattr(os, "preadv", blocking)
+    assert not holds(fd, 0, aligned_buffer(PAGES * PAGE))
+
+
 def test_an_older_system_is_asked_by_reading(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_cache, "_CACHESTAT", 4095)  # no kernel has a call of this number
     monkeypatch.setattr(page_cache, "_counted", True)
