@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ldexp, nan, prod
 from pathlib import Path
@@ -157,10 +157,8 @@ class FileValues:
         return differing(copy, own)
 
     def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
-        if info.data is not None:
-            return bytes(info.data[first : first + count])
-        if self._reader is None:
-            return read_bytes(replace(info, offset=info.offset + first, nbytes=count))
+        if self._reader is None or info.data is not None:
+            return read_bytes(info, first, count)
         raw = bytearray(count)
         self._reader.read_into(memoryview(raw), info.file, info.offset + first)
         return raw

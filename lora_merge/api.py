@@ -30,7 +30,7 @@ def merge(
 def plan(
     base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
 ) -> Plan:
-    """What `merge` would do, from headers alone; raises what it would raise."""
+    """What `merge` would do, without folding a weight; raises what it would raise."""
     from .planning import make_plan
 
     return make_plan(make_job(base, adapters, output, **options))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Final
 
@@ -54,6 +53,4 @@ def _stored(raw: bytes, dtype: str, other: str) -> bytes:
 def _read(info: TensorInfo, first: int, count: int) -> bytes:
     """`count` elements of a stored tensor."""
     size = ITEM_BITS[info.dtype] // 8
-    low, nbytes = first * size, count * size
-    data = None if info.data is None else info.data[low : low + nbytes]
-    return read_bytes(replace(info, offset=info.offset + low, nbytes=nbytes, data=data))
+    return read_bytes(info, first * size, count * size)

@@ -38,10 +38,10 @@ class Digests:
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
-        self.ahead = ahead and bool(self._base)
-        """Whether it begins with the base before anything is fed."""
         self.hashing = bool(self._base)
         """Whether there is anything to feed."""
+        self.ahead = ahead and self.hashing
+        """Whether it begins with the base before anything is fed."""
         if not ahead:
             self._fed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")

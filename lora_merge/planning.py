@@ -135,7 +135,7 @@ class Plan:
 
 
 def make_plan(job: Job) -> Plan:
-    """The plan for a job, from headers alone; raises what the merge would raise."""
+    """The plan for a job, from headers, alphas, and what PEFT stores of the base; raises what the merge would raise."""
     return placed(draw(job, Opened()))
 
 

@@ -243,19 +243,20 @@ def unreadable(e: OSError, file: Path, offset: int) -> InputError:
     return InputError(f"file cannot be read: {e.strerror}", f"{file} at byte {offset}", "check the disk")
 
 
-def read_bytes(info: TensorInfo) -> bytes:
-    """All bytes of one tensor; for small ones. InputError if the file ends before."""
+def read_bytes(info: TensorInfo, first: int = 0, count: int | None = None) -> bytes:
+    """Bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends before."""
+    count = info.nbytes - first if count is None else count
     if info.data is not None:
-        return bytes(info.data)
-    out = memoryview(bytearray(info.nbytes))
+        return bytes(info.data[first : first + count])
+    out, start = memoryview(bytearray(count)), info.offset + first
     with open_regular(info.file) as f:
         done = 0
         while done < len(out):
             try:
-                got = read_at(f.fileno(), out[done:], info.offset + done)
+                got = read_at(f.fileno(), out[done:], start + done)
             except OSError as e:
-                raise unreadable(e, info.file, info.offset + done) from e
+                raise unreadable(e, info.file, start + done) from e
             if not got:
-                raise changed(info.file, f"it ends at byte {info.offset + done}")
+                raise changed(info.file, f"it ends at byte {start + done}")
             done += got
     return bytes(out)
