@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .planning import Plan
     from .report import Report
 
-    __version__: str
+__version__ = "0.1.0"
 
 _HOMES = {
     "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
@@ -45,15 +45,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    if name == "__version__":
-        return globals().setdefault(name, _version())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lora-merge")
-    except PackageNotFoundError:  # a checkout that was never installed
-        return "0+checkout"

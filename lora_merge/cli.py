@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typer.core import TyperGroup
 
 from .cli_batch import batch
 from .cli_proof import add_to
+from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, silent
@@ -237,7 +237,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
-    gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
+    collect_rarely()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         app()

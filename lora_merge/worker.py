@@ -6,7 +6,6 @@ calls `run_batch` need not guard its main module.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from .collecting import collect_rarely
 from .stopping import heed, on_stop
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main() -> None:
     from .passes import carry_out
     from .preload import preload
 
-    gc.set_threshold(10_000, 20, 50)  # plans of 300 000 tensors have millions of objects, all of them in use
+    collect_rarely()
     preload()
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
