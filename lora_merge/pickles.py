@@ -51,6 +51,9 @@ FAILURES: Final = (
 )  # fmt: skip
 """What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
 
+SAFE: Final = (2, 6)
+"""The first torch whose `weights_only` runs no code, and that tells where a storage's bytes lie in the archive."""
+
 NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
 """Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
 
@@ -75,8 +78,11 @@ class _Loading:
 
 def read_pickled(path: Path) -> Header:
     """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
-    import torch  # noqa: F401  # what fails here is no fault of the file
+    import torch  # what fails here is no fault of the file
 
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE:
+        raise InputError(f"torch {torch.__version__} reads no torch file safely (CVE-2025-32434)", str(path),
+                         "update torch to 2.6 or later, or take the .safetensors version of this file")  # fmt: skip
     try:
         return _read(path)
     except FAILURES as e:  # the objects it made are odd enough to break what looks at them

@@ -331,6 +331,14 @@ def test_a_peft_folder(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_an_older_torch_is_not_let_near_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(InputError, match=r"torch 2\.5\.1\+cu124 reads no torch file safely"):
+        open_checkpoint(tmp_path / "x.pt")
+
+
 def test_folders_that_leave_a_choice_or_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no weights"):
         open_checkpoint(tmp_path)
