@@ -51,8 +51,9 @@ FAILURES: Final = (
 )  # fmt: skip
 """What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
 
-SAFE: Final = (2, 6)
-"""The first torch whose `weights_only` runs no code, and that tells where a storage's bytes lie in the archive."""
+SAFE: Final = (2, 7)
+"""The first torch that tells where a storage's bytes lie in the archive; up to 2.5 `weights_only` runs code
+(CVE-2025-32434)."""
 
 NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
 """Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
@@ -81,8 +82,8 @@ def read_pickled(path: Path) -> Header:
     import torch  # what fails here is no fault of the file
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE:
-        raise InputError(f"torch {torch.__version__} reads no torch file safely (CVE-2025-32434)", str(path),
-                         "update torch to 2.6 or later, or take the .safetensors version of this file")  # fmt: skip
+        raise InputError(f"torch {torch.__version__} is too old to read torch files as they are read here", str(path),
+                         "update torch to 2.7 or later, or take the .safetensors version of this file")  # fmt: skip
     try:
         return _read(path)
     except FAILURES as e:  # the objects it made are odd enough to break what looks at them
