@@ -90,8 +90,8 @@ def _announce(made: Batch, *, quiet: bool) -> None:
 
 def _dry_run(made: Batch, workers: int, *, as_json: bool) -> None:
     """Every job with what would happen to it; fails as the run would, where jobs or the disk cannot do it."""
-    from .disk import free_bytes
     from .survey import check_space, disk_needs
+    from .volumes import free_bytes
 
     for s in made.sketches:
         if as_json:

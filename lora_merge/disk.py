@@ -16,25 +16,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from .errors import MergeError, ResourceError, UsageError
 from .header import open_regular
 from .pages import PAGE, address, aligned_buffer
-
-Mode = Literal["auto", "direct", "buffered"]
+from .volumes import RESERVES, Mode, file_system, free_bytes, goes_direct
 
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
 # Tried for bytes that go out as they came in: copy_file_range. On ext4 it takes as long as a read and a direct write
 # (0.7 s and 0.7 to 0.9 s a GB), 1.6 times the processor time and the page cache; the hash wants the bytes read anyway.
 BEHIND: Final = 128 << 20  # bytes written through the cache that may still be on their way to the disk
-SMALL: Final = 64 << 20  # below this a file is not worth direct writes
-DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
-"""File systems where direct writes are known to be what they say; others only if asked for."""
-
-RESERVES: Final = (DIRECT_ON | {"tmpfs", "btrfs"}) if hasattr(os, "posix_fallocate") else frozenset()
-"""File systems that reserve space without writing zeros to it; a full disk then shows before the work."""
-
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _PWRITE: Final = hasattr(os, "pwrite")
 _datasync: Any = getattr(os, "fdatasync", os.fsync)
@@ -44,7 +36,7 @@ def _find_sync_range() -> Any:
     """sync_file_range(2) of the C library; None where there is none."""
     if not sys.platform.startswith("linux"):
         return None
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return call
@@ -53,23 +45,12 @@ def _find_sync_range() -> Any:
 _sync_range: Any = _find_sync_range()
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes a user may still write where `path` is or would be created."""
-    return shutil.disk_usage(_existing(path)).free
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
-    mounts = Path("/proc/self/mountinfo")
-    if not mounts.exists():
-        return ""
-    here, best, kind = _existing(path).resolve(), Path("/"), ""
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        left, _, right = line.partition(" - ")
-        point = Path(left.split()[4].replace("\\040", " "))
-        if here.is_relative_to(point) and point.is_relative_to(best):
-            best, kind = point, right.split()[0]
-    return kind
+def _sync(fd: int, at: int, size: int, flags: int) -> None:
+    """sync_file_range(2). What failed is told once: unheard here, the fsync at the end would not know of it."""
+    if _sync_range(fd, at, size, flags):
+        error = ctypes.get_errno()
+        if error not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # not here, then; the fsync does it all
+            raise OSError(error, os.strerror(error))
 
 
 def require_space(path: Path, size: int) -> None:
@@ -101,18 +82,6 @@ def failure(e: OSError, path: Path, needed: int) -> MergeError:
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")
 
 
-def goes_direct(path: Path, size: int, mode: Mode) -> bool:
-    """Whether a file of `size` bytes is worth reading or writing past the page cache."""
-    if not hasattr(os, "O_DIRECT") or mode == "buffered":
-        return False
-    return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next((p for p in (path, *path.parents) if p.exists()), Path(path.anchor))
-
-
 @dataclass
 class _Page:
     """A page of a file that is not written yet, for its bytes come in parts."""
@@ -131,7 +100,6 @@ class Writer:
     def __init__(self, path: Path, size: int, mode: Mode = "auto") -> None:
         """Open `path` and reserve `size` bytes where the file system does that at once."""
         self.path, self.size = path, size
-        kind = file_system(path)
         self._written = 0
         self._pages: dict[int, _Page] = {}  # those of which a part is still to come, by their place in the file
         self._bounce: memoryview | None = None
@@ -141,13 +109,20 @@ class Writer:
             self.direct = goes_direct(path, size, mode) and self._open_direct()
             if not self.direct:
                 self._fd = os.open(path, os.O_WRONLY | _BINARY)
-            if size and kind in RESERVES:
-                os.posix_fallocate(self._fd, 0, size)
+            if size and file_system(path) in RESERVES:
+                self._reserve(size)
         except OSError as e:
             if self._fd >= 0:
                 os.ftruncate(self._fd, 0)  # gives back what was reserved, so that the message tells what is free
             self.close()
             raise failure(e, path, size) from e
+
+    def _reserve(self, size: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as ext4 refuses it for files without extents
+                raise
 
     def _open_direct(self) -> bool:
         try:
@@ -225,10 +200,10 @@ class Writer:
             _datasync(self._fd)
             self._dirty.clear()
             return
-        _sync_range(self._fd, at, size, 2)  # 2: start writing, do not wait
+        _sync(self._fd, at, size, 2)  # 2: start writing, do not wait
         while sum(size for _, size in self._dirty) > BEHIND // 2:
             at, size = self._dirty.popleft()
-            _sync_range(self._fd, at, size, 7)  # 7: wait until written
+            _sync(self._fd, at, size, 7)  # 7: wait until written
             os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:

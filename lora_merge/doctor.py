@@ -15,7 +15,7 @@ import torch
 
 from . import __version__
 from .algorithms import ALGORITHMS
-from .disk import DIRECT_ON, Mode, Writer, failure, file_system, free_bytes
+from .disk import Writer, failure
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
 from .job import exists
@@ -23,6 +23,7 @@ from .pages import aligned_buffer
 from .placement import TORCH_DTYPES, Placement, host, move, numbers, place, precise, present, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
+from .volumes import DIRECT_ON, Mode, file_system, free_bytes
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))

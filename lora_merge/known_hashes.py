@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from .disk import file_system
 from .errors import MergeError
 from .header import open_regular
+from .volumes import file_system
 
 KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
 """File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT

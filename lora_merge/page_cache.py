@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import sys
+from mmap import PAGESIZE
 from typing import Final
 
 from .pages import PAGE
@@ -26,7 +27,7 @@ def holds(fd: int, offset: int, block: memoryview) -> bool:
     `block` is memory that may be overwritten. Raises Unknown, and OSError where the file cannot be read.
     """
     counted = _pages(fd, offset, len(block))
-    if counted is not None and counted < len(block) // PAGE:
+    if counted is not None and counted <= (offset + len(block) - 1) // PAGESIZE - offset // PAGESIZE:
         return False
     # Pages that are still on their way are counted too. Whoever waited for them would set off the next read-ahead, and
     # so on: a whole cold file came through the cache, at twice the processor time.

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
-from . import disk
-from .disk import Mode, goes_direct
+from . import volumes
 from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
 from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
+from .volumes import Mode, goes_direct
 
 MEMORY: Final = 1 << 62
 """Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
@@ -78,10 +78,10 @@ class Reader:
         if goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # refused: the cache will do
                 one.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        if one.hints and header.state.size >= disk.SMALL:
+        if one.hints and header.state.size >= volumes.SMALL:
             os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking must not make the system read ahead
             if one.direct < 0:
-                one.drop = _mostly_cold(one)
+                one.drop = volumes.file_system(path) != "overlay" and _mostly_cold(one) and one.hints
                 os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:

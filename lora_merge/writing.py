@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from .digests import Digests
@@ -23,6 +24,7 @@ from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn
 from .stopping import heed
+from .volumes import SPARSE, file_system
 from .windows import SLOTS, Window, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Writing:
         self.reader, self.opened = digests.reader, ExitStack()
         self.pool = Pool(Slot() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
+        self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
         self.image_used: list[Future[None]] = []  # folds that read the image at hand
         self.failed: dict[int, Exception] = {}
@@ -78,11 +81,12 @@ class Writing:
 
         Not where the base is hashed, in the order of its bytes, or made into several outputs: they have enough to do.
         """
+        in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE
         held: deque[Window] = deque()
         for window in found:
             while held and (self._made.done() or len(held) == HELD or held[0].file != window.file):
                 yield held.popleft()
-            if window.untouched or self._made.done() or self.digests.hashing or len(self.plans) > 1:
+            if window.untouched or in_order or self._made.done():
                 yield window
             else:
                 held.append(window)
@@ -198,7 +202,9 @@ class Writing:
         def timed(turn: Turn) -> None:
             started = time.perf_counter()
             stage(turn)
-            self.seconds[kind] += time.perf_counter() - started
+            took = time.perf_counter() - started
+            with self.clock:  # two stages may count as one kind
+                self.seconds[kind] += took
 
         timed.__name__ = stage.__name__
         return timed

@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from lora_merge import disk, page_cache
+from lora_merge import page_cache, volumes
 from lora_merge import reader as reader_module
 from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, quantised, read_bytes
-from lora_merge.disk import Mode
 from lora_merge.errors import InputError
 from lora_merge.header import FileState, Header, parse
 from lora_merge.pages import PAGE, aligned_buffer
 from lora_merge.pickles import FORMAT_NAMES
 from lora_merge.reader import MEMORY
+from lora_merge.volumes import Mode
 
 from .support import steps
 
@@ -493,7 +493,7 @@ def test_reads_are_exact(
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shift = offset % PAGE if lead == "congruent" else 17
     buffer = aligned_buffer(shift + size)[shift:]
-    with patch.object(disk, "SMALL", way[1]), Reader([indexed(path)], way[0]) as reader:
+    with patch.object(volumes, "SMALL", way[1]), Reader([indexed(path)], way[0]) as reader:
         reader.read_into(buffer, path, offset)
         reader.check_unchanged()
     assert bytes(buffer) == content[offset : offset + size]
@@ -607,17 +607,40 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
         os.posix_fadvise(f, half, half, os.POSIX_FADV_DONTNEED)
         if cached(half) > 16 or cached(0) < half // PAGE - 16:
             pytest.skip("this file system keeps its own cache")
+        if mode == "buffered" and volumes.file_system(path) == "overlay":
+            pytest.skip("nothing is dropped there")
         if page_cache._pages(f, 0, half) is None:
             pytest.skip("an older Linux says it wrongly now and then, on a busy machine")
         if mode == "buffered":  # decided for the file as a whole
             os.posix_fadvise(f, 0, half, os.POSIX_FADV_DONTNEED)
         before = cached(0)
-        with patch.object(disk, "SMALL", 0), Reader([indexed(path)], mode) as reader:
+        with patch.object(volumes, "SMALL", 0), Reader([indexed(path)], mode) as reader:
             reader.read_into(aligned_buffer(2 * half), path, 0)
         assert abs(cached(0) - before) <= 16
         assert cached(half) <= 16
     finally:
         os.close(f)
+
+
+@pytest.mark.parametrize("silent", ["overlay", "no hints"])
+def test_nothing_is_dropped_where_the_system_does_not_tell_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    """Of a file on overlayfs Linux says that nothing is held, and drops the pages of the file below it all the same."""
+
+    def unknown(*_: object) -> bool:
+        raise page_cache.Unknown
+
+    if silent == "overlay":
+        monkeypatch.setattr(volumes, "file_system", lambda _: "overlay")
+        monkeypatch.setattr(reader_module, "holds", lambda *_: False)
+    else:
+        monkeypatch.setattr(reader_module, "holds", unknown)
+    monkeypatch.setattr(volumes, "SMALL", 0)
+    path = tmp_path / "x"
+    path.write_bytes(bytes(1 << 20))
+    with Reader([indexed(path)], "buffered") as reader:
+        assert not reader._files[path].drop
 
 
 @pytest.mark.slow  # it goes by how fast the disk is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -17,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge import disk
-from lora_merge.disk import Mode, Writer, amend, copy_file, free_bytes
+from lora_merge.disk import Writer, amend, copy_file
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.pages import HUGE, PAGE, address, aligned_buffer
+from lora_merge.volumes import Mode, file_system, free_bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -157,7 +159,7 @@ def test_failures_say_what_to_do(
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk, "RESERVES", {disk.file_system(tmp_path)})
+    monkeypatch.setattr(disk, "RESERVES", {file_system(tmp_path)})
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(MergeError) as caught:
         write(tmp_path / "x", [memoryview(b"x" * 10_000)])
@@ -197,6 +199,35 @@ def test_dirty_data_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
             w.write(block, n << 18)
             assert sum(size for _, size in w._dirty) < 1 << 20
         w.finish()
+
+
+def test_a_write_that_fails_on_its_way_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of it once, to whoever waits for the range; the fsync at the end succeeds."""
+
+    def lost(*_: object) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(disk, "BEHIND", 1 << 20)
+    monkeypatch.setattr(disk, "_sync_range", lost)
+    path = tmp_path / "x"
+    path.touch()
+    with Writer(path, 2 << 20, "buffered") as w, pytest.raises(ResourceError, match="no space left"):
+        w.write(aligned_buffer(2 << 20), 0)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_space_that_cannot_be_reserved_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As of files without extents on ext4: the C library tries to write each block, which direct writes refuse."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk, "RESERVES", {file_system(tmp_path)})
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert write(tmp_path / "x", [memoryview(pattern(10_000))])
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])

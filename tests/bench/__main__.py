@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lora_merge.disk import file_system
+from lora_merge.volumes import file_system
 
 from . import batch, inputs
 from .measure import Cache, Run, prepare, run

@@ -1,0 +1,51 @@
+"""What is known of the file systems that inputs lie on and outputs go to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final, Literal
+
+Mode = Literal["auto", "direct", "buffered"]
+
+SMALL: Final = 64 << 20  # below this a file is not worth direct writes
+DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
+"""File systems where direct writes are known to be what they say; others only if asked for."""
+
+RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs", "btrfs"} if hasattr(os, "posix_fallocate") else ())
+"""File systems that reserve space without writing zeros to it; a full disk then shows before the work."""
+
+SPARSE: Final = RESERVES | DIRECT_ON | {"overlay", "nfs", "nfs4", "zfs", "f2fs"}
+"""File systems where bytes may be written behind a gap; others may fill it with zeros first, as exFAT does."""
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes a user may still write where `path` is or would be created."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return ""
+    here, best, kind = _existing(path).resolve(), Path("/"), ""
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        point = Path(left.split()[4].replace("\\040", " "))
+        if here.is_relative_to(point) and point.is_relative_to(best):
+            best, kind = point, right.split()[0]
+    return kind
+
+
+def goes_direct(path: Path, size: int, mode: Mode) -> bool:
+    """Whether a file of `size` bytes is worth reading or writing past the page cache."""
+    if not hasattr(os, "O_DIRECT") or mode == "buffered":
+        return False
+    return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next((p for p in (path, *path.parents) if p.exists()), Path(path.anchor))
