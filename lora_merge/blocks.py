@@ -1,7 +1,8 @@
 """Cuts changed tensors into blocks: runs of rows that are folded at once.
 
-Blocks depend on the shapes alone, never on the memory bound or the number of threads, so that the same
-merge gives the same bytes on every machine of one kind.
+Blocks depend on the shapes alone, never on the memory bound or the number of threads, so that on CPUs of one kind
+the same merge gives the same bytes. On other devices, products of several blocks in one call may be rounded otherwise
+than those of one, and how many go together is a matter of the window, the bounds and the memory that is free.
 """
 
 from __future__ import annotations

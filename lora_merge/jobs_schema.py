@@ -113,6 +113,7 @@ class Options(_Strict):
     device: Device | None = Field(default=None, description="auto, cpu, cuda, cuda:N, mps or xpu.")
     unmatched: Literal["error", "skip"] | None = None
     max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
+    max_vram: Size | None = Field(default=None, description="Such as 4GiB, per GPU; for all workers together.")
     overwrite: bool | None = None
     verify: bool | None = None
     map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")

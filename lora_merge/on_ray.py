@@ -71,7 +71,7 @@ class _Ray:
     def __init__(self, ray: Any, progress: Progress) -> None:
         self.ray, self.progress = ray, progress
         self.inbox = ray.remote(_Inbox).options(num_cpus=0, max_restarts=-1).remote()
-        self.gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        self.gpus = max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)  # of a node
         self.running: dict[Any, Pass] = {}
         self.left: dict[int, Entry] = {}  # jobs without a report
 
@@ -89,9 +89,14 @@ class _Ray:
             self._stop()
 
     def _start(self, this: Pass) -> None:
-        needed = 1 if self.gpus and any(e.job.device != "cpu" for e in this.entries) else 0
-        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=needed, max_retries=RETRIES)
-        self.running[task.remote(this, self.inbox)] = this
+        """What needs more GPUs than any node has goes to one with most, and fails there by its own name."""
+        wanted = max(len(named_gpus(e.job.device)) for e in this.entries)
+        sent = this
+        if wanted <= self.gpus:
+            sent = replace(this, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
+                                               for e in this.entries))  # fmt: skip
+        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(wanted, self.gpus), max_retries=RETRIES)
+        self.running[task.remote(sent, self.inbox)] = this
 
     def _news(self) -> Iterator[JobReport]:
         try:
@@ -130,6 +135,19 @@ class _Ray:
             _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
             if not tasks:
                 break
+
+
+def named_gpus(device: str) -> list[str]:
+    """The different GPUs of a job's device list; `auto` and `cuda` are one, whichever it is."""
+    return [] if device in ("cpu", "mps") else list(dict.fromkeys(d.strip() for d in device.split(",")))
+
+
+def granted(device: str) -> str:
+    """The device list as a task has to write it: Ray shows it its own GPUs alone, counted from 0."""
+    if ":" not in device:
+        return device
+    number = {name: n for n, name in enumerate(named_gpus(device))}
+    return ",".join(f"{d.strip().partition(':')[0]}:{number[d.strip()]}" for d in device.split(","))
 
 
 def _task(this: Pass, inbox: Any) -> list[JobReport]:

@@ -70,7 +70,10 @@ def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -
 
 
 def _bounded(entry: Entry, workers: int) -> Entry:
-    return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers))
+    """With a worker's share of both memory bounds: they may all be at one GPU."""
+    vram = entry.job.max_vram
+    share = None if vram is None else vram // workers
+    return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers, max_vram=share))
 
 
 def _once(

@@ -149,7 +149,8 @@ class _Surveyor:
         except MergeError as e:
             self.sketches[entry.number] = replace(blank, error=e)
             return
-        together = (level, job.base, job.compute_dtype, job.device, job.max_memory, outline.layout)
+        bounds = (job.max_memory, job.max_vram)
+        together = (level, job.base, job.compute_dtype, job.device, bounds, outline.layout)
         self.sketches[entry.number] = replace(
             blank, size=outline.size, replaces=_size(job.output), together=together, done=complete
         )

@@ -290,7 +290,7 @@ def test_overwriting_an_input_is_atomic_and_right(run: Run, tmp_path: Path, mode
 
 
 USAGE: dict[str, tuple[int, list[str]]] = {
-    "unknown device": (5, ["--device", "cuda:7"]),
+    "unknown device": (5, ["--device", "cuda:99"]),
     "no device at all": (5, ["--device", "toaster"]),
     "unknown dtype": (2, ["--dtype", "fp17"]),
     "unknown compute dtype": (2, ["--compute-dtype", "int8"]),

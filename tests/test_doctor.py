@@ -62,6 +62,7 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_cuda_device_is_well(tmp_path: Path) -> None:
     found = examine(tmp_path, disk_bytes=1 << 20)
     assert [d for d in found["devices"] if d["device"].startswith("cuda")]

@@ -22,11 +22,12 @@ from typing import Any, BinaryIO
 import pytest
 
 import lora_merge
-from lora_merge import batch, executors, on_ray
+from lora_merge import batch, executors, on_ray, passes
 from lora_merge.batch import make_batch
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.executors import EXECUTORS, Crew, executor
 from lora_merge.job import Adapter
+from lora_merge.opened import Opened
 from lora_merge.outcome import JobReport
 from lora_merge.passes import Pass
 from lora_merge.worker import Task
@@ -48,7 +49,7 @@ def models(tmp_path: Path) -> Path:
 def jobs(models: Path, count: int, out: str = "out") -> list[dict[str, Any]]:
     return [
         {"base": str(models / "base.safetensors"), "adapters": [str(models / f"ink.safetensors:{n / 8}")],
-         "output": str(models / out / f"{n}.safetensors")}
+         "output": str(models / out / f"{n}.safetensors"), "device": "cpu"}
         for n in range(1, count + 1)
     ]  # fmt: skip
 
@@ -304,6 +305,66 @@ def test_a_path_that_a_node_does_not_see_is_told(models: Path) -> None:
     (unseen,) = driver._seen(replace(found[1], number=3, output=str(models / "on-the-node-only")))
     assert unseen.error is not None
     assert "on-the-node-only, made on" in unseen.error.where
+
+
+class FakeRay:
+    """What the driver asks Ray for; nothing runs."""
+
+    def __init__(self, *gpus: int) -> None:
+        self.on_nodes, self.asked, self.sent = gpus, list[dict[str, Any]](), list[Pass]()
+        self.task = SimpleNamespace(options=self.options)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        nodes = [{"Alive": True, "Resources": {"CPU": 4.0} | ({"GPU": float(n)} if n else {})} for n in self.on_nodes]
+        return [*nodes, {"Alive": False, "Resources": {"GPU": 64.0}}]
+
+    def remote(self, _: Any) -> Any:
+        return self.task
+
+    def options(self, **options: Any) -> Any:
+        self.asked.append(options)
+        return SimpleNamespace(remote=lambda *given: self.sent.append(given[0]) if given else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "asked", "sent"),
+    [
+        ("cpu", (8,), 0, "cpu"), ("auto", (0, 0), 0, "auto"), ("auto", (0, 1), 1, "auto"), ("cuda", (4,), 1, "cuda"),
+        ("cuda:3", (4,), 1, "cuda:0"), ("cuda:1,cuda:3", (1, 4), 2, "cuda:0,cuda:1"),
+        ("cuda:2, cuda", (2,), 2, "cuda:0,cuda:1"), ("cuda:0,cuda:0", (2,), 1, "cuda:0,cuda:0"),
+        ("xpu:1", (2,), 1, "xpu:0"), ("mps", (2,), 0, "mps"),
+        ("cuda:0,cuda:1", (1, 1), 1, "cuda:0,cuda:1"), ("cuda:1", (0,), 0, "cuda:1"),  # told on the node, as written
+    ],
+)  # fmt: skip
+def test_a_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
+    models: Path, device: str, nodes: tuple[int, ...], asked: int, sent: str
+) -> None:
+    entries = tuple(s.entry for s in make_batch([j | {"device": device} for j in jobs(models, 2)]).sketches)
+    ray = FakeRay(*nodes)
+    driver = on_ray._Ray(ray, lambda _: None)
+    driver._start(Pass(entries))
+    assert ray.asked[-1]["num_gpus"] == asked
+    assert [e.job.device for e in ray.sent[-1].entries] == [sent, sent]
+    assert [(e.number, e.job.output) for e in ray.sent[-1].entries] == [(e.number, e.job.output) for e in entries]
+    (left,) = driver.running.values()
+    assert [e.job.device for e in left.entries] == [device, device], "told by the names of the file"
+
+
+def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    draw = passes.draw
+    monkeypatch.setattr(passes, "draw", lambda job, opened: made.append(job) or draw(job, opened))
+    some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
+    entries = tuple(s.entry for s in make_batch(some).sketches)
+    assert all(r.ok for r in passes.carry_out(Pass(entries, workers=4), Opened()))
+    assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
+
+
+def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> None:
+    bounds: list[dict[str, Any]] = [{}, {}, {"max_vram": "4GiB"}, {"max_vram": "2GiB"}, {"max_memory": "512MiB"}]
+    batched = make_batch([j | more for j, more in zip(jobs(models, 5), bounds, strict=True)])
+    found = batch.passes(batched.sketches, None, executor("local"))
+    assert [[e.number for e in p.entries] for p in found] == [[1, 2], [3], [4], [5]]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -164,7 +164,7 @@ def test_the_bytes_do_not_depend_on_the_memory_bound(
     files = save(base, folder / "b.safetensors"), save(adapter, folder / "a.safetensors")
     outputs = [folder / "tight.safetensors", folder / "wide.safetensors"]
     for out, bound in zip(outputs, (limit, "2GiB"), strict=True):
-        lora_merge.merge(files[0], files[1], out, max_memory=bound, dtype=dtype)
+        lora_merge.merge(files[0], files[1], out, max_memory=bound, dtype=dtype, device="cpu")
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
@@ -558,4 +558,5 @@ def test_a_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="no device"):
         lora_merge.merge(tmp_path / "base.safetensors", [tmp_path / "adapter.safetensors"], out, device="cuda:99")
     assert {p.name for p in tmp_path.iterdir()} == {"base.safetensors", "adapter.safetensors"}
-    assert lora_merge.merge(tmp_path / "base.safetensors", [tmp_path / "adapter.safetensors"], out).device == "cpu"
+    files = tmp_path / "base.safetensors", tmp_path / "adapter.safetensors"
+    assert lora_merge.merge(*files, out, device="cpu").device == "cpu"
