@@ -15,12 +15,13 @@ import torch
 
 from . import __version__
 from .algorithms import ALGORITHMS
+from .devices import place, precise, present
 from .disk import Writer, failure
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
 from .job import exists
 from .pages import aligned_buffer
-from .placement import TORCH_DTYPES, Placement, host, move, numbers, place, precise, present, stage, stage_indices
+from .placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
 from .volumes import DIRECT_ON, Mode, file_system, free_bytes

@@ -18,11 +18,14 @@ from torch import Tensor
 from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import BLOCK_ELEMENTS, Block, Slice
 from .checkpoint import TensorInfo
+from .devices import precise
 from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import all_finite
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Lane, Placement, exact_products, land, move, numbers, precise, stack_size, stage, stage_indices
+from .placement import Lane, Placement, land, move, numbers, stage, stage_indices
+from .sharing import stack_size
+from .surroundings import exact_products
 from .views import View
 
 KEPT: Final = 2**24

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .checkpoint import Reader
+from .devices import places
 from .factors import Factors, view_bytes
 from .folding import Folder, Item, Kept, settle
 from .job import COMPUTE_DTYPES
-from .placement import convert, one_core, places, threads
+from .placement import convert
 from .planning import Plan
+from .sharing import one_core, threads
 from .slots import Turn
 from .windows import Change, Fold, Window
 

@@ -15,6 +15,7 @@ from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .checkpoint import Index, Reader, open_checkpoint
+from .devices import place, places
 from .errors import InputError, UsageError
 from .factors import Factors, check_finite
 from .folding import Folder, Item
@@ -25,7 +26,7 @@ from .matched import Use
 from .names import names
 from .patching import Patcher
 from .peft import rules
-from .placement import FILE_DTYPES, TORCH_DTYPES, host, place, places, stage
+from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
 from .planning import Target, match, outputs, values
 from .views import Piece, View
 

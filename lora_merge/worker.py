@@ -56,7 +56,7 @@ def main() -> None:
 def spread(task: Task) -> Pass:
     """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
     if task.this.workers > 1:
-        from .placement import share_cores
+        from .sharing import share_cores
 
         share_cores(task.this.workers)
     entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)
@@ -64,7 +64,7 @@ def spread(task: Task) -> Pass:
 
 
 def _on_gpu(entry: Entry, number: int) -> Entry:
-    from .placement import nth_device
+    from .devices import nth_device
 
     return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
 

@@ -20,19 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.devices import places
 from lora_merge.folding import Folder, Item, Kept
 from lora_merge.header import TensorInfo
 from lora_merge.kernels import Stack, fold
-from lora_merge.placement import (
-    FILE_DTYPES,
-    Placement,
-    exact_products,
-    land,
-    numbers,
-    places,
-    stack_size,
-    stage,
-)  # fmt: skip
+from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
+from lora_merge.sharing import stack_size
+from lora_merge.surroundings import exact_products
 
 from .support import Tensors, assert_rounded, rand, save
 
@@ -278,7 +272,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkey
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.placement.CPU_STACK", 2**23)
+    monkeypatch.setattr("lora_merge.sharing.CPU_STACK", 2**23)
     whole = _merge(tmp_path, "whole")
 
     def short(base: Tensor, stacks: list[Stack]) -> Tensor:

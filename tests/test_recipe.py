@@ -242,7 +242,7 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
 
     import torch
 
-    from lora_merge.placement import one_core
+    from lora_merge.sharing import one_core
 
     before, seen = torch.get_num_threads(), []
 
