@@ -5,9 +5,9 @@ Offline and quick. The check is written out here once more in fp64, apart from e
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,16 +17,21 @@ import torch
 from torch import Tensor
 
 from .checkpoint import read_header
-from .errors import VerificationFailed
+from .child import command
+from .errors import MergeError, UsageError, VerificationFailed
 from .factors import view_bytes
 from .formats import layout
 from .header import TensorInfo
 from .placement import FILE_DTYPES, host
+from .publish import replacing
 
 WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
 TEXT: Final = 96  # width of the text encoder; the real one has 768
 RANK: Final = 8
 ALPHA: Final = 4.0
+
+METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
+"""Of every file that is made here; a merge keeps that of its base."""
 
 Tensors = dict[str, Tensor]
 
@@ -34,8 +39,8 @@ Tensors = dict[str, Tensor]
 def demo(folder: Path, say: Callable[[str], None]) -> None:
     """Run the whole demonstration in `folder`; VerificationFailed if the result is not what it must be."""
     started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    base, adapters = folder / "base.safetensors", [folder / f"{n}.safetensors" for n in ("lora", "loha", "glora")]
+    base, *adapters, output = (folder / f"{n}.safetensors" for n in ("base", "lora", "loha", "glora", "merged"))
+    _require_ours(base, *adapters, output)
     model = _model(torch.Generator().manual_seed(1))
     parts = [make(model, torch.Generator().manual_seed(2 + n)) for n, make in enumerate((_lora, _loha, _glora))]
     _save(model, base)
@@ -44,11 +49,10 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
     say(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {folder}:")
     for path in (base, *adapters):
         say(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
-    output = folder / "merged.safetensors"
     arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
     arguments += ["--output", str(output), "--overwrite"]
     say(f"\n$ lora-merge {shlex.join(arguments)}")
-    subprocess.run([sys.executable, "-m", "lora_merge", *arguments], check=True)
+    subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=True)
     wrong, total = _check(model, parts, output)
     say(f"\nChecked every one of {total} elements against fp64: {wrong} differ from the correctly rounded value.")
     if wrong > total // 1000:
@@ -159,10 +163,25 @@ def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
     return torch.zeros_like(weight)
 
 
+def _require_ours(*paths: Path) -> None:
+    """UsageError if anything but the files of an earlier demo has one of these names."""
+    for path in paths:
+        if os.path.lexists(path) and not _is_ours(path):
+            raise UsageError("a file of yours has the name of one that the demo makes", str(path),
+                             "name another folder: lora-merge demo DIR")  # fmt: skip
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return read_header(path)[1].items() >= METADATA.items()
+    except MergeError:
+        return False
+
+
 def _save(tensors: Tensors, path: Path) -> None:
     entries = [(key, FILE_DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()]
-    with path.open("wb") as f:
-        f.write(layout(entries, {"format": "pt"}, 0))
+    with replacing(path, overwrite=True) as part, part.open("wb") as f:
+        f.write(layout(entries, METADATA, 0))
         for t in tensors.values():
             f.write(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

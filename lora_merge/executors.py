@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
+from .child import command
 from .errors import MergeError, UsageError
 from .jobs_file import Entry
 from .opened import Opened
@@ -194,12 +192,7 @@ class _Local:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    return subprocess.Popen(
-        [sys.executable, "-m", "lora_merge.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+    return subprocess.Popen(command("lora_merge.worker", "main"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _death(entry: Entry, code: int) -> MergeError:

@@ -498,3 +498,17 @@ def test_names_that_the_console_cannot_show(
     assert metadata(out.rename(tmp_path / "o.safetensors"))["modelspec.merged_from"] == "日é😀?, style.safetensors"
     assert f"{shown[: shown.index('é')]}.safetensors" in run("batch", "j.yaml")
     assert json.loads(run("verify", "o.safetensors", "--json"))["proven"]
+
+
+@pytest.mark.parametrize("name", ["base", "lora", "merged"])
+def test_the_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str) -> None:
+    mine = save({"x.weight": rand(2)}, tmp_path / f"{name}.safetensors")
+    before = mine.read_bytes()
+    _refused(run("demo", tmp_path), 2, tmp_path, mine.name)
+    assert mine.read_bytes() == before and list(tmp_path.iterdir()) == [mine]
+
+
+def test_the_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("demo", tmp_path / "demo")[0] == 0
+    _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")

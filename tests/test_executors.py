@@ -372,3 +372,10 @@ def test_no_cluster_at_the_address_is_told(models: Path) -> None:
     pytest.importorskip("ray")
     with pytest.raises(MergeError, match="no Ray cluster"):
         list(lora_merge.run_batch(jobs(models, 1), executor="ray", ray_address="127.0.0.1:1"))
+
+
+def test_a_worker_runs_no_code_of_the_current_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (models / "typing.py").write_text("raise SystemExit('code that came with a model')")
+    monkeypatch.chdir(models)
+    monkeypatch.syspath_prepend("elsewhere")  # what this process can import, a worker can
+    assert [r.status for r in lora_merge.run_batch(jobs(models, 2), workers=2)] == ["merged"] * 2
