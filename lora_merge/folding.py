@@ -226,7 +226,10 @@ class Folder:
 
     def _keep(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """What was made for this key before, or is made now."""
-        return make() if self.kept is None else self.kept.get(key, make, self._lane().settle)
+        if self.kept is None:
+            return make()
+        lane = self._lane()
+        return lane.hold(self.kept.get(key, make, lane.settle))
 
     def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:

@@ -6,8 +6,8 @@ holds the rest of the project to that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
@@ -35,6 +35,11 @@ class Placement:
     dtype: torch.dtype
 
 
+def _queues(device: torch.device) -> bool:
+    """Whether work is queued on streams there. Fake tensors know cuda where there is none."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 class Lane:
     """One thread's way to a device: memory that is kept from block to block, and on CUDA a stream of its own.
 
@@ -44,13 +49,30 @@ class Lane:
 
     def __init__(self, at: Placement) -> None:
         self.at = at
-        on_cuda = at.device.type == "cuda" and torch.cuda.is_available()  # fake tensors know cuda where there is none
-        self.stream = torch.cuda.Stream(at.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(at.device) if _queues(at.device) else None  # type: ignore[no-untyped-call]
         self._memory: dict[str, Tensor] = {}
+        self._held: list[Tensor] = []
 
-    def turn(self) -> AbstractContextManager[Any]:
-        """What is done inside is queued on the lane's stream."""
-        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is done inside is queued on the lane's stream, after what the caller has queued, and done at the end."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.at.device))  # it may be making the tensors given to us
+        with torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                self.settle()
+                self._held.clear()
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A tensor that another lane may have made, kept until the turn is over: were it freed while this lane's work
+        on it is queued, its memory would go to what the other one makes next."""
+        if self.stream:
+            self._held.append(tensor)
+        return tensor
 
     def recover(self) -> None:
         """After a failure: wait for what is still queued, and give unused memory back to the device."""

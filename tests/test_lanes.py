@@ -1,0 +1,214 @@
+"""What threads queue on streams of one device, watched for races: a stand-in for compute-sanitizer where there is no GPU.
+
+The device is `meta`. Each lane's work stays queued until its stream is synchronised, which nobody else waits for, and
+memory that is freed goes to whoever allocates next on the stream that made it, as CUDA's allocator of torch has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lora_merge
+from lora_merge import folding
+from lora_merge.kernels import Stack, fold
+from lora_merge.placement import Lane, Placement, land, stage
+
+from .support import rand, save
+
+META = Placement(torch.device("meta"), torch.float32)
+aten = torch.ops.aten
+
+
+@dataclass
+class Work:
+    """One operation: the numbers of the storages that it reads and writes."""
+
+    name: str
+    reads: set[int]
+    writes: set[int]
+
+    def meets(self, other: Work) -> bool:
+        """Whether the order of the two matters."""
+        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
+
+
+class Stream:
+    """Work that is queued and not known to be done."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.queued = device, list[Work]()
+        device.streams.append(self)
+
+    def synchronize(self) -> None:
+        with self.device.lock:
+            self.device.sweep()
+            self.queued.clear()
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing is queued outside of turns here."""
+        assert not other.queued
+
+
+@dataclass
+class Device:
+    """All streams, all storages, and the races found."""
+
+    streams: list[Stream] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    storages: dict[int, tuple[StorageWeakRef, int, Stream]] = field(default_factory=dict)
+    numbers: int = 0
+    lock: RLock = field(default_factory=RLock)
+
+    def number(self, tensor: Tensor, stream: Stream) -> int:
+        """The storage's own; an address is not used again while there is a weak reference to it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.numbers += 1
+            self.storages[storage._cdata] = (StorageWeakRef(storage), self.numbers, stream)
+        return self.storages[storage._cdata][1]
+
+    def sweep(self) -> None:
+        """Memory that was freed meanwhile: its stream may use it again at once, so no other may have work on it."""
+        for key, (storage, number, maker) in list(self.storages.items()):
+            if storage.expired():
+                del self.storages[key]
+                self.run(Work("what comes after its release", set(), {number}), maker, queue=False)
+
+    def run(self, work: Work, stream: Stream | None, *, queue: bool) -> None:
+        """Work of a stream, or of the host, which is in no order with what other streams have queued."""
+        for other in self.streams:
+            if other is not stream:
+                self.races += [f"{work.name} meets {w.name}" for w in other.queued if work.meets(w)]
+        if queue and stream is not None:
+            stream.queued.append(work)
+
+
+class Watching(TorchDispatchMode):
+    """Every operation of a thread: done at once on shapes, but for the device still queued."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        device, infos = self.stream.device, func._schema.arguments
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [a for a, i in zip(args, infos, strict=False) if i.alias_info and i.alias_info.is_write]
+        view = any(i.alias_info and not i.alias_info.is_write for i in infos)
+        with device.lock:
+            device.sweep()
+            down = func is aten.copy_.default and args[0].device.type == "cpu" and args[1].is_meta
+            out = args[0] if down else func(*args, **kwargs)
+            made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            if not view:
+                there = any(t.is_meta for t in (*inputs, *made))
+                writes = {device.number(t, self.stream) for t in [*made, *tree_leaves(written)]}
+                reads = {device.number(t, self.stream) for t in inputs} - writes
+                device.run(Work(str(func), reads, writes), self.stream if there else None, queue=True)
+                if there and any(not t.is_meta for t in inputs) and not kwargs.get("non_blocking", down):
+                    self.stream.synchronize()  # from memory that is not pinned, torch waits
+            return out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A fake device under real lanes."""
+    found = Device()
+    caller = Stream(found)
+
+    @contextmanager
+    def turn(stream: Stream) -> Iterator[None]:
+        with Watching(stream):
+            yield
+
+    monkeypatch.setattr("lora_merge.placement._queues", lambda device: device.type == "meta")
+    for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lora", "oft"])
+def test_lanes_share_factors_without_races(
+    kind: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge whose windows end, and give their factors' memory back, at the worst moment: while others use them."""
+    shared: list[folding.Kept] = []
+
+    class Kept(folding.Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            shared.append(self)
+
+    def late(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+        time.sleep(0.02)  # other lanes come that far too
+        shared[-1].clear()
+        return fold(base, stacks)
+
+    monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.making.threads", lambda _: 3)
+    monkeypatch.setattr("lora_merge.making.Kept", Kept)
+    monkeypatch.setattr("lora_merge.folding.fold", late)
+    shapes = (
+        {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
+    )
+    base = {f"layer.{n}.weight": rand(3072, 1024, seed=n).bfloat16() for n in range(3)}
+    adapter = {f"layer.{n}.{slot}": rand(*shape) for n in range(3) for slot, shape in shapes.items()}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    lora_merge.merge(*files, tmp_path / "o", verify=False, max_vram="160MiB", max_memory="64MiB")
+    assert len(device.streams) == 4
+    assert device.numbers > 40
+    assert not device.races
+
+
+def test_the_watch_sees_what_it_is_for(device: Device) -> None:
+    """Memory freed under another lane's work, read before it is made, overwritten on its way up, read on its way down."""
+    one, other = Lane(META), Lane(META)
+    host = torch.zeros(1, 4)
+
+    def made(lane: Lane) -> Tensor:
+        with torch.cuda.stream(lane.stream):  # type: ignore[arg-type]
+            return stage([host], META, lane)
+
+    theirs = made(one)
+    one.settle()
+    with torch.cuda.stream(other.stream):  # type: ignore[arg-type]
+        used = theirs + 1
+        del theirs
+        assert not device.races
+        device.sweep()
+        assert device.races == ["what comes after its release meets aten.add.Tensor"]
+    device.races.clear()
+    early = made(one)
+    with torch.cuda.stream(other.stream):  # type: ignore[arg-type]
+        early.add_(used)
+        assert len(device.races) == 1
+    one.settle()
+    other.settle()
+    device.races.clear()
+    up = made(one)
+    made(one)
+    assert any("aten.copy_" in r for r in device.races)
+    device.races.clear()
+    with one.turn():
+        land(up, [host], one)
+        assert not device.races
+        one.host("down", (1, 4), torch.float32).copy_(up, non_blocking=True)
+        one.host("down", (1, 4), torch.float32).add_(1)
+        assert len(device.races) == 1
