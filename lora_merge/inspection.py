@@ -14,7 +14,8 @@ from .checkpoint import Index, open_checkpoint, quantised
 from .conventions import part
 from .errors import FitError
 from .guess import weight_shape
-from .names import PREFIXES, Names, guess, names
+from .names import Names, guess, names
+from .prefixes import PREFIXES
 from .showing import COUNT, size
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")

@@ -22,54 +22,8 @@ from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
 from .explain import absence, likely_reason, other_model, other_variant
 from .guess import architectures, described, seen
+from .prefixes import DENOISERS, prefixed
 from .views import View, transposed
-
-PREFIXES: Final = (
-    # names begin with             and speak of
-    ("lora_unet_",                 "denoiser"),  # kohya, musubi, OneTrainer
-    ("lora_unet__",                "denoiser"),  # Wan-Fun
-    ("oft_unet_",                  "denoiser"),
-    ("lora_transformer_",          "denoiser"),  # OneTrainer, ai-toolkit
-    ("lora_prior_unet_",           "prior"),  # Stable Cascade
-    ("lora_prior_te_",             "te"),
-    ("lora_te_",                   "te"),
-    ("lora_te1_",                  "te1"),
-    ("lora_te2_",                  "te2"),
-    ("lora_te3_",                  "te3"),
-    ("lora_te4_",                  "te4"),
-    ("lora_vae_",                  "vae"),
-    ("lycoris_",                   "any"),  # whatever LyCORIS wrapped
-    ("unet.",                      "denoiser"),
-    ("transformer.",               "transformer"),
-    ("transformer_2.",             "transformer_2"),
-    ("prior.",                     "prior"),
-    ("model.diffusion_model.",     "denoiser"),
-    ("diffusion_model.",           "denoiser"),
-    ("conditional_transformer.",   "denoiser"),
-    ("net.",                       "denoiser"),
-    ("text_encoder.",              "te1"),
-    ("text_encoder_2.",            "te2"),
-    ("text_encoder_3.",            "te3"),
-    ("text_encoder_4.",            "te4"),
-    ("vae.",                       "vae"),
-    ("first_stage_model.",         "vae"),
-    ("base_model.model.",          "any"),  # PEFT
-    ("base_model.",                "any"),
-    ("model.",                     "any"),
-    ("model_",                     "any"),
-)  # fmt: skip
-"""Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
-
-_BY_START: Final = {start: tuple((p, h) for p, h in PREFIXES if p[0] == start) for start in {p[0] for p, _ in PREFIXES}}
-
-MOST_READINGS: Final = 32
-"""Ways to take prefixes off one name; real names need six."""
-
-ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
-"""ComfyUI's container of a text encoder, by the encoder's own name."""
-
-DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
-"""What names may speak of that is a denoiser; all but the last expert may be the only one."""
 
 SECOND: Final = "transformer_2."
 """Names of Wan 2.2's low-noise expert in a pipeline; its single file says nothing of the kind."""
@@ -201,7 +155,7 @@ class Names:
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
         """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
-        for hint, body in _prefixed(name):
+        for hint, body in prefixed(name):
             yield hint, body
             for prefix, own in self._prefixes:
                 if body.startswith(prefix):
@@ -268,25 +222,8 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
 def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """The modules that do not speak of an encoder, without their prefixes."""
-    innermost = {module: list(_prefixed(module))[-1] for module in modules}
+    innermost = {module: list(prefixed(module))[-1] for module in modules}
     return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
-
-
-def _prefixed(name: str) -> Iterator[tuple[str, str]]:
-    """(what it speaks of, the rest) for the name as it is and with known prefixes taken off."""
-    pending: list[tuple[str, str]] = [("any", name)]
-    for at in range(MOST_READINGS):
-        if at == len(pending):
-            return
-        hint, body = pending[at]
-        if (hint, body) in pending[:at]:
-            continue
-        yield hint, body
-        for prefix, speaks_of in _BY_START.get(body[:1], ()):
-            if body.startswith(prefix):
-                pending.append((speaks_of if speaks_of != "any" else hint, body[len(prefix) :]))
-        if m := ENCODER.match(body):
-            pending.append((f"={m[1]}", body[m.end() :]))
 
 
 def _written(module: str) -> Iterator[str]:

@@ -27,6 +27,7 @@ NO_ALPHA: Final = (
     "--setting lora_alpha=VALUE"
 )
 ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
+BORROWED: Final = "its alpha is from the file's header, which calls this part of the model by another name"
 EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
@@ -159,9 +160,9 @@ class Patcher:
         if doubt := self.rules.of(module.name).doubt(name, module.name, shapes):
             self.remark(doubt, module)
         self.used |= self.given.keys() & row.settings.keys()
-        told = {"alpha", "scale_override"} & module.shared.keys() or self.rules.of(module.name).numbers(
-            name, module.name, shapes
-        )
+        told = {"alpha", "scale_override"} & module.shared.keys() or self._told_by(name, module, shapes)
+        if told and self.rules.of(module.name).borrowed and "alpha" not in module.shared:
+            self.remark(BORROWED, module)
         if told or "scale" not in row.scalars or not _matters(row, shapes, shape):
             return  # its scale is known, or an alpha would not change it
         if ALPHA in self.given:
@@ -180,7 +181,7 @@ class Patcher:
             raise _unusable("alpha", alpha, module.shared.get("alpha")) from e
         if "scale" in found:
             found["scale"] *= self._trained(name).factor
-        told = self.rules.of(module.name).numbers(name, module.name, shapes)
+        told = self._told_by(name, module, shapes)
         if name in CONFIGURED and not told:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
         found |= told
@@ -190,6 +191,11 @@ class Patcher:
         elif alpha == 0 and not told and "scale" in row.scalars and _matters(row, shapes, shape):
             self.remark(ZERO_ALPHA, module)
         return found
+
+    def _told_by(self, name: str, module: Module, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
+        """What the configuration says in numbers; of another part's an α beside the tensors is the better one."""
+        rules = self.rules.of(module.name)
+        return {} if rules.borrowed and "alpha" in module.shared else rules.numbers(name, module.name, shapes)
 
     def _trained(self, name: str) -> Trained:
         if name not in self._told:

@@ -27,72 +27,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
+from .peft_kinds import KINDS, OTHERS, SHARED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
-from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, parameters
+from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, is_layer, parameters
+from .prefixes import COMPONENTS, prefixed
 from .views import View
 
 METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
 
-KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "LORA": (
-            *("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed"),
-            *("bdlora", "pissa", "olora", "kasa", "lora_sparse"),
-        ),
-        "ADALORA": ("adalora",),
-        "LOHA": ("loha",),
-        "LOKR": ("lokr",),
-        "IA3": ("peft_ia3_out", "peft_ia3_in"),
-        "OFT": ("peft_oft", "peft_oft_embedding", "peft_oft2", "peft_oft1"),
-        "BOFT": ("peft_boft",),
-        "VERA": ("vera",),
-        "PVERA": ("pvera",),
-        "RANDLORA": ("randlora",),
-        "FOURIERFT": ("fourierft",),
-        "LN_TUNING": (),
-        "HRA": ("hra",),
-        "MISS": ("miss", "miss_mini", "miss_bat"),
-        "BONE": ("miss", "miss_mini", "miss_bat"),
-        "SHIRA": ("shira",),
-        "C3A": ("c3a",),
-        "ROAD": ("road",),
-        "DELORA": ("delora",),
-        "GRALORA": ("gralora",),
-        "HIRA": ("hira", "hira_embedding"),
-        "VBLORA": ("vblora", "vblora_top"),
-        "UNILORA": ("unilora",),
-        "BEFT": ("lora_bias",),
-        "DEFT": ("deft",),
-        "SUPERTUNING": ("supertuning",),
-        "OSF": ("osf",),
-        "WAVEFT": ("waveft",),
-        "PEANUT": ("peanut",),
-        "TRAINABLE_TOKENS": (),
-    }
-)
-"""peft_type → rows of ALGORITHMS that its tensors can be."""
-
-SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "vera": {"down": "vera_A", "up": "vera_B"},
-        "pvera": {"down": "pvera_A", "up": "pvera_B"},
-        "randlora": {"down": "randlora_A", "up": "randlora_B"},
-        "vblora": {"bank": "vblora_vector_bank"},
-        "vblora_top": {"bank": "vblora_vector_bank"},
-        "unilora": {"bank": "unilora_theta_d"},
-    }
-)
-
-OTHERS: Final = frozenset({"onetrainer_oft", "onetrainer_oft_conv", "full_rank"})
-"""Rows of other trainers that spell their tensors as PEFT does."""
+RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
 Kind = Literal["value", "copy", "ignored"]
 
@@ -120,6 +71,7 @@ class Rules:
     fields: Fields
     kind: str = ""  # peft_type; empty where there is no configuration
     components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
+    borrowed: bool = False  # from the component that the names speak of in other words
 
     @property
     def fan_in_fan_out(self) -> bool:
@@ -133,11 +85,20 @@ class Rules:
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
 
     def of(self, module: str) -> Rules:
-        """The rules for one module: those of its component, where components have their own."""
+        """The rules for one module: those of its component, where components have their own.
+
+        A file that was renamed speaks of `diffusion_model.`, or of nothing, where its header says `transformer.`.
+        """
         if not self.components:
             return self
-        prefixes = [name for name in self.components if module.startswith(f"{name}.")]
-        return self.components[max(prefixes, key=len)] if prefixes else self
+        if prefixes := [name for name in self.components if module.startswith(f"{name}.")]:
+            return self.components[max(prefixes, key=len)]
+        hint, path = list(prefixed(module))[-1]
+        meant = [name for name in self.components if name in COMPONENTS.get(hint, ())]
+        if self.kind or len(meant) != 1:
+            return self
+        theirs = self.components[meant[0]]
+        return replace(theirs, fields=replace(theirs.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
         self, module: str, candidates: Sequence[str], weight: View | None = None, model: str = ""
@@ -152,6 +113,8 @@ class Rules:
         if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save
             return None
         rows = [name for name in candidates if name in KINDS[self.kind]]
+        if candidates and not rows and self.borrowed:
+            return None
         if candidates and not rows:
             what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
             fix = "put the adapter_config.json of this adapter beside it"
@@ -168,7 +131,11 @@ class Rules:
         return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
 
     def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
-        """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors."""
+        """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors, InputError if its
+        patterns are of other names than the file's."""
+        if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):
+            where = f"{self.fields.where}: alpha_pattern does not tell of {module}"
+            raise InputError("the file calls its modules by other names than its header does", where, RENAMED)
         check_count(self.fields, algorithm, module, shapes)
         make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
         return {} if make is None else {"scale": make(self.fields, module, shapes)}
@@ -275,6 +242,7 @@ def _from_metadata(text: str, where: str) -> Rules:
         component, _, name = key.rpartition(".")
         parts.setdefault(component, {})[name] = value
     read = {name: rules({"peft_type": "LORA", **part}, where) for name, part in parts.items()}
+    read = {name: replace(r, fields=replace(r.fields, inside=f"{name}." if name else "")) for name, r in read.items()}
     whole = read.pop("", Rules(Fields({}, where)))
     return Rules(whole.fields, whole.kind, read)
 

@@ -103,6 +103,8 @@ class Fields:
 
     values: Mapping[str, Any]
     where: str
+    inside: str = ""
+    """What the file's names begin with before the path that the configuration knows: `transformer.`."""
 
     def get(self, name: str) -> Any:
         """The value as it is; None where absent."""
@@ -160,8 +162,8 @@ class Fields:
         return default
 
     def matches(self, expression: str, module: str, name: str, key: str) -> bool:
-        """Whether the expression made of a file's `key` matches at the start of the module's
-        path."""
+        """Whether the expression made of a file's `key` matches at the start of the module's path."""
+        module = module.removeprefix(self.inside)
         if endless(key, module):
             what, fix = "a pattern too complex to run safely", "write out the modules it stands for"
             raise InputError(f"{name} holds {what}", f"{self.where}: {key[:80]!r}", fix)

@@ -43,7 +43,7 @@ def parameters(fields: Fields, module: str) -> tuple[str, ...]:
     path = bare(module)
     owner = path.replace(WRAPPER, "")
     leaves = [leaf for of, _, leaf in split if of and f".{owner}".endswith(f".{of}")]
-    if "weight" not in leaves and any(not of for of, _, _ in split) and not _is_layer(fields, owner):
+    if "weight" not in leaves and any(not of for of, _, _ in split) and not is_layer(fields, owner):
         leaves += [leaf for of, _, leaf in split if not of]
     leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
     if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
@@ -51,7 +51,7 @@ def parameters(fields: Fields, module: str) -> tuple[str, ...]:
     return tuple(f"{owner}.{leaf}" for leaf in leaves)
 
 
-def _is_layer(fields: Fields, path: str) -> bool:
+def is_layer(fields: Fields, path: str) -> bool:
     """Whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
     if fields.get("target_modules") == "all-linear":
         return not path.endswith("experts")

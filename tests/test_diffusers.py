@@ -5,6 +5,7 @@ The same adapter in every dialect, and as sharded folder.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,6 +270,42 @@ def test_a_prefixed_metadata_entry_holds_for_its_component(fused: Trained, tmp_p
     config = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA, "transformer.target_modules": ["to_q"]}
     path = save(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(config)})
     _assert_same(lora_merge.merge_state_dict(fused.base.state_dict(), path), fused.weights, "metadata")
+
+
+def test_metadata_with_anchored_patterns_and_other_names_as_the_library_takes_it(tmp_path: Path) -> None:
+    """What diffusers' own loader makes of it: patterns that begin with ^, and names that are not in diffusers' words."""
+    base = diffusers.WanTransformer3DModel(**WAN)
+    layers = ["blocks.0.attn1.to_q", "blocks.1.attn1.to_q", "blocks.0.ffn.net.2"]
+    sizes = {name: base.get_submodule(name).weight.shape for name in layers}
+    tensors = {
+        f"{n}.lora_{x}.weight": torch.randn((RANK, i) if x == "A" else (o, RANK))
+        for n, (o, i) in sizes.items()
+        for x in "AB"
+    }
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": layers}
+    words = {
+        "blocks.0.attn1.to_q": "blocks.0.self_attn.q",
+        "blocks.1.attn1.to_q": "blocks.1.self_attn.q",
+        "blocks.0.ffn.net.2": "blocks.0.ffn.2",
+    }
+    native = {
+        f"diffusion_model.{words[k.partition('.lora')[0]]}.lora{k.partition('.lora')[2]}": v for k, v in tensors.items()
+    }
+    for names, more in (
+        (
+            {f"transformer.{k}": v for k, v in tensors.items()},
+            {"alpha_pattern": {"^blocks.0.attn1.to_q": 5, "^blocks.0": 9}},
+        ),
+        (native, {}),
+    ):
+        packed = {f"transformer.{k}": v for k, v in (config | more).items()}
+        path = save(names, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(packed)})
+        model = copy.deepcopy(base)
+        state, metadata = diffusers.WanPipeline.lora_state_dict(path, return_lora_metadata=True)
+        diffusers.WanPipeline.load_lora_into_transformer(state, transformer=model, metadata=metadata)
+        model.fuse_lora()
+        wanted = {k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k}
+        _assert_same(lora_merge.merge_state_dict(base.state_dict(), path), wanted, str(more))
 
 
 def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:

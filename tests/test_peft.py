@@ -353,9 +353,50 @@ def test_metadata_of_components_and_of_the_whole() -> None:
     told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)})
     assert pair_scale(told.of("transformer.blocks.0.q"), "transformer.blocks.0.q") == 2.0
     assert pair_scale(told.of("text_encoder.q"), "text_encoder.q") == 0.5
-    assert told.of("unet.q").numbers("lora", "unet.q", {"down": (4, 5)}) == {}
+    assert told.of("vae.q").numbers("lora", "vae.q", {"down": (4, 5)}) == {}
     whole = rules({}, "f", {"lora_adapter_metadata": json.dumps({"r": 4, "lora_alpha": 8})})
     assert pair_scale(whole.of("blocks.0.q"), "blocks.0.q") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("module", "scale"),
+    [
+        *((f"{prefix}blocks.0.q", 2.0) for prefix in ("", "diffusion_model.", "base_model.model.", "unet.", "net.")),
+        *(("lora_unet_blocks_0_q", 2.0), ("lora_te_layers_0_q", 0.5), ("lora_te1_layers_0_q", 0.5)),
+        *(("lora_te2_layers_0_q", None), ("transformer_2.blocks.0.q", None), ("lora_vae_q", None)),
+    ],
+)
+def test_metadata_of_a_component_holds_for_it_by_its_other_names(module: str, scale: float | None) -> None:
+    packed = {"transformer.r": 4, "transformer.lora_alpha": 8, "text_encoder.r": 4, "text_encoder.lora_alpha": 2}
+    told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)}).of(module)
+    assert told.numbers("lora", module, {"down": (4, 5)}).get("scale") == scale
+
+
+def test_metadata_of_two_denoisers_is_of_neither_by_other_names() -> None:
+    told = rules({}, "f", {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer_2.r": 2})})
+    assert not told.of("diffusion_model.q").numbers("lora", "diffusion_model.q", {"down": (4, 5)})
+
+
+def test_patterns_of_a_component_start_where_its_own_names_do() -> None:
+    config = {"r": 4, "lora_alpha": 4, "target_modules": ["q"], "alpha_pattern": {"^b.0.q": 8, "^q$": 12}}
+    packed = {f"transformer.{name}": value for name, value in config.items()}
+    told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)})
+    for name, scale in {"b.0.q": 2.0, "q": 3.0, "a.b.0.q": 1.0, "b.1.q": 1.0}.items():
+        for module in (f"transformer.{name}", name, f"diffusion_model.{name}"):
+            assert pair_scale(told.of(module), module) == scale, module
+    with pytest.raises(InputError, match="other names"):  # which of the patterns it has, nothing tells
+        pair_scale(told.of("lora_unet_b_0_q"), "lora_unet_b_0_q")
+
+
+def test_the_alpha_beside_the_tensors_counts_before_the_metadata_of_other_names(tmp_path: Path) -> None:
+    pair = {"lora_unet_a.lora_up.weight": torch.randn(6, 4), "lora_unet_a.lora_down.weight": torch.randn(4, 5)}
+    path, base = tmp_path / "a.safetensors", {"a.weight": torch.randn(6, 5)}
+    metadata = {"lora_adapter_metadata": json.dumps({"unet.r": 4, "unet.lora_alpha": 8})}
+    delta = pair["lora_unet_a.lora_up.weight"] @ pair["lora_unet_a.lora_down.weight"]
+    for alpha, scale in (({}, 2.0), ({"lora_unet_a.alpha": torch.tensor(3.0)}, 0.75)):
+        save_file(pair | alpha, path, metadata)
+        done = lora_merge.merge_state_dict(base, path)["a.weight"]
+        torch.testing.assert_close(done, base["a.weight"] + scale * delta)
 
 
 def test_metadata_is_used_by_a_merge(tmp_path: Path) -> None:
