@@ -44,6 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
@@ -102,9 +103,15 @@ def _opened(path: Path) -> Index:
     shard = shard_of(path)
     if shard and shard[1] > 1:
         notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
-    beside = path.parent / "adapter_config.json"
-    config = read_json(beside) if path.name in PEFT_FILES and beside.exists() else {}
-    return _nonempty(_of_files(path, [path], config=config, notes=notes))
+    beside = configuration(path)
+    return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes))
+
+
+def configuration(path: Path) -> Path | None:
+    """The configuration that is read with the folder or PEFT file at `path`; None where there is none."""
+    folder = path if path.is_dir() else path.parent
+    names = CONFIGS if path.is_dir() else CONFIGS[:1] if path.name in PEFT_FILES else ()
+    return next((folder / name for name in names if (folder / name).exists()), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,11 +147,10 @@ def _nonempty(index: Index) -> Index:
 
 
 def _folder(path: Path) -> Index:
-    if (path / "adapter_config.json").exists():
-        return _peft(path)
-    if (path / "model_index.json").exists():
-        return _pipeline(path)
-    config = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    file = configuration(path)
+    config = read_json(file) if file else {}
+    if file and file.name in _KINDS:
+        return _KINDS[file.name](path, config)
     return replace(_component(path), config=config)
 
 
@@ -162,9 +168,8 @@ def _component(path: Path) -> Index:
     return _sharded(path, weights, notes)
 
 
-def _peft(path: Path) -> Index:
+def _peft(path: Path, config: Mapping[str, Any]) -> Index:
     """A PEFT adapter folder; `config` is its adapter_config.json."""
-    config = read_json(path / "adapter_config.json")
     for name in PEFT_FILES:
         if (path / name).exists():
             return _of_files(path, [path / name], config=config)
@@ -175,9 +180,8 @@ def _peft(path: Path) -> Index:
     )
 
 
-def _pipeline(path: Path) -> Index:
+def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
     """A diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
-    config = read_json(path / "model_index.json")
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
         raise InputError(
@@ -203,6 +207,9 @@ def _pipeline(path: Path) -> Index:
         parts,
         tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
     )
+
+
+_KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}
 
 
 def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Index:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from .beside import contents
 from .claims import claimed
+from .job import Job
 from .jobs_file import Entry
 from .opened import Opened
 from .outcome import JobReport, Status, failed, here
@@ -83,13 +85,19 @@ def _once(
     groups: dict[object, list[tuple[Entry, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
-        plan = _caught(lambda e=e: None if done(e.job, opened, hashes) else draw(e.job, opened))  # type: ignore[misc]
+        plan = _caught(partial(_needed, e.job, opened, hashes))
         if isinstance(plan, Plan):
             groups.setdefault(layout_key(plan), []).append((e, plan))
         else:
             yield e, _ended(e, "skipped", tries=tries) if plan is None else failed(e, plan, tries=tries)
     for group in groups.values():
         yield from _together(group, progress, tries)
+
+
+def _needed(job: Job, opened: Opened, hashes: Hashes) -> Plan | None:
+    """The plan for a job; None if its output is there."""
+    plan = draw(job, opened)
+    return None if done(job, contents(plan), opened, hashes) else plan
 
 
 def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: int) -> Iterator[tuple[Entry, JobReport]]:

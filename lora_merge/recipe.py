@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .checkpoint import Index
+from .checkpoint import Index, configuration
 from .header import open_regular
 from .job import Job
 
@@ -76,10 +76,10 @@ def _input(path: Path, index: Index, numbers: Iterator[int]) -> dict[str, Any]:
     return found
 
 
-def config_hash(folder: Path) -> str:
-    """SHA-256 of the PEFT configuration in a folder; empty where there is none."""
-    file = folder / "adapter_config.json"
-    return sha256(file) if file.exists() else ""
+def config_hash(path: Path) -> str:
+    """SHA-256 of the configuration that is read with an input; empty where there is none."""
+    file = configuration(path)
+    return sha256(file) if file else ""
 
 
 def sha256(path: Path) -> str:

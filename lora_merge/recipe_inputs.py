@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from .checkpoint import configuration
 from .errors import InputError, UsageError, VerificationFailed
 from .kinds import quoted
 from .recipe import config_hash, sha256
@@ -32,14 +33,19 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
     depth = len(PurePosixPath(name).parts) if one.folder else 0
     ending = f"/{one.name}/{name}" if one.folder else f"/{name}"
     namesakes = [p for p in present if f"/{p.as_posix()}".endswith(ending)]
+    others: list[str] = []
     for path in dict.fromkeys((*namesakes, *present)):
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if one.folder else path
-            if different(one, root) is None:
+            other = different(one, root)
+            if other is None:
                 return root
+            if path in namesakes:
+                others.append(other)
     if namesakes:
         raise VerificationFailed("the output is older or newer than one of its inputs",
-                                 f"{namesakes[0]} is not that of {quoted(one.name)} then, SHA-256 {digest}",
+                                 f"{[*others, namesakes[0]][0]} is not that of {quoted(one.name)} then, "
+                                 f"whose weights have the SHA-256 {digest}",
                                  "merge again, or name the folder of the former version with --search")  # fmt: skip
     raise InputError(f"the input {quoted(one.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      "name its folder with --search")  # fmt: skip
@@ -52,7 +58,7 @@ def different(one: Input, path: Path) -> str | None:
         if _size(file) != size or sha256(file) != digest:
             return str(file)
     if one.config and config_hash(path) != one.config:
-        return str(path / "adapter_config.json")
+        return str(configuration(path) or path)
     return None
 
 

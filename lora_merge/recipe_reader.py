@@ -28,7 +28,7 @@ class Input:
     name: str
     files: tuple[tuple[str, int, str], ...]
     folder: bool
-    config: str  # SHA-256 of its adapter_config.json, where it has one
+    config: str  # SHA-256 of the configuration that is read with it; empty in recipes that do not say
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .planning import FLOATS, Plan, draw, placed
 from .recipe import KEY
 from .recipe_inputs import different, find
 from .recipe_reader import Recipe, damaged, read_recipe
-from .verify import verify
+from .verify import check_header, verify
 
 
 def prove(
@@ -54,7 +54,19 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
     recipe = read_recipe(index)
     with ExitStack() as stack:
         job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
-        return placed(_followed(job, index))
+        plan = _followed(job, index)
+    _require_same(plan, made, recipe)
+    return placed(plan)
+
+
+def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
+    """VerificationFailed unless the plan gives the tensors that are there."""
+    try:
+        for file in plan.files:
+            check_header(file, made / file.name if file.name else made, fresh=False)
+    except VerificationFailed as e:
+        raise VerificationFailed(f"the recipe and its inputs give another model: {e.what}", e.where,
+                                 f"it was made by version {recipe.version}; merge again") from e  # fmt: skip
 
 
 def _followed(job: Job, made: Index) -> Plan:

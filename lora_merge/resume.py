@@ -1,4 +1,7 @@
-"""Is an output there already, by the same recipe? By what its metadata says, and the inputs' sizes and SHA-256."""
+"""Is an output there already, complete and by the same recipe?
+
+By what the metadata of its weights says, the inputs' sizes and SHA-256, and the bytes of all other files.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from .beside import Contents, Side
 from .checkpoint import open_checkpoint
+from .destination import failures
 from .errors import MergeError, UsageError
+from .folders import listed
 from .header import FileState
 from .job import Job
 from .known_hashes import recall, remember, state
 from .opened import Opened
-from .recipe import KEY, recipe, sha256, slot
+from .recipe import KEY, parsed, recipe, sha256, slot
 
 VARIES: Final = frozenset({"name", "version"})
 """What may differ between equal recipes: how files are called, and which version of this program merged them."""
@@ -38,37 +44,55 @@ class Hashes:
         return self._known[key]
 
 
-def done(job: Job, opened: Opened, hashes: Hashes) -> bool:
+def done(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> bool:
     """Whether the output holds what this job would write. Hashes the inputs only if all else agrees.
 
     UsageError if something else is there and may not be replaced.
     """
     if not os.path.lexists(job.output):
         return False
-    stored = _stored(job.output)
-    if stored is not None and _same(job, stored, opened, hashes):
-        return True
-    if not job.overwrite:
-        what = "is not one of ours" if stored is None else "was made by another recipe"
-        raise UsageError(f"the output exists and {what}", str(job.output),
+    with failures(job.output):
+        other = _other(job, wanted, opened, hashes)
+    if other and not job.overwrite:
+        raise UsageError(f"the output exists and {other}", str(job.output),
                          "choose another output, or give --overwrite")  # fmt: skip
-    return False
+    return not other
 
 
-def _stored(output: Path) -> dict[str, Any] | None:
-    """The recipe in an output's metadata; None where there is none, or no complete checkpoint."""
+def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
+    """What is wrong with an output; empty if nothing is."""
     try:
-        value = json.loads(open_checkpoint(output).metadata.get(KEY, "null"))
-    except (MergeError, ValueError, RecursionError):
-        return None  # whatever it is, it is not what this job writes: the caller refuses or replaces it
-    return value if isinstance(value, dict) else None
+        there = open_checkpoint(job.output)
+    except MergeError as e:
+        return f"is no complete checkpoint: {e.what}"
+    folder = there.path.is_dir()
+    weights = {f.relative_to(there.path).as_posix() if folder else "": f for f in there.files}
+    if KEY not in there.metadata:
+        return "is not one of ours"
+    if weights.keys() != wanted.weights:
+        return "has other files of weights"
+    recipes = {there.metadata_of(f).get(KEY, "") for f in there.files}
+    if len(recipes) > 1 or not _same(job, parsed(recipes.pop()), opened, hashes):
+        return "was made by another recipe"
+    wrong = [name for name, side in wanted.sides.items() if not _is(job.output / name, side, hashes)]
+    return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
 
 
-def _same(job: Job, stored: dict[str, Any], opened: Opened, hashes: Hashes) -> bool:
+def _is(file: Path, side: Side, hashes: Hashes) -> bool:
+    """Whether a file beside the weights holds what it should."""
+    if not file.is_file():
+        return False
+    if isinstance(side, bytes):
+        return file.read_bytes() == side
+    return file.stat().st_size == side.stat().st_size and hashes.of(file) == hashes.of(side)
+
+
+def _same(job: Job, stored: dict[str, Any] | None, opened: Opened, hashes: Hashes) -> bool:
+    """Whether a recipe is that of the job."""
     base, _ = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]
     wanted = recipe(job, base, adapters)
-    if _essence(wanted, VARIES | {"sha256"}) != _essence(stored, VARIES | {"sha256"}):
+    if stored is None or _essence(wanted, VARIES | {"sha256"}) != _essence(stored, VARIES | {"sha256"}):
         return False
     text = json.dumps(wanted)
     for number, path in enumerate(f for index in (base, *adapters) for f in index.files):

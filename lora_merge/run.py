@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from . import __version__
+from .beside import contents
 from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
 from .errors import MergeError
-from .job import DTYPES
 from .planning import Plan, coverage
 from .publish import replacing
 from .report import Report, peak_memory
 from .scarcity import scarcity
-from .sidefiles import configured
 from .stopping import heed
 from .verify import verify
 from .writing import Writing
@@ -136,11 +135,8 @@ def _prepare(plan: Plan, part: Path) -> None:
         (part / name).parent.mkdir(parents=True, exist_ok=True)
     for file in plan.files:
         (part / file.name).touch()
-    for name, content in plan.indexes:
-        (part / name).write_bytes(content)
-    for name in plan.sides:
-        if Path(name).name == "config.json":
-            content, resized = (plan.base.path / name).read_bytes(), plan.resized(str(Path(name).parent))
-            (part / name).write_bytes(configured(content, DTYPES.get(plan.job.dtype), resized))
+    for name, content in contents(plan).sides.items():
+        if isinstance(content, bytes):
+            (part / name).write_bytes(content)
         else:
-            copy_file(plan.base.path / name, part / name)
+            copy_file(content, part / name)

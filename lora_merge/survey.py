@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from .beside import Contents, contents
 from .destination import check_output, files_under
 from .disk import require_space
 from .errors import MergeError, UsageError
@@ -124,7 +125,7 @@ class _Outline:
     folder: bool
     inputs: tuple[Path, ...]
     spared: tuple[Path, ...]
-    contents: tuple[str, ...]
+    contents: Contents
     layout: int
 
 
@@ -141,9 +142,9 @@ class _Surveyor:
         blank = Sketch(entry, level, None if maker is None else maker.number)
         try:
             outline = self._outline(self._grounded(job))
-            complete = maker is None and done(job, self.opened, self.hashes)
+            complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
-                job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents,
+                job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents.names,
                 spared=outline.spared,
             )  # fmt: skip
         except MergeError as e:
@@ -194,7 +195,7 @@ class _Surveyor:
         except MergeError as e:
             return e
         return _Outline(
-            plan.size, plan.is_folder, plan.inputs, plan.adapter_files, plan.contents, hash(layout_key(plan))
+            plan.size, plan.is_folder, plan.inputs, plan.adapter_files, contents(plan), hash(layout_key(plan))
         )
 
 

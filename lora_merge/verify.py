@@ -44,7 +44,7 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
     compared = {"bytes": 0, "of": 0}
     for file in plan.files:
         path = part / file.name if file.name else part
-        targets = _check_header(file, path, fresh=fresh)
+        targets = check_header(file, path, fresh=fresh)
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             unmerged = _unmerged(targets, compared, full=full)
@@ -65,7 +65,7 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
     return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
 
 
-def _check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, ...]:
+def check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, ...]:
     """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
 
     A file that is not fresh may come from another version or program, which may order tensors otherwise.

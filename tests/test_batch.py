@@ -194,6 +194,41 @@ def test_another_recipe_is_refused_or_with_overwrite_redone(models: Path, change
     assert fates(run(jobs)) == ["skipped"] * 2
 
 
+@pytest.fixture
+def sharded(models: Path) -> Path:
+    """The same, the base a folder of two shards with files beside them."""
+    tensors = list(sd1().items())
+    (models / "base").mkdir()
+    for n, some in enumerate((tensors[:9], tensors[9:]), 1):
+        save(dict(some), models / "base" / f"model-0000{n}-of-00002.safetensors")
+    for name in ("config", "tokenizer"):
+        (models / "base" / f"{name}.json").write_text('{"dtype": "float16"}')
+    return models
+
+
+@pytest.mark.parametrize("change", [
+    "out/config.json", "out/tokenizer.json", "base/tokenizer.json", "base/config.json",
+    "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors",
+])  # fmt: skip
+def test_a_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path, change: str) -> None:
+    base = sharded / "base"
+    jobs = [{**job(sharded, ".", dtype="bf16"), "base": str(base), "output": str(sharded / "out")}]
+    assert fates(run(jobs)) == ["merged"]
+    assert fates(run(jobs)) == ["skipped"]
+    changed = sharded / change
+    if changed.suffix == ".json":
+        changed.write_text('{"dtype": "float16", "vocab_size": 3}')
+    else:  # the unmerged one
+        shutil.copy(base / changed.name, changed)
+    (report,) = run(jobs)
+    assert isinstance(report.error, UsageError) and "the output exists and" in report.error.what
+    assert fates(run(jobs, overwrite=True)) == ["merged"]
+    assert fates(run(jobs)) == ["skipped"]
+    changed = sharded / "out" / changed.name
+    changed.unlink()
+    assert fates(run(jobs)) == ["failed"]
+
+
 def test_failures_stay_in_their_job(models: Path) -> None:
     broken = kohya(sd1(), seed=3)
     next(iter(broken.values()))[0] = float("nan")

@@ -139,6 +139,31 @@ def test_folders_and_name_tables_are_replayed(files: Path) -> None:
         prove(out)
 
 
+def test_the_configuration_of_the_base_is_one_of_its_files(files: Path) -> None:
+    """It decides what is tied and by what names the model goes."""
+    (files / "model").mkdir()
+    (files / "base.safetensors").rename(files / "model" / "model.safetensors")
+    config = files / "model" / "config.json"
+    config.write_text('{"model_type": "sd"}')
+    out = files / "out"
+    lora_merge.merge(files / "model", files / "style.safetensors", out)
+    prove(out)
+    config.write_text('{"model_type": "sd1"}')
+    for again in (lambda: prove(out), lambda: plan_again(out, files / "again"),
+                  lambda: prove(out, files / "model", [(files / "style.safetensors", None)])):  # fmt: skip
+        with pytest.raises(VerificationFailed, match=r"than one of its inputs|version of an input") as e:
+            again()
+        assert str(config) in e.value.where
+
+
+def test_a_recipe_that_gives_another_model_is_not_replayed(files: Path) -> None:
+    """As it may be where an earlier version left something out of it."""
+    out = merged(files)
+    save({k: v for k, v in load(out).items() if "out.2" not in k}, out, metadata(out))
+    with pytest.raises(VerificationFailed, match="another model"):
+        plan_again(out, files / "again.safetensors")
+
+
 def test_unmerging_is_refused_with_advice(files: Path) -> None:
     out = merged(files)
     with pytest.raises(UsageError, match="cannot be taken back") as refusal:
