@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from .errors import ResourceError
 from .placement import TORCH_DTYPES, Placement
+
+KINDS: Final = ("cpu", "cuda", "mps", "xpu")
 
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:

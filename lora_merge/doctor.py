@@ -24,6 +24,7 @@ from .pages import aligned_buffer
 from .placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
 from .reference import REFERENCE
 from .reference.floats import Array
+from .surroundings import undisturbed
 from .volumes import DIRECT_ON, Mode, file_system, free_bytes
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -138,6 +139,7 @@ def _stored(values: Array, dtype: str) -> Array:
     return once
 
 
+@undisturbed()
 def computed(  # noqa: PLR0913, PLR0917
     name: str, example: Example, base: Array, at: Placement, kept: dict[str, Array] | None = None,
     stored: tuple[str, str] = ("F64", "F64"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -106,7 +105,7 @@ class Folder:
         lane = self._lane()
         at = _precise(lane.at, group[0].block)
         try:
-            with torch.no_grad(), exact_products() if at.device.type == "cuda" else nullcontext(), lane.turn():
+            with torch.no_grad(), exact_products(), lane.turn():
                 self._fold_at(group, at, lane)
         except DoesNotFit as e:  # what only values tell: indices that point outside, …
             raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",

@@ -28,9 +28,11 @@ from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
 from .planning import Target, match, outputs, values
+from .surroundings import undisturbed
 from .views import Piece, View
 
 
+@undisturbed()
 def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options: Any) -> dict[str, Tensor]:
     """A new state dict with the adapters merged in; the input is not changed.
 
@@ -95,6 +97,7 @@ class _Held:
         for key, value in tensors.items():
             if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
                 raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
+            _check_values(value, f"{path}: {key}")
             dtype = FILE_DTYPES[value.dtype]
             infos[key] = TensorInfo(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
             self._tensors[path, key] = value
@@ -176,10 +179,12 @@ class LoadedAdapter:
             raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")
         return chosen
 
+    @undisturbed()
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
         """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape."""
         if not isinstance(base_weight, Tensor):
             raise unlike(base_weight, "the base's weight", "a tensor")
+        _check_values(base_weight, "the base's weight")
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = View((Piece("weight", 0, rows, cols),), shape)
@@ -196,6 +201,12 @@ class LoadedAdapter:
             if module.name == name:
                 return module
         raise UsageError(f"the adapter has no module {name!r}", str(self.path), "see .modules for the names")
+
+
+def _check_values(tensor: Tensor, where: str) -> None:
+    """InputError for a tensor that has a shape and no values."""
+    if tensor.device.type == "meta":
+        raise InputError("a tensor on the meta device holds no values", where, "load the model before merging")
 
 
 def load_adapter(path: str | Path) -> LoadedAdapter:
