@@ -3,22 +3,26 @@
 PEFT saves the embeddings and the head from under its own layer (`base_layer`) whenever one of them is trained or the
 vocabulary was resized, and loads them over the base's, also where the two differ: new tokens are given their first
 values before training. So does a merge; what stands on them is added to the copy. PEFT 0.21, utils/save_and_load.py.
+
+Methods that take their start out of the weight (PiSSA) store what is left. At strength 1 that is the place to stand on
+too; at another it would lack the start whole, so there the base's own stays, and the formula takes its part out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .conventions import apart
 from .doubles import EMBEDDINGS
-from .errors import MergeError, ShapeMismatch
+from .errors import FitError, MergeError, ShapeMismatch
 from .header import TensorInfo
 from .job import Adapter
 from .names import Names
-from .patching import Patcher
+from .patching import Patch, Patcher
 from .peft import BASE_LAYER
+from .peft_kinds import STARTED
 from .tied import Tied
 from .views import Piece, View, whole
 
@@ -62,6 +66,16 @@ class Seen:
             pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
         }
 
+    def lacking(self, patch: Patch, residual: Collection[str]) -> MergeError | None:
+        """The error for a start that was taken out of tied ends, where what is left of these is not at hand."""
+        key = patch.view.pieces[0].key
+        ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
+        if patch.algorithm not in STARTED or key not in ends - {*residual}:
+            return None
+        return FitError("the start of the adapter was taken out of tied embeddings, which it does not tell",
+                        f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
+                        "save it with save_embedding_layers=True, and merge it at strength 1")  # fmt: skip
+
     def resized(self, where: str) -> MergeError:
         """The error for what the adapter does not tell of a base with another vocabulary."""
         return ShapeMismatch("the base was resized before training", f"{self.path}: {where}",
@@ -71,19 +85,29 @@ class Seen:
 def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None) -> Seen:
     """The base with what the adapter stores of it; every copy is compared with the base's own."""
     result = Seen(patcher.adapter.path, dict(base), tied)
-    for info, own in _stored(patcher, names, base, tied):
+    stored = [*_stored(patcher, names, base, tied)]
+    started = {own.name for info, own in stored if _takes_start(patcher, info)}
+    for info, own in stored:
         if own.name not in result.copies:  # tied ends are one tensor
             result.copies[own.name] = info
             strength = ref.factor(own.name, names.component(own.name))
-            if strength or info.shape != own.shape:
+            if info.shape != own.shape or (strength and (strength == 1 or own.name not in started)):
                 _compare(result, info, own, patcher)
+                patcher.residual.add(own.name)
             if not strength:
                 result.idle.add(own.name)
-    if tied is not None and tied.info.name in result.other and tied.stored and tied.stored not in result.copies:
-        as_one = not patcher.values.differing(base[tied.stored], tied.info)  # in transformers, whatever is loaded later
-        if as_one:
-            result.put(tied.stored, result.other[tied.info.name])
+    if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - result.copies.keys()) == 1:
+        (left,), (copied,) = ends, {tied.info.name, tied.stored} - ends
+        if copied in result.other and not patcher.values.differing(base[tied.stored], tied.info):
+            result.put(left, result.other[copied])  # one tensor in transformers, whatever is loaded later
     return result
+
+
+def _takes_start(patcher: Patcher, info: TensorInfo) -> bool:
+    """Whether this is a copy from under a layer out of whose weight a start was taken."""
+    name = info.name.partition(".base_layer.")[0]
+    complete = next((m.complete for m in patcher.adapter.modules if m.name == name), ())
+    return bool(complete) and patcher.rules.of(name).algorithm(name, complete) in STARTED
 
 
 def _stored(

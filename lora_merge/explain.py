@@ -1,4 +1,4 @@
-"""Why names found no place: one sentence that names both sides."""
+"""Why names found no place: one sentence that names both sides. Why a convolution does not fit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|la
 
 NO_NAMES: Final = "has no tensors of these names"
 OWN_BASE: Final = "use the base the adapter was trained on"
+
+GROUPED: Final = (
+    "; if it is this one, and the layer a convolution in {groups} groups: the adapter joins channels of different "
+    "groups, which no such weight can, so it can only be applied when the model runs"
+)
 
 PARTS: Final = {
     "te": "the text encoder",
@@ -93,3 +98,14 @@ def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mappin
         )
     title = base.title if base else "a model unknown to lora-merge"
     return f"the base is {title} and {NO_NAMES}; {OWN_BASE}"
+
+
+def grouped(down: Shape, weight: Shape) -> str:
+    """That the layer may be a convolution in groups, if it is one where `down` sees all of its input channels; or "".
+
+    Trainers that leave the layer as it is and add a branch to it give that all channels (PEFT, kohya's scripts).
+    """
+    if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
+        return ""
+    groups, rest = divmod(down[1], weight[1])
+    return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)

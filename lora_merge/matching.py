@@ -93,6 +93,8 @@ class Matcher:
         patch = self._patch(module, self.heads.origin(larger))
         if patch is None:
             return
+        if lacking := self.seen.lacking(patch, self.patcher.residual):
+            self.failures.append(lacking)
         self._add(patch, self.heads.key(view))
         if module.parameter == "weight":
             self._place_bias(module, patch)

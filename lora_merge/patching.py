@@ -11,11 +11,13 @@ from typing import Any, Final
 from .adapter import AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
+from .explain import grouped
 from .folders import listed
 from .gaps import incomplete, lacks
 from .header import TensorInfo
 from .network_args import Trained, trained
 from .peft import Rules
+from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
 from .views import View, transposed
 
@@ -38,10 +40,6 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
-GROUPED: Final = (
-    "; if it is this one, and the layer a convolution in {groups} groups: the adapter joins channels of different "
-    "groups, which no such weight can, so it can only be applied when the model runs"
-)
 STACKED: Final = ("lora_experts", "lora_experts_transposed")
 
 ODD: Final = 1e-3
@@ -94,6 +92,7 @@ class Patcher:
         self.model = ""  # the base's type
         self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
+        self.residual: set[str] = set()  # base tensors in whose place the adapter's own copy is: a start is out of it
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._told: dict[str, Trained] = {}  # by the metadata, per algorithm
         self.used: set[str] = set()  # those that a formula asked for
@@ -107,6 +106,8 @@ class Patcher:
         complete, told = module.complete, self.rules.of(module.name)
         try:
             chosen = told.algorithm(module.name, complete, view, self.model)
+            if chosen in STARTED and "lora" in complete and view.pieces[0].key in self.residual:
+                chosen = "lora"
         except DoesNotFit as e:
             where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}"
             raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
@@ -136,8 +137,7 @@ class Patcher:
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
             raise ShapeMismatch(UNTOLD, where, untold)
-        groups = _groups(module.shapes.get("down", ()), view.shape)
-        fix = TRAINED_ON + (GROUPED.format(groups=groups) if groups > 1 else "")
+        fix = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def notes(self) -> list[str]:
@@ -261,17 +261,6 @@ def _unusable(slot: str, value: float | None, info: TensorInfo | None) -> InputE
 def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
     """Whether an alpha changes the scale."""
     return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)
-
-
-def _groups(down: Shape, weight: Shape) -> int:
-    """In how many groups a convolution with this weight would be if `down` saw all of its input channels; 0: in none.
-
-    Trainers that leave the layer as it is and add a branch to it give that all channels (PEFT, kohya's scripts).
-    """
-    if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
-        return 0
-    groups, rest = divmod(down[1], weight[1])
-    return 0 if rest or not groups or weight[0] % groups else groups
 
 
 def _ways(view: View, *, in_out: bool) -> Iterator[View]:

@@ -34,7 +34,7 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
-from .peft_kinds import KINDS, OTHERS, SHARED
+from .peft_kinds import KINDS, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
 from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, is_layer, parameters
 from .prefixes import COMPONENTS, prefixed
@@ -177,7 +177,7 @@ class Rules:
         if named and weight is None and not named[0].endswith(".weight"):
             return "lora_experts"
         start = self.fields.get("init_lora_weights")
-        if isinstance(start, str) and start.lower() in ("pissa", "olora"):
+        if isinstance(start, str) and start.lower() in STARTED:
             return start.lower()
         if self.fields.get("kasa_config") and "kasa" not in rows:
             raise InputError("KaSA without its lora_diag", f"{self.fields.where}: {module}", "save the adapter again")

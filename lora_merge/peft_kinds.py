@@ -46,6 +46,9 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """peft_type → rows of ALGORITHMS that its tensors can be."""
 
+STARTED: Final = ("pissa", "olora", "kasa")
+"""Rows whose start PEFT takes out of the weight itself when it wraps a layer."""
+
 SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "vera": {"down": "vera_A", "up": "vera_B"},

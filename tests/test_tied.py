@@ -242,6 +242,70 @@ def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
     prove(tmp_path / "ours", full=True)
 
 
+START: dict[str, Callable[[], dict[str, Any]]] = {
+    "pissa": lambda: dict(init_lora_weights="pissa"),
+    "olora": lambda: dict(init_lora_weights="olora"),
+    "kasa": lambda: dict(kasa_config=peft.KasaConfig()),
+}
+ON_HEAD: dict[str, dict[str, Any]] = {
+    "head": dict(target_modules=["q_proj", "lm_head"]),
+    "whole embeddings": dict(target_modules=["lm_head"], modules_to_save=["embed_tokens"]),
+    "both": dict(target_modules=["embed_tokens", "lm_head"]),
+    "both, ensured": dict(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+    "tokens": dict(target_modules=["lm_head"], trainable_token_indices=[5]),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "case", "tie"),
+    [("pissa", c, t) for c in ON_HEAD for t in ("apart", "tied")]
+    + [
+        ("pissa", "head", "stored"),
+        ("olora", "tokens", "stored"),
+        ("olora", "head", "tied"),
+        ("kasa", "head", "stored"),
+    ],
+)
+def test_a_start_is_taken_out_of_a_head_once_and_out_of_both_tied_ends(
+    tmp_path: Path, method: str, case: str, tie: str
+) -> None:
+    """PEFT takes it out of the shared tensor in place, and stores what is left if embeddings are saved."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    _model("qwen2", tie_word_embeddings=tie != "apart").save_pretrained(base)
+    if tie == "stored":
+        tensors = load(base / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    tuned = _tune(transformers.Qwen2ForCausalLM.from_pretrained(base), _lora(**ON_HEAD[case], **START[method]()))
+    tuned.save_pretrained(adapter)
+    if case == "tokens" and tie != "apart":  # without what is left of the ends
+        with pytest.raises(FitError, match="taken out of tied embeddings") as e:
+            lora_merge.merge(base, adapter, tmp_path / "ours")
+        assert "lm_head" in e.value.where and "save_embedding_layers=True" in e.value.fix
+        return
+    lora_merge.merge(base, adapter, tmp_path / "ours")
+    ours = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(ours(TOKENS).logits, tuned(TOKENS).logits, atol=5e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", START)
+def test_a_start_is_taken_out_by_the_strength(tmp_path: Path, method: str) -> None:
+    """W + s (F(W) − W), whether the file holds what is left of W or not."""
+    _model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+    _tune(model, _lora(**ON_HEAD["head"], **START[method]())).save_pretrained(tmp_path / "adapter")
+    states = {}
+    for strength in (0.0, 0.5, 1.0):
+        lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", strength)], tmp_path / f"{strength}")
+        states[strength] = load(tmp_path / f"{strength}" / "model.safetensors")
+    for key, value in states[0.5].items():
+        torch.testing.assert_close(value, (states[0.0][key] + states[1.0][key]) / 2, atol=2e-5, rtol=1e-4)
+    assert not torch.equal(states[0.0]["lm_head.weight"], states[0.5]["lm_head.weight"])
+    _model("qwen2").save_pretrained(tmp_path / "tied")
+    with pytest.raises(FitError, match="taken out of tied embeddings"):
+        lora_merge.merge(tmp_path / "tied", [(tmp_path / "adapter", 0.5)], tmp_path / "ours")
+
+
 def test_more_rows_of_one_end_alone_are_refused(tmp_path: Path) -> None:
     """PEFT stores no head that it did not wrap, if the embeddings are trained."""
     _model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path / "base")
