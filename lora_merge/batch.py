@@ -12,6 +12,7 @@ from typing import Any
 from .arguments import shown
 from .background import Reports
 from .claims import sweep
+from .destination import spare
 from .errors import MergeError, UsageError
 from .executors import Crew, Executor
 from .executors import executor as find
@@ -128,7 +129,11 @@ def make_batch(
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
-    return Batch(survey(load(source, overwrite=overwrite), workers=workers or 1))
+    entries = load(source, overwrite=overwrite)
+    for path in [source] if isinstance(source, Path) else []:
+        for e in entries:
+            spare(e.job.output, [path])
+    return Batch(survey(entries, workers=workers or 1))
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command

@@ -128,6 +128,7 @@ def merge(
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
     """Merge adapters into a base model and write the result."""
+    from .destination import sources
     from .job import make_job
     from .planning import make_plan
     from .preload import preload
@@ -142,8 +143,7 @@ def merge(
     if not dry_run:
         preload()
     plan = make_plan(job)
-    sources = [job.base, *plan.inputs, *(a.path for a in job.adapters)]
-    told = ReportFile(report, sources, [job.output]) if report else None
+    told = ReportFile(report, [*sources(job), *plan.inputs], [job.output]) if report else None
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=verbose)
     if dry_run:

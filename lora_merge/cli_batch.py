@@ -74,11 +74,11 @@ def batch(
 
 def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """What is read and what is made."""
+    from .destination import sources
     from .job import expand
 
     asked = [s.entry.job for s in made.sketches]
-    sources = {p for j in asked for p in (j.base, *(a.path for a in j.adapters))}
-    return {expand(jobs), *sources}, {j.output for j in asked}
+    return {expand(jobs), *(p for j in asked for p in sources(j))}, {j.output for j in asked}
 
 
 def _announce(made: Batch, *, quiet: bool) -> None:

@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from .checkpoint import configuration
 from .disk import failure
 from .errors import UsageError
 from .folders import listed
+from .job import Job
 
 PICKLES: Final = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 
@@ -30,7 +32,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     `spared` are inputs that are not replaced whatever `overwrite` says.
     """
     with failures(target):
-        _spare(target, spared)
+        spare(target, spared)
         _check_kind(target, inputs, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
@@ -41,12 +43,25 @@ def check_output(  # noqa: PLR0913  # what an output may not be
         )
 
 
-def _spare(target: Path, spared: Iterable[Path]) -> None:
+def sources(job: Job) -> tuple[Path, ...]:
+    """All that a job reads: the base and what `kept` names."""
+    base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
+    return base, *kept(job)
+
+
+def kept(job: Job) -> tuple[Path, ...]:
+    """What no output takes the place of: the adapters, their configurations, the name table."""
+    adapters = [ref.path for ref in job.adapters]
+    found = (*adapters, *map(configuration, adapters), job.map)
+    return tuple(path for path in found if path is not None)
+
+
+def spare(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))  # new/../name is there when new is made
     if real.exists() and any(_same(real, p) for file in spared for p in (file, *file.parents)):
-        raise UsageError("the output is one of the adapters, or a folder with one in it", str(target),
-                         "choose another -o; not even --overwrite replaces an adapter")  # fmt: skip
+        raise UsageError("the output is a file that is read here, or a folder with one in it", str(target),
+                         "choose another -o; not even --overwrite replaces anything but the base")  # fmt: skip
 
 
 def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:

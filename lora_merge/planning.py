@@ -16,7 +16,7 @@ from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape, flat
 from .checkpoint import Index, Reader
 from .copies import seen
-from .destination import check_output
+from .destination import check_output, kept
 from .disk import require_space
 from .errors import ShapeMismatch, UsageError
 from .folders import listed
@@ -126,11 +126,15 @@ class Plan:
     @property
     def inputs(self) -> tuple[Path, ...]:
         """Every file that is read: the base's first, then each adapter's."""
-        return (*self.base.files, *self.adapter_files)
+        return (*self.base.files, *self._adapter_files)
 
     @property
-    def adapter_files(self) -> tuple[Path, ...]:
-        """Every file of the adapters."""
+    def spared(self) -> tuple[Path, ...]:
+        """Every file that the output may not replace."""
+        return (*self._adapter_files, *kept(self.job))
+
+    @property
+    def _adapter_files(self) -> tuple[Path, ...]:
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
@@ -144,7 +148,7 @@ def placed(plan: Plan) -> Plan:
     job = plan.job
     check_output(
         job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
-        spared=plan.adapter_files,
+        spared=plan.spared,
     )  # fmt: skip
     require_space(job.output, plan.size)
     return plan

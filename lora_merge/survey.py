@@ -173,10 +173,11 @@ class _Surveyor:
 
     def _outline(self, job: Job) -> _Outline:
         """Planned once for all jobs of a kind. Strengths 0 and 1 are kinds of their own: they may copy as a whole."""
-        for ref in job.adapters:
-            maker = self.outputs.maker(ref.path)
+        for path in (*(ref.path for ref in job.adapters), *([job.map] if job.map else [])):
+            maker = self.outputs.maker(path)
             if maker is not None:
-                raise UsageError("an adapter is the output of another job", f"{ref.path}, made by {maker.where}",
+                raise UsageError(f"{'a name table' if path == job.map else 'an adapter'} is the output of another job",
+                                 f"{path}, made by {maker.where}",
                                  "outputs are checkpoints; they can be a base only")  # fmt: skip
         kind = replace(job, output=Path(), overwrite=False, device="auto", adapters=tuple(
             a if a.parts or a.strength in (0, 1) else replace(a, strength=0.5) for a in job.adapters
@@ -194,9 +195,7 @@ class _Surveyor:
             window_bytes(plan)
         except MergeError as e:
             return e
-        return _Outline(
-            plan.size, plan.is_folder, plan.inputs, plan.adapter_files, contents(plan), hash(layout_key(plan))
-        )
+        return _Outline(plan.size, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan)))
 
 
 def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:

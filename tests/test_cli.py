@@ -271,14 +271,14 @@ def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, sty
         (style.parent / "new" / ".." / style.name, style),
     ):
         code, _, err = run(model, adapter, "-o", target, "--overwrite")
-        assert code == 2 and "one of the adapters" in err, err
+        assert code == 2 and "a file that is read here" in err, err
         assert style.read_bytes() == inside.read_bytes() == before
     kept = Path(shutil.copy(style, folder / "model.safetensors"))  # an output folder with nothing else in it
     inside.unlink()
     (tmp_path / "base").mkdir()
     shutil.copy(model, tmp_path / "base" / "model.safetensors")
     code, _, err = run(tmp_path / "base", kept, "-o", folder, "--overwrite")
-    assert code == 2 and "one of the adapters" in err, err
+    assert code == 2 and "a file that is read here" in err, err
     assert kept.read_bytes() == style.read_bytes()
 
 
@@ -512,3 +512,38 @@ def test_the_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path) 
     for _ in range(2):
         assert run("demo", tmp_path / "demo")[0] == 0
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
+
+
+@pytest.fixture
+def read_too(tmp_path: Path, model: Path, style: Path) -> list[Path]:
+    """What is read besides weights: a name table, a jobs file, the configuration of an adapter."""
+    table, jobs, peft = tmp_path / "map.yaml", tmp_path / "jobs.yaml", tmp_path / "peft"
+    shutil.copy(Path(program.__file__).parent / "architectures" / "sd1.yaml", table)
+    jobs.write_text(
+        f"version: 1\njobs: [{{base: {model.name}, adapters: [{style.name}, peft], map: map.yaml, output: o.safetensors}}]"
+    )
+    peft.mkdir()
+    save(kohya(sd1(), seed=3), peft / "adapter_model.safetensors")
+    (peft / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 2}')
+    return [table, jobs, peft / "adapter_config.json"]
+
+
+def test_no_report_and_no_output_replaces_what_is_read_too(
+    run: Run, tmp_path: Path, model: Path, style: Path, read_too: list[Path]
+) -> None:
+    table, jobs, config = read_too
+    before = [p.read_bytes() for p in read_too]
+    ours, peft = ["-o", tmp_path / "o.safetensors"], config.parent / "adapter_model.safetensors"
+    for place in (table, config):
+        refused = [run(model, style, peft, "--map", table, *ours, "--report", place),
+                   run(model, style, peft, "--map", table, "-o", place, "--overwrite")]  # fmt: skip
+        assert [code for code, _, _ in refused] == [2, 2], refused
+    for place in read_too:
+        assert run("batch", jobs, "--report", place)[0] == 2, place
+    text = jobs.read_text()
+    for place in ("jobs.yaml", "map.yaml", "peft/adapter_config.json"):
+        jobs.write_text(text.replace("o.safetensors", f"{place}, overwrite: true"))
+        assert run("batch", jobs)[0] in (2, 7), place
+    jobs.write_text(text)
+    assert [p.read_bytes() for p in read_too] == before
+    assert not (tmp_path / "o.safetensors").exists()
