@@ -8,13 +8,13 @@ puts canonical weights together to what it calls one weight.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
 from .algorithms import Shape
-from .architectures import Architecture
+from .architectures import IN_SHARDS, Architecture
 from .architectures.rows import Hit, Path, Row, Table, fill
 from .views import Piece, View, rows_of, stacked, transposed, whole
 
@@ -45,6 +45,7 @@ class Component:
     kind: str = ""  # of a text encoder: clip_l, clip_g, t5 …
     number: int = 0  # of a text encoder, where the base counts them
     title: str = ""  # what the base's configuration calls it
+    sharded: bool = False  # whether it lies in several files
     keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
@@ -71,7 +72,9 @@ class Component:
         """Worked out on first use: `inspect`, and text encoders that no adapter speaks of, need none."""
         spellings = self.architecture.spellings if self.architecture else {}
         spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
-        canonical, own = _canonical(self.keys, self.shapes, spellings.get(self.layout, NO_TABLE))
+        shards = {name: spellings.pop(name) for name in [*spellings] if name.endswith(IN_SHARDS)}
+        stored = shards.get(self.layout + IN_SHARDS) if self.sharded else None
+        canonical, own = _canonical(self.keys, self.shapes, stored or spellings.get(self.layout, NO_TABLE))
         strong = {**canonical}
         for path, view in [*own, *_spelled(canonical, spellings.values())]:
             _put(strong, path, view)
@@ -131,9 +134,10 @@ def _canonical(
                 _put(found, name, part)
             else:
                 halves[name][half] = part
+        turned = hit is not None and hit.row.block > 0  # its name means the rows in another order
         if not cut:
-            _put(found, body, view)
-        elif body not in (name for name, _, _ in cut):
+            _put(found, body, None if turned else view)
+        elif not turned and body not in (name for name, _, _ in cut):
             own.append((body, view))
     for name, both in halves.items():
         if len(both) == 2:
@@ -162,6 +166,12 @@ def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, Vi
         return
     if len(row.parts) == 1 and row.parts[0].half is None:  # a renaming, whatever the shape
         yield names[0], None, view
+        return
+    if row.block:
+        turn = row.block * len(names)
+        for i, name in enumerate(names if shape and shape[0] % turn == 0 else ()):
+            blocks = [rows_of(view, at, at + row.block) for at in range(i * row.block, shape[0], turn)]
+            yield name, None, View(tuple(p for b in blocks for p in b.pieces), (shape[0] // len(names), *shape[1:]))
         return
     at = 0
     for name, part, rows in zip(names, row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
@@ -200,7 +210,7 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
     return [width if p.sized else each for p in row.parts]
 
 
-def _spelled(canonical: Names, tables: Iterable[Table]) -> Iterator[tuple[str, View]]:
+def _spelled(canonical: Names, tables: Iterable[Table]) -> Iterator[tuple[str, View | None]]:
     """(name, view) for everything that some spelling calls one weight and that is there as a whole."""
     tables = [t for t in tables if not t.empty]
     found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)
@@ -214,8 +224,16 @@ def _spelled(canonical: Names, tables: Iterable[Table]) -> Iterator[tuple[str, V
             found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
     for (row, path), parts in found.items():
         made = _together(row, parts)
-        if made is not None:
+        if made is not None or row.block:  # rows in no known order are nobody's
             yield ".".join(path), made
+
+
+def _in_turn(views: Sequence[View], block: int) -> list[View]:
+    """So many rows of each view in turn; nothing if they do not come out even."""
+    rows = views[0].shape[0]
+    if rows % block or any(view.shape[0] != rows for view in views):
+        return []
+    return [rows_of(view, at, at + block) for at in range(0, rows, block) for view in views]
 
 
 def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
@@ -234,7 +252,8 @@ def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
         if any(p.transposed for p in view.pieces) or (half is not None and rows % 2):
             return None
         chosen.append(view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2))
-    made = stacked(chosen)
+    chosen = _in_turn(chosen, row.block) if row.block else chosen
+    made = stacked(chosen) if chosen else None
     if made is None or not row.stack:
         return made
     return View(made.pieces, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None

@@ -208,6 +208,8 @@ def names(index: Index, extra: Path | None = None) -> Names:
     """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
     shapes = {name: info.shape for name, info in index.tensors.items()}
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
+    for part in parts:
+        part.sharded = len({index.tensors[key].file for key in part.keys.values()}) > 1
     return Names(parts, shapes)
 
 

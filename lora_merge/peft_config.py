@@ -163,7 +163,7 @@ class Fields:
 
     def matches(self, expression: str, module: str, name: str, key: str) -> bool:
         """Whether the expression made of a file's `key` matches at the start of the module's path."""
-        module = module.removeprefix(self.inside)
+        module = module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
         if endless(key, module):
             what, fix = "a pattern too complex to run safely", "write out the modules it stands for"
             raise InputError(f"{name} holds {what}", f"{self.where}: {key[:80]!r}", fix)

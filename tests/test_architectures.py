@@ -7,6 +7,7 @@ tables say they are, both ways. Shapes have their true rows; columns hold one nu
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import re
@@ -190,6 +191,55 @@ def test_rows_are_where_diffusers_puts_them(
         assert view is not None, key
         if not any(p.transposed for p in view.pieces):
             assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsynth(sharded: bool) -> None:  # noqa: FBT001
+    """The same tensors in one file hold q, then k, then v: the converter has to be told which it is, we look at the files."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    shapes = native_of(header("diffusers/mini-max-h3"))
+    tags = tagged(shapes)
+    there = index(shapes)
+    if sharded:
+        first = next(iter(there.tensors))
+        there.tensors[first] = dataclasses.replace(there.tensors[first], file=Path("another.safetensors"))
+    config = {"num_attention_heads": 56, "attention_head_dim": 128}
+    name = "minimax_h3_transformer_checkpoint_to_diffusers"
+    orders = {
+        layout: convert(name, {"config": config, "qkv_layout": layout}, dict(tags))
+        for layout in ("stacked", "interleaved")
+    }
+    base = names(there)
+    for key, want in orders["interleaved" if sharded else "stacked"].items():
+        view = parameter(base, key)
+        assert view is not None, key
+        if want.numel() == view.shape[0]:
+            assert torch.equal(rows(view, tags), want.flatten()), key
+    moved = orders["stacked"]
+    on_diffusers = names(index({k: v.shape for k, v in moved.items()} | {"audio_proj_in.weight": (1, 1)}))
+    for block in ("blocks.7", "token_refiner.blocks.1"):
+        own = f"{block}.attn.qkv_proj"
+        heads = tags[f"{own}.weight"].reshape(3, 56, 128)  # what a trainer of the shards, and one of single files, sees
+        turned = heads.transpose(0, 1).reshape(-1)
+        assert torch.equal(rows(on_diffusers.find(own), moved), heads.flatten())
+        assert torch.equal(rows(on_diffusers.find(f"{own}.default"), moved), turned)
+        here = tags[f"{own}.weight"].flatten()
+        by_turns, stacked = here, here.reshape(56, 3, 128).transpose(0, 1).reshape(-1)
+        assert torch.equal(rows(base.find(own), tags), stacked if sharded else here)
+        assert torch.equal(rows(base.find(f"{own}.default"), tags), by_turns if sharded else turned)
+
+
+@pytest.mark.parametrize("module", ["blocks.0.attn.qkv_proj.default", "blocks.0.attn.qkv_proj"])
+def test_heads_of_another_width_than_the_table_has_are_refused(module: str) -> None:
+    shapes = {"token_refiner.blocks.0.attn.qkv_proj.weight": (96, 8), "blocks.0.attn.qkv_proj.weight": (96, 8)}
+    there = index(shapes)
+    if not module.endswith("default"):
+        key = "token_refiner.blocks.0.attn.qkv_proj.weight"
+        there.tensors[key] = dataclasses.replace(there.tensors[key], file=Path("another.safetensors"))
+    with pytest.raises(AmbiguousName):
+        names(there).find(module)
 
 
 RECORDED = sorted(p.name.removesuffix(".json.gz") for p in (HEADERS.parent / "rows").glob("*.json.gz"))
@@ -391,6 +441,8 @@ def test_parts_sizes_halves_and_signs() -> None:
     assert [p.half for p in row.parts] == [1, 0]
     (row,) = parse("a", "^b", {})
     assert row.parts[0].transposed
+    (row,) = parse("a", "b.[q, k].w/64", {})
+    assert ([p.path for p in row.parts], row.block) == ([("b", "q", "w"), ("b", "k", "w")], 64)
     (row,) = parse("a.{i}", "b.{i}.{e}.c", {})
     assert row.stack == "e"
 
@@ -406,6 +458,9 @@ def test_parts_sizes_halves_and_signs() -> None:
         ("a b", "c", "no path"),
         ("a", "b.[x y]", "no path"),
         ("a", "^b.[x, y]", "whole weight"),
+        ("a", "b.[x:H, y]/8", "take turns"),
+        ("a", "~b.[x, y]/8", "take turns"),
+        ("a", "b.[x, y]/0", "no path"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(name: str, canonical: str, why: str) -> None:

@@ -76,6 +76,11 @@ SPELLED = {
     "lora_unet_blocks_0_qkv.alpha": ("lora_unet_blocks_0_qkv", "alpha"),
     "oft_unet_double_blocks_0_img_attn_qkv.oft_blocks.1": (
         "oft_unet_double_blocks_0_img_attn_qkv/1", "blocks"),
+    # MiniMax-H3
+    "blocks.3.attn.qkv_proj.lora_A.default.weight": ("blocks.3.attn.qkv_proj.default", "down"),
+    "blocks.3.attn.qkv_proj.lora_magnitude_vector.default": ("blocks.3.attn.qkv_proj.default", "magnitude"),
+    "blocks.3.attn.qkv_proj.lora_A.weight": ("blocks.3.attn.qkv_proj", "down"),
+    "blocks.3.attn.proj.lora_A.default.weight": ("blocks.3.attn.proj", "down"),
     # other trainers
     "trf_blocks.0.att.W_query.lora.A": ("trf_blocks.0.att.W_query.linear", "down"),
     "layers.0.attn.q_proj.lora_a.weight": ("layers.0.attn.q_proj", "down"),

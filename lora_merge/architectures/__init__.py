@@ -10,6 +10,7 @@ layouts:                            # how to recognise each; exactly one row of 
     - img_in.weight _x64                           # of this shape: _ any, 3H three times H
 canonical: diffusers                # the layout that the right-hand sides below name
 native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # rows.py
+native in shards: {…}               # the same where the base is several files, if that means other rows
 spellings: {…}                      # further names that only adapters use, same notation
 native: sdxl                        # or: the same table as in sdxl.yaml
 adapter:                            # how to tell from an adapter's names alone, see names.guess
@@ -33,6 +34,7 @@ from ..yaml_lines import check_depth, read_text
 from .rows import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent
+IN_SHARDS: Final = " in shards"
 MOST_ROWS: Final = 50_000  # of a table
 LONGEST: Final = 1 << 20  # bytes of a file; the longest that is shipped has 5 140
 
@@ -153,7 +155,7 @@ class _Reader:
                 tables[key.value] = self.table(value)
         if "title" not in found:
             raise _bad(self.file, 1, "it has no title")
-        layouts = set(found.get("layouts", ())) | {"spellings"}
+        layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {"spellings"}
         if strange := [t for t in tables if t not in layouts]:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
         made = Architecture(file=self.file, tables=tables, **found)

@@ -11,6 +11,7 @@ what no row covers keeps its name. On the canonical side
     [a, b, c]   rows of a, then b, then c, in equal parts
     [a:H, b]    a has as many rows as the input is wide; parts without a size share the rest
     a< a>       the first and the second half of a's rows;  ~a is [a>, a<], halves swapped
+    [a, b]/128  128 rows of a, 128 of b, the next 128 of a … (heads, each with its own q, k and v)
     ^a          a, transposed
 
 and on both sides
@@ -43,7 +44,8 @@ DEEPEST: Final = 8  # segments down to which numbers of blocks are looked for
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
 _BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
 _CHOICE: Final = re.compile(r"\(([^()]*)\)")
-_LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)")
+_LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]/]*)(?:/[1-9]\d*)?")
+_BLOCK: Final = re.compile(r"\][^/]*/(\d+)$")
 _PART: Final = re.compile(r"([~^]?)([^\s:<>~^\[\]]+?)([<>]?)(:H)?")
 
 
@@ -68,6 +70,7 @@ class Row:
     name: Path
     parts: tuple[Part, ...]
     stack: str | None = None  # the variable that counts a stack
+    block: int = 0  # rows that the parts take in turn; 0: each has all of its rows together
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,10 @@ def _row(name: str, canonical: str) -> Row:
         raise BadRow("the numbers in braces differ between the two sides")
     if any(p.transposed for p in parts) and len(parts) > 1:
         raise BadRow("only a whole weight can be transposed")
-    return Row(tuple(name.split(".")), parts, next(iter(theirs - own), None))
+    block = int(m[1]) if (m := _BLOCK.search(canonical)) else 0
+    if block and (theirs - own or any(p.half is not None or p.sized or p.transposed for p in parts)):
+        raise BadRow("only whole parts can take turns")
+    return Row(tuple(name.split(".")), parts, next(iter(theirs - own), None), block)
 
 
 def _parts(canonical: str) -> Iterator[Part]:
