@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -46,6 +47,12 @@ def precise(at: Placement) -> Placement:
     Inverses and decompositions in fp32 would round up to 1 % of an fp16 output's elements differently.
     """
     return Placement(at.device, torch.float32 if at.device.type in ("mps", "xpu") else torch.float64)
+
+
+def release(at: Sequence[Placement]) -> None:
+    """Give memory that nobody uses any more back to the devices."""
+    for kind in {p.device.type for p in at} & set(KINDS[1:]):
+        torch.get_device_module(kind).empty_cache()
 
 
 def present() -> list[str]:

@@ -1,9 +1,13 @@
-"""Stored tensors as torch tensors: adapters' factors, checked for NaN, and base tensors that are gathered."""
+"""Stored tensors as torch tensors: adapters' factors, checked for NaN, base tensors that are gathered, and what is
+made of them once for many blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
+from threading import Lock
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +16,9 @@ from .checkpoint import Reader
 from .errors import InputError
 from .header import TensorInfo
 from .placement import TORCH_DTYPES
+
+KEPT: Final = 2**24
+"""Numbers of all factors that may be kept at their placement while a window is made."""
 
 
 class Factors:
@@ -38,6 +45,36 @@ class Factors:
     def forget(self) -> None:
         """Drop what was kept; called after each window, so that memory does not grow with the model."""
         self._kept.clear()
+
+
+class Kept:
+    """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+        self._numbers = 0
+        self._lock = Lock()
+
+    def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
+        """The tensor of this key: made once, also where two threads ask at a time, and settled before it is shared."""
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        if self._numbers > KEPT:
+            return make()
+        with self._lock:
+            if key not in self._made:
+                made = make()
+                settle()
+                self._made[key] = made
+                self._numbers += made.numel()
+            return self._made[key]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._made.clear()
+            self._numbers = 0
 
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from math import prod
-from threading import Lock, local
+from threading import local
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -17,20 +16,20 @@ from torch import Tensor
 from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import BLOCK_ELEMENTS, Block, Slice
 from .checkpoint import TensorInfo
-from .devices import precise
+from .devices import precise, release
 from .errors import InputError, ResourceError, ShapeMismatch
-from .factors import all_finite
+from .factors import Kept, all_finite
 from .kernels import Stack, fold
 from .patching import Patch
 from .placement import Lane, Placement, land, move, numbers, stage, stage_indices
-from .sharing import stack_size
+from .scarcity import FULL, device_full
+from .sharing import Room, stack_size
 from .surroundings import exact_products
 from .views import View
 
-KEPT: Final = 2**24
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
-"""Numbers of all factors, of one, or of the part that a block needs, that may be kept while a window is made."""
+"""Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -45,36 +44,6 @@ class Item:
     into: Tensor  # [rows, cols], output dtype
 
 
-class Kept:
-    """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Tensor] = {}
-        self._numbers = 0
-        self._lock = Lock()
-
-    def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
-        """The tensor of this key: made once, also where two threads ask at a time, and settled before it is shared."""
-        found = self._made.get(key)
-        if found is not None:
-            return found
-        if self._numbers > KEPT:
-            return make()
-        with self._lock:
-            if key not in self._made:
-                made = make()
-                settle()
-                self._made[key] = made
-                self._numbers += made.numel()
-            return self._made[key]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        with self._lock:
-            self._made.clear()
-            self._numbers = 0
-
-
 @dataclass(frozen=True)
 class Folder:
     """Folds blocks at one placement, or at several. `fetch` gives stored tensors, of the adapters and of `base`."""
@@ -86,6 +55,7 @@ class Folder:
     max_vram: int | None = None
     kept: Kept | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
+    room: Room = field(default_factory=Room)
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
 
@@ -95,36 +65,61 @@ class Folder:
 
     def begin(self, items: Sequence[Item]) -> Iterator[Future[None]]:
         """As `fold`, side by side where there is a pool: what is yielded has to be settled."""
-        for group in list(_groups(items, partial(stack_size, self.at, self.max_vram))):
+        for group in list(_groups(items, self._most)):
             if self.pool is None:
                 self._fold(group)
             else:
                 yield self.pool.submit(self._fold, group)
 
+    def _most(self, block: Block) -> int:
+        """How many of these may go into one call."""
+        return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
+
     def _fold(self, group: Sequence[Item]) -> None:
-        lane = self._lane()
-        at = _precise(lane.at, group[0].block)
-        try:
-            with torch.no_grad(), exact_products(), lane.turn():
-                self._fold_at(group, at, lane)
-        except DoesNotFit as e:  # what only values tell: indices that point outside, …
-            raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
-                                "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
-        except torch.cuda.OutOfMemoryError as e:
-            if len(group) == 1:
-                raise ResourceError(f"out of memory on {at.device}", group[0].block.target.name,
-                                    "end what else uses the device, or use --device cpu") from e  # fmt: skip
-        else:
-            check_range(group)
-            return
-        # Outside `except`: while an exception is handled, its frames hold the memory that is missing.
-        if self.kept is not None:
-            self.kept.clear()
-        lane.recover()
-        self._note(f"{at.device} was short of memory: smaller batches were used")
+        """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
+        name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
+        if len(group) == 1 or numbers <= self.room.most:
+            with self.room.shared():
+                short = self._attempt(group)
+            if short and len(group) == 1:
+                with self.room.alone():
+                    self._relieve()  # of what other lanes have left
+                    short = self._attempt(group)
+                if short:
+                    raise ResourceError("the device is out of memory", f"{name}: {short}", FULL)
+                self._note("a block did not fit beside others' work")
+            if not short:
+                return
+            self.room.most = min(self.room.most, numbers // 2)
+            self._note("smaller batches were used")
         half = len(group) // 2
         self._fold(group[:half])
         self._fold(group[half:])
+
+    def _attempt(self, group: Sequence[Item]) -> str:
+        """Fold them in one call; what the device says where it is short of memory, nothing where all is done."""
+        try:
+            lane = self._lane()
+            with torch.no_grad(), exact_products(), lane.turn():
+                self._fold_at(group, _precise(lane.at, group[0].block), lane)
+        except DoesNotFit as e:  # what only values tell: indices that point outside, …
+            raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
+                                "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
+        except RuntimeError as e:
+            short = device_full(e)
+            if not short:
+                raise
+        else:
+            check_range(group)
+            return ""
+        self._relieve()  # outside `except`: while an exception is handled, its frames hold the memory that is missing
+        return short
+
+    def _relieve(self) -> None:
+        """Give back what is not in use at the moment."""
+        if self.kept is not None:
+            self.kept.clear()
+        release(self.at)
 
     def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> None:
         blocks = [i.block for i in group]
@@ -142,6 +137,7 @@ class Folder:
         return lane
 
     def _note(self, text: str) -> None:
+        text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"
         if text not in self.notes:
             self.notes.append(text)
 
@@ -268,13 +264,12 @@ def _in_place(group: Sequence[Item], at: Placement) -> bool:
     return len(group) == 1 and one.base is one.into and (at.device.type, at.dtype) == ("cpu", one.into.dtype)
 
 
-def _groups(items: Sequence[Item], most: Callable[[int, int], int]) -> Iterator[list[Item]]:
+def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[list[Item]]:
     kinds: dict[Any, list[Item]] = {}
     for item in items:
         kinds.setdefault(item.block.kind, []).append(item)
     for same in kinds.values():
-        block = same[0].block
-        n = most(block.last - block.first, block.cols)
+        n = most(same[0].block)
         for first in range(0, len(same), n):
             yield same[first : first + n]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .checkpoint import Reader
-from .devices import places
-from .factors import Factors, view_bytes
-from .folding import Folder, Item, Kept, settle
+from .devices import places, release
+from .factors import Factors, Kept, view_bytes
+from .folding import Folder, Item, settle
 from .job import COMPUTE_DTYPES
 from .placement import convert
 from .planning import Plan
@@ -53,8 +53,10 @@ class Making:
         self.kept.clear()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and give back what they have used: other streams than theirs could not use it again."""
         self.pool.shutdown()
+        self.forget()
+        release(self.folder.at)
 
 
 def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:

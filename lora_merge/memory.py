@@ -15,7 +15,7 @@ from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .checkpoint import Index, Reader, open_checkpoint
-from .devices import place, places
+from .devices import place, places, release
 from .errors import InputError, UsageError
 from .factors import Factors, check_finite
 from .folding import Folder, Item
@@ -55,6 +55,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
         factors = held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
         folder = Folder(at, lambda info: held.fetch(info, factors), values(base, matched))
+        stack.callback(release, at)
         for _, target in outputs(job, base, matched):
             merged[target.name] = _merged(target, held, folder, factors)
             factors.forget()

@@ -74,12 +74,6 @@ class Lane:
             self._held.append(tensor)
         return tensor
 
-    def recover(self) -> None:
-        """After a failure: wait for what is still queued, and give unused memory back to the device."""
-        self.settle()
-        if self.stream:
-            torch.cuda.empty_cache()
-
     def settle(self) -> None:
         """Wait until what is queued is done, so that other lanes may use it."""
         if self.stream:

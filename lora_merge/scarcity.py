@@ -19,6 +19,20 @@ SCARCE: Final = (
 """How Python, torch, C++ and the loader of libraries each tell of too little memory."""
 
 
+FULL: Final = "end what else uses the device, or use --device cpu"
+"""What to do about a device without memory."""
+
+DEVICE_SIGNS: Final = ("out of memory", "_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""What errors of devices say of too little of their memory: torch's allocators, drivers, CUDA's libraries (cuBLAS
+says so where there is no memory for its workspace). Not all of them are torch's OutOfMemoryError."""
+
+
+def device_full(e: Exception) -> str:
+    """What an error says of too little memory on a device; nothing where it is another."""
+    text = next(iter(str(e).splitlines()), "")
+    return text if isinstance(e, RuntimeError) and any(sign in text for sign in DEVICE_SIGNS) else ""
+
+
 def scarcity(e: Exception) -> ResourceError | None:
     """What to say where the system gave no memory, thread or descriptor; None for any other failure."""
     text = next(iter(str(e).splitlines()), "")
@@ -26,6 +40,8 @@ def scarcity(e: Exception) -> ResourceError | None:
         found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
     elif os.strerror(errno.EMFILE) in str(e):  # also of all the system: "… in system"
         found = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
+    elif device_full(e):
+        found = ResourceError("the device is out of memory", text, FULL)
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):

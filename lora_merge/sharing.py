@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, Lock
 from typing import Any, ClassVar, Final
 
 import torch
@@ -14,6 +16,7 @@ from .placement import Placement
 
 CPU_STACK: Final = 2**20
 DEVICE_STACK: Final = 2**26
+DEVICE_BYTES: Final = 5 * 2**30
 NARROW: Final = 16  # rows or columns
 
 
@@ -55,15 +58,45 @@ def _omp_set_num_threads() -> Any:
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 
-def stack_size(at: Sequence[Placement], max_vram: int | None, rows: int, cols: int) -> int:
+class Room:
+    """A device's memory, as far as it showed: lanes use it side by side, or one of them has it to itself."""
+
+    def __init__(self) -> None:
+        self.most = sys.maxsize
+        """How many numbers may go into one call: half of what did not fit."""
+        self._door, self._left, self._inside = Lock(), Condition(), 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Side by side with others, once nobody wants it for himself."""
+        with self._door, self._left:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """With nobody else inside; not to be entered by who is inside."""
+        with self._door:
+            with self._left:
+                self._left.wait_for(lambda: not self._inside)
+            yield
+
+
+def stack_size(at: Placement, max_vram: int | None, rows: int, cols: int) -> int:
     """At most how many blocks go into one batched call: the caches' size on a CPU, plenty of work elsewhere.
 
-    In flight are three lanes with the stored values, the base, ΔW and two temporaries of its size: 24 bytes each.
-    A CPU rounds batched products of narrow matrices otherwise than single ones, and how many lie in a window is the
-    memory bound's doing: these go one by one.
+    In flight are three lanes with the stored values, the base, ΔW and two temporaries of its size. A CPU rounds batched
+    products of narrow matrices otherwise than single ones, and how many lie in a window is the memory bound's doing:
+    these go one by one.
     """
-    if at[0].device.type == "cpu":
+    if at.device.type == "cpu":
         most = CPU_STACK if min(rows, cols) >= NARROW else 0
     else:
-        most = DEVICE_STACK if max_vram is None else min(DEVICE_STACK, max_vram // (3 * 24))
+        each = 56 if at.dtype == torch.float64 else 24  # bytes a number; fp64 is rounded with the help of more of them
+        most = min(DEVICE_STACK, (DEVICE_BYTES if max_vram is None else max_vram) // (3 * each))
     return max(1, most // max(rows * cols, 1))

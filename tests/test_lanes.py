@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
-from lora_merge import folding
+from lora_merge import factors
 from lora_merge.kernels import Stack, fold
 from lora_merge.placement import Lane, Placement, land, stage
 
@@ -149,9 +149,9 @@ def test_lanes_share_factors_without_races(
     kind: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A merge whose windows end, and give their factors' memory back, at the worst moment: while others use them."""
-    shared: list[folding.Kept] = []
+    shared: list[factors.Kept] = []
 
-    class Kept(folding.Kept):
+    class Kept(factors.Kept):
         def __init__(self) -> None:
             super().__init__()
             shared.append(self)

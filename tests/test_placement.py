@@ -7,9 +7,12 @@ with fake cuda tensors; the numbers are checked on the CPU, over every mixture o
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -21,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.devices import places
-from lora_merge.folding import Folder, Item, Kept
+from lora_merge.factors import Kept
+from lora_merge.folding import Folder, Item
 from lora_merge.header import TensorInfo
 from lora_merge.kernels import Stack, fold
 from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
 from lora_merge.sharing import stack_size
-from lora_merge.surroundings import exact_products
 
 from .support import Tensors, assert_rounded, rand, save
 
@@ -254,7 +257,8 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
         f"layer.{n}.{slot}": t for n in range(6)
         for slot, t in {"lora_up.weight": rand(1100, 8), "lora_down.weight": rand(8, 1000 + n % 2)}.items()
     }  # fmt: skip
-    lora_merge.merge(save(base, folder / "b"), save(adapter, folder / "a"), folder / name, verify=False, **options)
+    files = save(base, folder / "b"), save(adapter, folder / "a")
+    lora_merge.merge(*files, folder / name, verify=False, device="cpu", **options)
     return (folder / name).read_bytes()
 
 
@@ -269,55 +273,96 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkey
     assert results[0] == results[1] == results[2]
 
 
+SHORT = [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GiB, max allowed: 18.13 GiB)."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+]
+
+
+@pytest.mark.parametrize("error", SHORT, ids=["torch", "mps", "cublas", "driver"])
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_merge.sharing.CPU_STACK", 2**23)
     whole = _merge(tmp_path, "whole")
+    failed = []
 
     def short(base: Tensor, stacks: list[Stack]) -> Tensor:
-        if base.shape[0] > 2:
-            raise torch.cuda.OutOfMemoryError("no memory")
+        if base.numel() > 2**21 + 2**20 // 2:
+            failed.append(len(base))
+            raise error
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.folding.fold", short)
+    monkeypatch.setattr("lora_merge.making.threads", lambda _: 1)
     assert _merge(tmp_path, "parts") == whole
-    options = {"verify": False, "overwrite": True}
+    assert len(failed) == 1, "the size that fits is found once"
+    options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
     assert report.notes == ("cpu was short of memory: smaller batches were used",)
 
     def never(base: Tensor, stacks: list[Stack]) -> Tensor:
-        raise torch.cuda.OutOfMemoryError("no memory")
+        raise error
 
     monkeypatch.setattr("lora_merge.folding.fold", never)
-    with pytest.raises(lora_merge.MergeError, match="out of memory"):
+    with pytest.raises(lora_merge.MergeError, match="out of memory") as caught:
         lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
+    assert caught.value.exit_code == 5
+    assert str(error).splitlines()[0] in caught.value.where
 
 
-def test_tf32_is_off_for_our_products_and_back_when_all_of_them_are_done() -> None:
-    torch.set_float32_matmul_precision("high")
-    try:
-        with exact_products():
-            with exact_products():
-                assert torch.get_float32_matmul_precision() == "highest"
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with room for one block at a time, under four lanes."""
+    alone, sizes = _merge(tmp_path, "alone"), []
+    used = Lock()
+
+    def short(base: Tensor, stacks: list[Stack]) -> Tensor:
+        if not used.acquire(blocking=False):
+            raise SHORT[0]
+        try:
+            time.sleep(0.01)
+            sizes.append(len(base))
+            return fold(base, stacks)
+        finally:
+            used.release()
+
+    monkeypatch.setattr("lora_merge.folding.fold", short)
+    monkeypatch.setattr("lora_merge.making.threads", lambda _: 4)
+    assert _merge(tmp_path, "together") == alone
+    assert set(sizes) == {1}
+    options = {"device": "cpu", "verify": False, "overwrite": True}
+    report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)
+    assert report.notes == ("cpu was short of memory: a block did not fit beside others' work",)
+
+
+def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(base: Tensor, stacks: list[Stack]) -> Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("lora_merge.folding.fold", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        lora_merge.merge_state_dict(model(torch.float32), linear(torch.float32))
 
 
 def test_batches_stay_within_the_bound_on_device_memory() -> None:
-    cuda = (Placement(torch.device("cuda"), torch.float32),)
+    cuda = Placement(torch.device("cuda"), torch.float32)
     assert stack_size(cuda, None, 64, 64) == 2**14
     assert stack_size(cuda, 2**30, 64, 64) * 64 * 64 * 3 * 24 <= 2**30
-    assert stack_size((Placement(torch.device("cpu"), torch.float32),), 1, 64, 64) == 2**8
+    double = replace(cuda, dtype=torch.float64)
+    assert stack_size(double, 2**30, 64, 64) * 64 * 64 * 3 * 56 <= 2**30
+    assert stack_size(double, None, 64, 64) * 64 * 64 * 3 * 56 <= 5 * 2**30
+    assert stack_size(Placement(torch.device("cpu"), torch.float32), 1, 64, 64) == 2**8
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (33, 17), (5, 333), (1, 64), (64, 1), (7, 7), (2, 5), (16, 1000)])
 def test_what_lies_in_a_window_does_not_change_the_bytes(shape: tuple[int, int]) -> None:
     """Blocks in one call give what each gives alone, or they do not go into one call."""
     rows, cols = shape
-    n = min(stack_size((Placement(torch.device("cpu"), torch.float32),), None, rows, cols), 5)
+    n = min(stack_size(Placement(torch.device("cpu"), torch.float32), None, rows, cols), 5)
     torch.manual_seed(rows * cols)
     for rank in (1, 4, 8, 16, 32):
         up, down, base = torch.randn(5, rows, rank), torch.randn(5, rank, cols), torch.randn(5, rows, cols)
