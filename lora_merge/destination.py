@@ -60,8 +60,8 @@ def spare(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))  # new/../name is there when new is made
     if real.exists() and any(_same(real, p) for file in spared for p in (file, *file.parents)):
-        raise UsageError("the output is a file that is read here, or a folder with one in it", str(target),
-                         "choose another -o; not even --overwrite replaces anything but the base")  # fmt: skip
+        what = "the output is an adapter or another file that is read, or a folder with one in it"
+        raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")
 
 
 def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:

@@ -271,14 +271,14 @@ def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, sty
         (style.parent / "new" / ".." / style.name, style),
     ):
         code, _, err = run(model, adapter, "-o", target, "--overwrite")
-        assert code == 2 and "a file that is read here" in err, err
+        assert code == 2 and "an adapter or another file" in err, err
         assert style.read_bytes() == inside.read_bytes() == before
     kept = Path(shutil.copy(style, folder / "model.safetensors"))  # an output folder with nothing else in it
     inside.unlink()
     (tmp_path / "base").mkdir()
     shutil.copy(model, tmp_path / "base" / "model.safetensors")
     code, _, err = run(tmp_path / "base", kept, "-o", folder, "--overwrite")
-    assert code == 2 and "a file that is read here" in err, err
+    assert code == 2 and "an adapter or another file" in err, err
     assert kept.read_bytes() == style.read_bytes()
 
 
