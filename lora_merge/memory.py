@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,13 +25,17 @@ from .header import TensorInfo
 from .job import COMPUTE_DTYPES, Adapter, expand, make_job
 from .kernels import change
 from .matched import Use
-from .names import names
+from .names import Names, names
 from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
 from .planning import Target, match, outputs, values
 from .surroundings import undisturbed
+from .tied import tied
 from .views import Piece, View
+
+TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
+"""What a configuration says of a model whose head is its embeddings."""
 
 
 @undisturbed()
@@ -39,7 +45,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     `adapters` as for `merge`; also state dicts of adapters themselves, and LoadedAdapter objects. Tensors may be
     of any mixture of dtypes and on any mixture of devices; what comes back is detached and on the CPU, in the
     dtype of the input (or `dtype`). Untouched tensors share memory with the input where they are on the CPU.
-    Options as for `merge`, without those that concern files.
+    Options as for `merge`, without those that concern files. Warns of tied entries that an adapter parts.
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"no option is called {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
@@ -49,6 +55,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
     job = make_job("state dict", paths, "state dict", **options)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     lookup = names(base, job.map)
+    base = held.tied(base, lookup)
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
@@ -59,6 +66,10 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options:
         for _, target in outputs(job, base, matched):
             merged[target.name] = _merged(target, held, folder, factors)
             factors.forget()
+    parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
+    for one, other in parted + held.head * any(m.untied for m in matched):
+        warnings.warn(f"{one} and {other} were tied and now differ: load them into a model that does not tie them, "
+                          "such as with tie_word_embeddings=False, or one is lost", stacklevel=3)  # fmt: skip
     return merged
 
 
@@ -88,6 +99,8 @@ class _Held:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[Path, str], Tensor] = {}
+        self.ties: list[tuple[str, str]] = []  # entries of the base that are one tensor
+        self.head: list[tuple[str, str]] = []  # embeddings and head, if these are: the plan tells whether they stay one
         self.factors = Factors(Reader([]), frozenset())  # what reads those that are not here
 
     def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
@@ -103,6 +116,21 @@ class _Held:
             infos[key] = TensorInfo(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
             self._tensors[path, key] = value
         return Index(path, infos, {}, (path,))
+
+    def tied(self, base: Index, lookup: Names) -> Index:
+        """The base with what its configuration would say, if its head holds the values of its embeddings."""
+        first: dict[tuple[Any, ...], str] = {}
+        for (_, name), value in self._tensors.items():
+            if name in base.tensors and value.numel():
+                at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+                if first.setdefault(at, name) != name:
+                    self.ties.append((first[at], name))
+        head = tied(lookup, base.tensors, TIED)
+        if head is None or not head.stored or not self.same(head.info, base.tensors[head.stored]):
+            return base
+        self.head = [(head.info.name, head.stored)]
+        self.ties = [tie for tie in self.ties if {*tie} != {*self.head[0]}]
+        return replace(base, config=TIED)
 
     def adapters(self, given: Any) -> tuple[list[Any], list[AdapterFile]]:
         """The adapters as make_job takes them, and opened."""

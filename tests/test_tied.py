@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,33 @@ def test_a_stored_head_of_a_tied_base_gets_what_peft_gives_it(tmp_path: Path, ca
     assert ours.config.tie_word_embeddings is (case in AS_ONE)
     assert ("now differ" in _notes(report)) is (case not in AS_ONE)
     assert ("tokens are those of both" in _notes(report)) is case.startswith("lora and")
+
+
+@pytest.mark.parametrize("cloned", [False, True])
+@pytest.mark.parametrize("case", ["lora and tokens", "embeddings", "head", "ensured, both"])
+def test_tied_entries_in_memory_stay_one_or_are_warned_of(tmp_path: Path, case: str, cloned: bool) -> None:  # noqa: FBT001
+    """A state dict holds the tensor under both names: what goes back into the tied model is that of one of them."""
+    before = {k: v.clone() if cloned else v for k, v in _model("qwen2").state_dict().items()}
+    tuned = _tune(_model("qwen2"), (AS_ONE | APART)[case]("q_proj", "embed_tokens"))
+    tuned.save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        merged = lora_merge.merge_state_dict(before, tmp_path)
+    warned = [w for w in caught if "were tied and now differ" in str(w.message)]
+    assert [w.filename for w in warned] == ([__file__] if case in APART else [])
+    ours = _model("qwen2", tie_word_embeddings=case in AS_ONE)
+    ours.load_state_dict(merged)
+    torch.testing.assert_close(ours(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_entries_of_one_storage_are_warned_of_whatever_they_are_called() -> None:
+    weight = torch.ones(4, 4)
+    lora = {"a.lora_up.weight": torch.ones(4, 1), "a.lora_down.weight": torch.ones(1, 4), "a.alpha": torch.tensor(1.0)}
+    with pytest.warns(UserWarning, match="a.weight and b.weight were tied"):
+        lora_merge.merge_state_dict({"a.weight": weight, "b.weight": weight, "c.weight": weight.T}, lora)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lora_merge.merge_state_dict({"a.weight": weight, "b.weight": weight.clone()}, lora)
 
 
 COPIED: dict[str, Callable[[str, str], Any]] = {
