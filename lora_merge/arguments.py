@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Final
 
-from .errors import UsageError
+from .errors import ResourceError, UsageError
 
 OF_THE_COMMAND: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
 """Options of the command line that say what it prints, or that it writes nothing."""
+
+DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
+DEVICES: Final = "auto, cpu, cuda, cuda:1, mps or xpu"
+"""What a device may be called. Whether it is here, only torch can tell."""
 
 HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
 
@@ -67,7 +72,9 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
         if name in ("overwrite", "verify") and not isinstance(value, bool):
             raise unlike(value, flag, "True or False")
         if name == "device" and type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
-            raise unlike(value, flag, "auto, cpu, cuda, cuda:N, mps or xpu")
+            raise unlike(value, flag, DEVICES)
+        if name == "device" and not DEVICE.fullmatch(str(value)):
+            raise ResourceError(f"unknown device {shown(value)!r}", flag, f"use {DEVICES}")
 
 
 def dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from .cli_proof import add_to
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
-from .showing import carry_out, conclude, describe, dry, silent
+from .showing import carry_out, conclude, describe, dry, needs, silent
 from .stopping import on_stop
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -147,8 +147,12 @@ def merge(
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=verbose)
     if dry_run:
+        say(needs(plan))
+        found = json.dumps(dry(plan), ensure_ascii=False)
+        if told is not None:
+            told.replace(found)
         if as_json:
-            typer.echo(json.dumps(dry(plan), ensure_ascii=False))
+            typer.echo(found)
         return
     done = carry_out(plan, quiet=quiet)
     if told is not None:

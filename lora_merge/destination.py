@@ -75,6 +75,7 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
             raise UsageError("the output's folder is a file", str(around), "choose another -o")
         if shutil.disk_usage(around).total == 0:
             raise UsageError("what is there is no disk", str(around), "choose another -o")  # /proc and the like
+        _check_writable(around)
         return
     if not (target.is_symlink() or target.is_file() or target.is_dir()):
         raise UsageError("the output is a device, a pipe or the like", str(target), "choose another -o")
@@ -86,6 +87,12 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
         same = any(_same(target, p) for p in inputs)
         what = "the output is one of the inputs" if same else "the output exists"
         raise UsageError(what, str(target), "choose another -o, or give --overwrite")
+    _check_writable(target.parent)
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError("no permission to write", str(folder), "choose another -o")
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -227,7 +227,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     disk = found["disk"]
     text.append(f"disk     {disk['folder']} ({disk['file_system'] or 'unknown'}), {disk['free'] / 1e9:.1f} GB free")
     for mode in ("direct", "buffered"):
-        if mode in disk:
+        if disk.get(mode):
             how = "past the cache" if disk[mode]["direct"] else "through the cache"
             rates = ", ".join(f"{verb}s {disk[mode][verb] / 1e6:.0f} MB/s" for verb in ("write", "read"))
             text.append(f"         {how}: {rates}")

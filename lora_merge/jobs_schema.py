@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -20,6 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from .arguments import DEVICE, DEVICES
 from .errors import UsageError
 from .job import parse_size
 from .yaml_lines import Place
@@ -71,7 +71,7 @@ def _size(value: Any) -> Any:
 
 def _device(value: Any) -> Any:
     if not isinstance(value, str) or not DEVICE.fullmatch(value):
-        raise ValueError(f"{value!r} is no device; use auto, cpu, cuda, cuda:1, mps or xpu")
+        raise ValueError(f"{value!r} is no device; use {DEVICES}")
     return value
 
 
@@ -81,7 +81,6 @@ def _version(value: Any) -> Any:
     return value
 
 
-DEVICE: Final = re.compile(r"(auto|cpu|mps|(cuda|xpu)(:\d+)?)(, *(cpu|mps|(cuda|xpu)(:\d+)?))*")
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
 

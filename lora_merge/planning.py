@@ -144,8 +144,11 @@ def make_plan(job: Job) -> Plan:
 
 
 def placed(plan: Plan) -> Plan:
-    """The plan, with room for its output where that goes; UsageError or ResourceError otherwise."""
+    """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
+    from .windows import window_bytes
+
     job = plan.job
+    window_bytes(plan)
     check_output(
         job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
         spared=plan.spared,

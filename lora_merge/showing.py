@@ -78,14 +78,25 @@ def conclude(done: Report, say: Any, said: Sequence[str] = ()) -> None:
         show_proof(done.verified, say)
 
 
+def needs(plan: Plan) -> str:
+    """The line about memory and disk of a dry run."""
+    from .volumes import free_bytes
+    from .windows import buffer_bytes
+
+    memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
+    return f"needs    {memory}; {size(plan.size)} of disk, of {size(free_bytes(plan.job.output))} free"
+
+
 def dry(plan: Plan) -> dict[str, Any]:
     """What --dry-run --json prints."""
     from . import __version__
     from .planning import coverage
+    from .windows import buffer_bytes
 
     return {
         "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
-        "bytes": plan.size, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
+        "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
+        "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
     }  # fmt: skip
 

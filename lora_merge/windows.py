@@ -127,6 +127,12 @@ def window_bytes(plan: Plan) -> int:
     return max(SMALLEST_WINDOW, int(min(room, WINDOW_BYTES) / _widening(plan)))
 
 
+def buffer_bytes(plan: Plan) -> int:
+    """How much host memory windows may take at once."""
+    slots = min(SLOTS * window_bytes(plan), plan.size)
+    return int(slots * (1 + _widening(plan)))
+
+
 def _widening(plan: Plan) -> float:
     """Bytes read for a byte written, where a dtype shrinks most; at least 1."""
     changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if t.source and not t.copied}

@@ -313,10 +313,33 @@ USAGE: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize("kind", USAGE)
 def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
     code, arguments = USAGE[kind]
-    got, _, err = run(model, style, "-o", tmp_path / "o.safetensors", *arguments)
-    assert got == code, err
-    assert "Traceback" not in err and err.strip()
-    assert not list(tmp_path.glob("*o.safetensors*"))
+    for dry in ([], ["--dry-run"] if kind != "unknown device" else []):  # whether it is here, only torch can tell
+        got, _, err = run(model, style, "-o", tmp_path / "o.safetensors", *arguments, *dry)
+        assert got == code, err
+        assert "Traceback" not in err and err.strip()
+        assert not list(tmp_path.glob("*o.safetensors*"))
+
+
+def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    arguments = [model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--report", tmp_path / "r.json"]
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "memory" in out and "disk" in out
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert 0 < found["memory"] < found["max_memory"] == 2**30
+    assert found == json.loads(run(*arguments, "--json")[1])
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_a_folder_without_permission_is_told_by_the_plan(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is played."""
+    really = os.access
+    monkeypatch.setattr(os, "access", lambda path, *rest: path != tmp_path and really(path, *rest))
+    for target in (tmp_path / "o.safetensors", tmp_path / "new" / "o.safetensors", model):
+        code, _, err = run(model, style, "-o", target, "--overwrite", "--dry-run")
+        assert (code, "no permission" in err) == (2, True), err
 
 
 def test_no_space_is_noticed_before_the_first_byte(

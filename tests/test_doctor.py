@@ -58,7 +58,9 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) ->
     run = [sys.executable, "-m", "lora_merge", "doctor", "--json"]
     done = subprocess.run([*run, str(tmp_path / "none")], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert json.loads(done.stdout)["problems"]
+    found = json.loads(done.stdout)
+    assert found["problems"]
+    assert "is no folder" in lines(found)[-1]
 
 
 @pytest.mark.gpu
