@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape, flat
+from .bounds import window_room
 from .checkpoint import Index, Reader
 from .copies import seen
 from .destination import check_output, kept
@@ -145,10 +146,8 @@ def make_plan(job: Job) -> Plan:
 
 def placed(plan: Plan) -> Plan:
     """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
-    from .windows import window_bytes
-
     job = plan.job
-    window_bytes(plan)
+    window_room(job)
     check_output(
         job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
         spared=plan.spared,

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from .blocks import Block, blocks
-from .errors import ResourceError
+from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 from .header import ITEM_BYTES, TensorInfo
 from .pages import PAGE
 from .planning import Plan, Target
 
-WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory
-SLOTS: Final = 4  # one being read, one hashed, one folded, one written
-SMALLEST_WINDOW: Final = 2**20
 STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
 
 
@@ -120,11 +117,7 @@ class Window:
 
 def window_bytes(plan: Plan) -> int:
     """How large a window may be under the job's memory bound; ResourceError if nothing fits."""
-    room = plan.job.max_memory // (2 * SLOTS)  # an output and at worst an input buffer per slot
-    if room < SMALLEST_WINDOW:
-        raise ResourceError("the memory bound is too small", f"--max-memory {plan.job.max_memory}",
-                            f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
-    return max(SMALLEST_WINDOW, int(min(room, WINDOW_BYTES) / _widening(plan)))
+    return max(SMALLEST_WINDOW, int(window_room(plan.job) / _widening(plan)))
 
 
 def buffer_bytes(plan: Plan) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+from .bounds import SLOTS
 from .digests import Digests
 from .disk import Writer, amend
 from .planning import Plan
@@ -25,7 +26,7 @@ from .ring import Pool, drive
 from .slots import Slot, Turn
 from .stopping import heed
 from .volumes import SPARSE, file_system
-from .windows import SLOTS, Window, window_bytes, windows
+from .windows import Window, window_bytes, windows
 
 if TYPE_CHECKING:
     from .making import Making
