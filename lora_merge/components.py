@@ -125,7 +125,7 @@ def _identified(component: Component, shapes: Mapping[str, Shape], extra: Archit
 def _role(architecture: Architecture) -> str:
     if architecture.kind:
         return "te"
-    return "vae" if architecture.component == "vae" else "denoiser"
+    return {"vae": "vae", "connectors": "other"}.get(architecture.component, "denoiser")
 
 
 def _kind(architecture: Architecture, component: Component, shapes: Mapping[str, Shape]) -> str:

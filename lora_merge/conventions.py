@@ -130,6 +130,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     # Whole tensors
     Suffix(".diff", "diff", ("full",)),
     Suffix(".diff_b", "diff", ("full",), "bias"),
+    Suffix(".diff_m", "diff", ("full",), "modulation"),  # LightX2V
     Suffix(".w_norm", "diff", ("full",)),
     Suffix(".b_norm", "diff", ("full",), "bias"),
     Suffix(".set_weight", "diff", ("set",)),

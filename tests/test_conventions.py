@@ -76,6 +76,7 @@ SPELLED = {
     "lora_unet_blocks_0_qkv.alpha": ("lora_unet_blocks_0_qkv", "alpha"),
     "oft_unet_double_blocks_0_img_attn_qkv.oft_blocks.1": (
         "oft_unet_double_blocks_0_img_attn_qkv/1", "blocks"),
+    "blocks.3.diff_m": ("blocks.3", "diff"),
     # MiniMax-H3
     "blocks.3.attn.qkv_proj.lora_A.default.weight": ("blocks.3.attn.qkv_proj.default", "down"),
     "blocks.3.attn.qkv_proj.lora_magnitude_vector.default": ("blocks.3.attn.qkv_proj.default", "magnitude"),

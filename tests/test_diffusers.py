@@ -20,6 +20,7 @@ import lora_merge
 from .support import Tensors, load, save
 
 diffusers = pytest.importorskip("diffusers")
+ltx2 = pytest.importorskip("diffusers.pipelines.ltx2.connectors")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -306,6 +307,64 @@ def test_metadata_with_anchored_patterns_and_other_names_as_the_library_takes_it
         model.fuse_lora()
         wanted = {k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k}
         _assert_same(lora_merge.merge_state_dict(base.state_dict(), path), wanted, str(more))
+
+
+@pytest.mark.parametrize("modalities", [False, True], ids=["2.0", "2.3"])
+def test_ltx2_adapters_change_the_modules_that_the_library_finds(modalities: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """The transformer, and the connectors beside it, as a pipeline's folder."""
+    sizes = dict(caption_channels=12, text_proj_in_factor=2)
+    for side in ("video", "audio"):
+        sizes |= {
+            f"{side}_connector_{name}": 2 for name in ("num_attention_heads", "num_layers", "num_learnable_registers")
+        }
+        sizes |= {f"{side}_connector_attention_head_dim": 6, f"{side}_hidden_dim": 12}
+    parts = {
+        "transformer": diffusers.LTX2VideoTransformer3DModel(
+            **CONFIGS["LTX2VideoTransformer3DModel"], cross_attn_mod=modalities, audio_cross_attn_mod=modalities
+        ),
+        "connectors": ltx2.LTX2TextConnectors(**sizes, per_modality_projections=modalities),
+    }
+    words = [
+        "diffusion_model.transformer_blocks.0.attn1.to_q",
+        "diffusion_model.patchify_proj",
+        "diffusion_model.adaln_single.linear",
+    ]
+    new = [
+        "diffusion_model.prompt_adaln_single.linear",
+        "diffusion_model.audio_prompt_adaln_single.emb.timestep_embedder.linear_1",
+    ]
+    sides = ["video_", "audio_"] if modalities else [""]
+    words += [*(new if modalities else ()), *(f"text_embedding_projection.{side}aggregate_embed" for side in sides)]
+    keys = {f"{word}.lora_{x}.weight": torch.zeros(1) for word in words for x in "AB"}
+    found = diffusers.LTX2Pipeline.lora_state_dict(keys)
+    weights = {f"{name}.{k}": v for name, part in parts.items() for k, v in part.state_dict().items()}
+    ours, wanted = {}, dict(weights)
+    for word, theirs in zip(words, [k.removesuffix(".lora_A.weight") for k in found if ".lora_A" in k], strict=True):
+        out, in_ = weights[f"{theirs}.weight"].shape
+        up, down = torch.randn(out, RANK), torch.randn(RANK, in_)
+        ours |= {f"{word}.lora_A.weight": down, f"{word}.lora_B.weight": up}
+        wanted[f"{theirs}.weight"] = weights[f"{theirs}.weight"] + up @ down
+    for name, part in parts.items():
+        part.save_pretrained(tmp_path / "base" / name)
+    (tmp_path / "base" / "model_index.json").write_text(json.dumps({name: ["", ""] for name in parts}))
+    lora_merge.merge(tmp_path / "base", save(ours, tmp_path / "a.safetensors"), tmp_path / "merged")
+    done = {
+        f"{n}.{k}": v
+        for n in parts
+        for k, v in load(tmp_path / "merged" / n / "diffusion_pytorch_model.safetensors").items()
+    }
+    _assert_same(done, wanted, "LTX-2")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_difference_of_wans_modulation_is_added_to_it(native: bool) -> None:  # noqa: FBT001
+    base = diffusers.WanTransformer3DModel(**WAN).state_dict()
+    names = {"blocks.1.diff_m": "blocks.1.scale_shift_table", "head.diff_m": "scale_shift_table"}
+    adapter = {f"diffusion_model.{ours}": torch.randn_like(base[theirs]) for ours, theirs in names.items()}
+    own = {theirs: ours.replace("diff_m", "modulation") if native else theirs for ours, theirs in names.items()}
+    stored = {own.get(k, k.replace("attn1.to_q.", "self_attn.q.") if native else k): v for k, v in base.items()}
+    wanted = stored | {own[theirs]: base[theirs] + adapter[f"diffusion_model.{ours}"] for ours, theirs in names.items()}
+    _assert_same(lora_merge.merge_state_dict(stored, adapter), wanted, "modulation")
 
 
 def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
