@@ -1,8 +1,8 @@
 """`python -m tests.bench`: full-size merges, ours and others', in turn; medians, ratios, JSON.
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
-`dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost). About 60 GB of disk for all of them
-with `--keep`, else at most 55 GB at a time.
+`dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `gpu` (what the folds
+reach of a CUDA device, and whole merges there). About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from lora_merge.volumes import file_system
 
-from . import batch, inputs
+from . import batch, gpu, inputs
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -39,6 +39,7 @@ class Bench:
     size: str
     rivals: tuple[str, ...]
     keep: bool
+    device: str = "cpu"
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def file(self, name: str) -> Path:
@@ -54,10 +55,11 @@ class Bench:
         """As if no input had been seen before."""
         shutil.rmtree(self.known, ignore_errors=True)
 
-    def ours(self, base: Path, *adapters: Path, options: Sequence[str] = ()) -> list[str]:
-        """Our command line."""
+    def ours(self, base: Path, *adapters: Path, options: Sequence[str] = (), device: str | None = None) -> list[str]:
+        """Our command line; without a device, on the one that was asked for."""
         return [sys.executable, "-m", "lora_merge", str(base), *(f"{a}:0.7" for a in adapters), "-o",
-                str(self.file("out.safetensors")), "--overwrite", "--json", "--device", "cpu", *options]  # fmt: skip
+                str(self.file("out.safetensors")), "--overwrite", "--json", "--device", device or self.device,
+                *options]  # fmt: skip
 
     def rival(self, name: str, base: Path, adapter: Path) -> list[str]:
         """A rival's command line."""
@@ -207,7 +209,7 @@ def start(b: Bench) -> None:
 
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
-    "start": start, "batch": batch.suite,
+    "start": start, "batch": batch.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 
@@ -221,7 +223,7 @@ def machine(data: Path) -> dict[str, Any]:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": models[0] if models else platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1),
-            "file_system": file_system(data), "system": platform.platform(), "python": platform.python_version(),
+            "gpu": ", ".join(gpu.names()) or "none", "file_system": file_system(data), "system": platform.platform(), "python": platform.python_version(),
             "date": time.strftime("%Y-%m-%d %H:%M")}  # fmt: skip
 
 
@@ -230,12 +232,17 @@ def main() -> None:
     p = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("suites", nargs="*", metavar="SUITE", help=f"any of {', '.join(SUITES)}; without one, all")
+    p.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"any of {', '.join(SUITES)}; without one, all that can run here"
+    )
     p.add_argument("--size", default="sdxl", choices=list(inputs.MODELS), help="the checkpoint of all suites but scale")
     p.add_argument("--rivals", default="cp,load-all,sd-mecha", help="a list with commas; empty for none")
     p.add_argument("--rounds", type=int, default=5, help="measured ones, after a warm-up; 0: the warm-up alone counts")
     p.add_argument(
         "--cache", default="warm", choices=["warm", "cold", "both"], help="whether inputs are in the page cache"
+    )
+    p.add_argument(
+        "--device", default="cpu", help="where ours computes: cpu, cuda, cuda:0,cuda:1, …; gpu takes cuda for cpu"
     )
     p.add_argument("--data", type=Path, default=Path("bench-data"), help="where inputs are made and outputs written")
     p.add_argument("--keep", action="store_true", help="keep all inputs for the next time")
@@ -246,10 +253,11 @@ def main() -> None:
         p.error(f"no suite is called {unknown[0]!r}; there are {', '.join(SUITES)}")
     o.data.mkdir(exist_ok=True)
     caches: tuple[Cache, ...] = ("warm", "cold") if o.cache == "both" else (o.cache,)
-    b = Bench(o.data.absolute(), o.rounds, caches, o.size, tuple(r for r in o.rivals.split(",") if r), o.keep)
+    b = Bench(o.data.absolute(), o.rounds, caches, o.size, tuple(r for r in o.rivals.split(",") if r), o.keep,
+              o.device)  # fmt: skip
     about = machine(b.data)
     print(" · ".join(f"{k} {v}" for k, v in about.items()))
-    for name in o.suites or SUITES:
+    for name in o.suites or [s for s in SUITES if s != "gpu" or gpu.names()]:
         SUITES[name](b)
     path = o.json or b.file("results.json")
     path.write_text(json.dumps({"machine": about, "command": sys.argv[1:], "results": b.results}, indent=1))

@@ -38,7 +38,7 @@ def suite(b: Bench) -> None:
 def _together(b: Bench, base: Path, lora: Path, cache: Cache, *, verify: bool) -> Run:
     jobs = b.file("jobs.yaml")
     jobs.write_text(json.dumps({
-        "version": 1, "defaults": {"device": "cpu", "verify": verify},
+        "version": 1, "defaults": {"device": b.device, "verify": verify},
         "jobs": [{"base": str(base), "adapters": [{"path": str(lora), "strength": "{s}"}],
                   "matrix": {"s": list(STRENGTHS)}, "output": "out-{s}.safetensors"}],
     }))  # fmt: skip
@@ -54,7 +54,7 @@ def _alone(b: Bench, base: Path, lora: Path, cache: Cache, options: list[str]) -
     b.forget()
     runs = [
         run([sys.executable, "-m", "lora_merge", str(base), f"{lora}:{s}", "-o", str(b.file(f"out-{s}.safetensors")),
-             "--json", "--device", "cpu", *options], known=b.known)
+             "--json", "--device", b.device, *options], known=b.known)
         for s in STRENGTHS
     ]  # fmt: skip
     return Run(sum(r.seconds for r in runs), sum(r.cpu for r in runs), max(r.peak for r in runs), "")
