@@ -45,13 +45,23 @@ def _nothing_remembered(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(_caches)))
 
 
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": ""}
+"""For processes that come by the hundred and are killed: a GPU takes each a second, and nothing of it is tested."""
+
+
 @pytest.fixture(scope="session")
 def children() -> Any:
     """Processes that start at once, from one that has imported everything."""
     if sys.platform == "win32":
         pytest.skip("no fork server")
+    from multiprocessing import forkserver
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lora_merge.writing", "lora_merge.batch", "tests.test_batch", "tests.test_formats"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CPU_ONLY.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
     return context
 
 
@@ -86,7 +96,7 @@ class Nursery:
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     if not sys.platform.startswith("linux"):
         pytest.skip("faults are made by Linux means")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **CPU_ONLY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     library = tmp_path_factory.mktemp("shim") / "shim.so"
     gcc = shutil.which("gcc")
     if gcc is not None:

@@ -263,13 +263,13 @@ def test_shards_cost_one_descriptor_each_however_many_jobs(tmp_path: Path) -> No
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
     lora = {"layers.3.lora_up.weight": rand(8, 2), "layers.3.lora_down.weight": rand(2, 8)}
     save(lora, tmp_path / "ink.safetensors")
-    jobs = [{"base": str(tmp_path / "base"), "adapters": [str(tmp_path / "ink.safetensors")], "output": str(tmp_path / o)}
-            for o in "abcd"]  # fmt: skip
+    jobs = [{"base": str(tmp_path / "base"), "adapters": [str(tmp_path / "ink.safetensors")], "output": str(tmp_path / o),
+             "device": "cpu"} for o in "abcd"]  # fmt: skip
     used = len(list(Path("/proc/self/fd").iterdir()))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + shards // 2, soft[1]))
         with pytest.raises(ResourceError, match="ulimit -n"):
-            lora_merge.merge(tmp_path / "base", tmp_path / "ink.safetensors", tmp_path / "one")
+            lora_merge.merge(tmp_path / "base", tmp_path / "ink.safetensors", tmp_path / "one", device="cpu")
         lost = run(jobs)
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * shards, soft[1]))
         done = run(jobs)
@@ -629,7 +629,7 @@ def test_a_job_that_another_process_finishes_during_the_survey_is_skipped(
 
 
 def test_killed_at_twenty_random_moments_a_run_is_finished_by_the_next(small: Path, children: Any) -> None:
-    jobs, out = grid(small, 6), small / "out"
+    jobs, out = grid(small, 6, device="cpu"), small / "out"
 
     def child(last: int = 0) -> None:
         process = children.Process(target=_run_in_child, args=(jobs, str(small / "lines"), 2, last))

@@ -19,12 +19,13 @@ import lora_merge
 from lora_merge import blocks
 from lora_merge.adapter import Module
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.devices import places
 from lora_merge.examples import EXAMPLES, tensors, weight
 from lora_merge.folding import Folder, Item, Kept
 from lora_merge.header import TensorInfo
 from lora_merge.matched import Use
 from lora_merge.patching import Patch
-from lora_merge.placement import FILE_DTYPES, TORCH_DTYPES, places
+from lora_merge.placement import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.planning import Target
 from lora_merge.views import Piece, View
 

@@ -34,6 +34,8 @@ def test_sdxl_with_three_networks_is_right_and_stays_small(capsys: pytest.Captur
         "-o",
         str(out),
         "--overwrite",
+        "--device",
+        "cpu",
         "--report",
         str(DATA / "checked.json"),
     ]
