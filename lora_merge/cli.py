@@ -17,7 +17,7 @@ from .cli_proof import add_to
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
-from .showing import carry_out, conclude, describe, dry, needs, silent
+from .showing import carry_out, conclude, describe, dry, needs, remarks, silent
 from .stopping import on_stop
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -123,14 +123,14 @@ def merge(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Prove the written file.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
     """Merge adapters into a base model and write the result."""
     from .destination import sources
     from .job import make_job
-    from .planning import make_plan
+    from .planning import coverage, make_plan
     from .preload import preload
     from .telling import ReportFile
 
@@ -148,6 +148,8 @@ def merge(
     describe(plan, say, verbose=verbose)
     if dry_run:
         say(needs(plan))
+        for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
+            typer.echo(remark, err=True)
         found = json.dumps(dry(plan), ensure_ascii=False)
         if told is not None:
             told.replace(found)

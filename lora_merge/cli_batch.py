@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import BatchFailed, UsageError
+from .showing import remarks
 from .showing import size as _size
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def batch(
             if as_json:
                 typer.echo(one.to_json())
             elif not quiet or not one.ok:
-                _write(_line(one, len(made.sketches)))
+                _write(_line(one, len(made.sketches)), *_remarks(one))
+            else:
+                _write(*(f"{one.output}: {remark.strip()}" for remark in _remarks(one)), to=sys.stderr)
     _conclude(made, ended, sys.stderr if as_json else sys.stdout)
 
 
@@ -140,6 +143,11 @@ def _line(one: JobReport, total: int) -> str:
     return head if one.error is None else f"{head}\n{_indented(one.error)}"
 
 
+def _remarks(one: JobReport) -> list[str]:
+    """What was left out, and what else the user should know."""
+    return [] if one.report is None else [f"    {r}" for r in remarks(one.report.coverage, one.report.notes)]
+
+
 def _indented(error: Exception) -> str:
     return "\n".join(f"    {line}" for line in f"error: {error}".splitlines())
 
@@ -182,9 +190,10 @@ def _progress(made: Batch, *, quiet: bool) -> Iterator[Progress]:
         yield bar.update
 
 
-def _write(line: str) -> None:
+def _write(*lines: str, to: IO[str] | None = None) -> None:
     """Above the bar, where there is one."""
     from tqdm import tqdm
 
-    tqdm.write(line, file=sys.stdout)
+    for line in lines:
+        tqdm.write(line, file=to or sys.stdout)
     sys.stdout.flush()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from .folders import listed
 
 if TYPE_CHECKING:
     from .planning import Plan
@@ -18,7 +20,7 @@ COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 
 
 def silent(_: str) -> None:
-    """Say nothing."""
+    """Say nothing but what `conclude` has to."""
 
 
 def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
@@ -68,8 +70,19 @@ def carry_out(plan: Plan, *, quiet: bool) -> Report:
         return run(plan, bar.update)
 
 
+def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
+    """What the user should know of a merge whose lines are not shown: a line for each note, one for what was left."""
+    yield from (f"note: {note}" for note in notes)
+    for name, found in coverage.items():
+        if left := [*found["skipped"], *found["ignored"]]:
+            yield f"{name}: left out {len(left)}: {listed(left)}"
+        yield from (f"{name}: note: {note}" for note in found["notes"])
+
+
 def conclude(done: Report, say: Any, said: Sequence[str] = ()) -> None:
-    """A few lines after the work; without the notes that were `said` before it."""
+    """A few lines after the work; without the notes that were `said` before it. Where nothing is said: what matters."""
+    for remark in remarks(done.coverage, done.notes) if say is silent else ():
+        sys.stderr.write(f"{remark}\n")
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
     for note in [n for n in done.notes if n not in said]:

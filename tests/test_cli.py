@@ -229,6 +229,20 @@ def test_unmatched_modules_are_counted_and_can_be_skipped(run: Run, tmp_path: Pa
     code, out, err = run(unet, style, "-o", tmp_path / "o.safetensors", "--unmatched", "skip")
     assert code == 0, err
     assert "24 of 32" in out and out.count("left out") >= 1
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(
+        "version: 1\njobs: [{base: unet.safetensors, adapters: [style.safetensors], unmatched: skip, output: b}]"
+    )
+    for arguments in (
+        [unet, style, "-o", tmp_path / "p", "--unmatched", "skip", "-q", "--dry-run"],
+        [unet, style, "-o", tmp_path / "p", "--unmatched", "skip", "-q"],
+        ["replay", tmp_path / "p", "-o", tmp_path / "r", "-q"],
+        ["batch", jobs, "-q"],
+    ):
+        code, _, err = run(*arguments)
+        assert (code, err.count("left out 8: lora_te")) == (0, 1), err
+    (tmp_path / "b").unlink()
+    assert "left out 8: lora_te" in run("batch", jobs)[1]
 
 
 def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
