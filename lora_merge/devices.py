@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Final
 
 import torch
 
 from .errors import ResourceError
-from .placement import TORCH_DTYPES, Placement
+from .placement import TORCH_DTYPES, WHOLE, Placement
 
 KINDS: Final = ("cpu", "cuda", "mps", "xpu")
+FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
@@ -22,31 +24,90 @@ def places(devices: str, dtype: str) -> tuple[Placement, ...]:
 
 
 def place(device: str, dtype: str) -> Placement:
-    """The placement for `--device` and a dtype by its name in files; ResourceError if there is no such device."""
-    found = _fastest() if device == "auto" else device
+    """The placement for `--device` and a dtype by its name in files; ResourceError if there is no such device, or it
+    does not compute."""
+    found = _tried(dtype)[-1][0] if device == "auto" else device
     try:
         where = torch.device(found)
     except RuntimeError as e:
         raise ResourceError(f"unknown device {found!r}", "--device", "use auto, cpu, cuda, cuda:N, mps or xpu") from e
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-               "xpu": torch.xpu.is_available()}  # fmt: skip
-    count = (
-        torch.cuda.device_count() if where.type == "cuda" else torch.xpu.device_count() if where.type == "xpu" else 1
-    )
-    if not present.get(where.type, False) or (where.index or 0) >= count:
-        names = ", ".join(k for k, v in present.items() if v)
+    if (where.index or 0) >= _count(where.type):
+        names = ", ".join(k for k in KINDS if _count(k))
         raise ResourceError(f"no device {found!r} here", "--device", f"use one of: auto, {names}")
-    if where.type == "mps" and dtype == "F64":
-        raise ResourceError("mps computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+    if dtype == "F64" and not _doubles(where):
+        raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+    if device != "auto" and (why := unusable(where)):
+        raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
     return Placement(where, TORCH_DTYPES[dtype])
 
 
-def precise(at: Placement) -> Placement:
-    """The same place in fp64, or in fp32 where it computes no fp64.
+def passed_over(device: str, dtype: str) -> list[str]:
+    """What `auto` would have taken if it worked, and why it does not."""
+    return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
 
-    Inverses and decompositions in fp32 would round up to 1 % of an fp16 output's elements differently.
+
+def _tried(dtype: str) -> list[tuple[str, str]]:
+    """What `auto` looks at, the fastest first, and what is wrong with it; the last one is taken."""
+    tried = []
+    for kind in FAST:
+        if _count(kind):
+            where = torch.device(kind)
+            why = f"{kind} computes no fp64" if dtype == "F64" and not _doubles(where) else unusable(where)
+            tried.append((kind, why))
+            if not why:
+                return tried
+    return [*tried, ("cpu", "")]
+
+
+def unusable(where: torch.device) -> str:
+    """Why nothing can be computed there; nothing if it can. A driver may see a GPU that this torch was not built for,
+    or whose memory others fill."""
+    if where.type == "cpu":
+        return ""
+    try:
+        torch.ones(1, device=where).add_(1).item()
+    except RuntimeError as e:
+        return next(iter(str(e).splitlines()), type(e).__name__)
+    return ""
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind are here."""
+    if kind in ("cuda", "xpu"):
+        module = torch.cuda if kind == "cuda" else torch.xpu
+        return module.device_count() if module.is_available() else 0
+    return 1 if kind == "cpu" else int(kind == "mps" and torch.backends.mps.is_available())
+
+
+def _doubles(where: torch.device) -> bool:
+    """Whether it computes fp64."""
+    if where.type == "xpu":
+        return bool(torch.xpu.get_device_properties(where).has_fp64)
+    return where.type != "mps"
+
+
+def precise(at: Placement) -> Placement:
+    """Where inverses and decompositions are computed: in fp64, on the CPU for a device that may not have them.
+
+    In fp32 they would round up to 1 % of an fp16 output's elements differently.
     """
-    return Placement(at.device, torch.float32 if at.device.type in ("mps", "xpu") else torch.float64)
+    if at.device.type not in WHOLE:
+        return Placement(torch.device("cpu"), torch.float64)
+    if at.device.type == "cuda" and torch.cuda.is_available():
+        _load_decompositions(at.device)
+    return Placement(at.device, torch.float64)
+
+
+def _load_decompositions(device: torch.device) -> None:
+    """torch loads what it has of them for CUDA at the first call, and fails if two threads make it at a time."""
+    with _loading:
+        if not _loaded:
+            torch.linalg.inv(torch.ones(1, 1, device=device))
+            _loaded.append(device)
+
+
+_loading = Lock()
+_loaded: list[torch.device] = []
 
 
 def release(at: Sequence[Placement]) -> None:
@@ -57,17 +118,8 @@ def release(at: Sequence[Placement]) -> None:
 
 def present() -> list[str]:
     """Every device here, as --device takes it."""
-    found = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()) if torch.cuda.is_available())]
-    found += [f"xpu:{n}" for n in range(torch.xpu.device_count()) if torch.xpu.is_available()]
-    return found + ["mps"] * torch.backends.mps.is_available()
-
-
-def _fastest() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.xpu.is_available():
-        return "xpu"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    numbered = [f"{kind}:{n}" for kind in ("cuda", "xpu") for n in range(_count(kind))]
+    return ["cpu", *numbered] + ["mps"] * _count("mps")
 
 
 def nth_device(device: str, number: int) -> str:

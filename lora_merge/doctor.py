@@ -15,7 +15,7 @@ import torch
 
 from . import __version__
 from .algorithms import ALGORITHMS
-from .devices import place, precise, present
+from .devices import place, precise, present, unusable
 from .disk import Writer, failure
 from .errors import MergeError
 from .examples import EXAMPLES, Example, given, shapes, tensors, weight
@@ -70,7 +70,9 @@ def _memory() -> int:
 
 def _device(name: str) -> dict[str, Any]:
     """One device: its memory, the dtypes it can hold and cast, and the test of every formula in fp32 and fp64."""
-    started, problems = time.monotonic(), []
+    started = time.monotonic()
+    why = unusable(torch.device(name))
+    problems = [why] if why else []
     dtypes = [d for d in PROBED if _holds(name, d)]
     worst: dict[str, float] = {}
     for compute in ("F32", "F64"):
@@ -86,7 +88,8 @@ def _device(name: str) -> dict[str, Any]:
             if not error <= TOLERANCE[compute]:
                 problems.append(f"{algorithm} in {compute} is off by {error:.2g} of its largest number")
     return {
-        "device": name, "name": _name(name), "memory": _device_memory(name), "dtypes": dtypes,
+        "device": name, "name": "unusable" if why else _name(name),
+        "memory": {"free": 0, "total": 0} if why else _device_memory(name), "dtypes": dtypes,
         "algorithms": len(ALGORITHMS), "worst": worst, "seconds": time.monotonic() - started, "problems": problems,
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .checkpoint import Reader
-from .devices import places, release
+from .devices import passed_over, places, release
 from .factors import Factors, Kept, view_bytes
 from .folding import Folder, Item, settle
 from .job import COMPUTE_DTYPES
@@ -27,7 +27,8 @@ class Making:
         self.factors = Factors(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.kept = Kept()
-        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept)
+        notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes)
 
     def begin(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""

@@ -26,6 +26,11 @@ FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
 PIECE: Final = 2**18  # numbers
 
+WHOLE: Final = {"cpu", "cuda"}
+PLAIN: Final = {torch.float32, torch.float16, torch.bfloat16}
+"""Devices that hold and compute everything, and what the others hold: Metal has no fp64, no fp8, and not all
+decompositions, XPUs differ. What they do not hold, the host casts."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -88,7 +93,7 @@ class Lane:
 
 
 def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) -> Tensor:
-    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move).
+    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move) where it can be.
 
     With a lane, its memory is used: the result on a CPU, and the way there on CUDA, are overwritten by the next call.
     """
@@ -96,7 +101,8 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
     if at.device.type == "cpu":
         out = lane.host("values", shape, at.dtype) if lane else torch.empty(shape, dtype=at.dtype)
     elif lane is None or lane.stream is None:
-        return torch.stack([t.to(at.device).to(at.dtype) for t in tensors])
+        held = [t if _holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
+        return torch.stack([t.to(at.device).to(at.dtype) for t in held])
     else:
         out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out.unbind(), tensors, strict=True):
@@ -107,12 +113,12 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
 def move(tensors: Any, at: Placement) -> Any:
     """A dataclass with its tensors at the placement."""
     held = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
-    return replace(tensors, **{k: stage([v], at)[0] for k, v in held.items() if isinstance(v, Tensor)})
+    return replace(tensors, **{k: stage([v], at).squeeze(0) for k, v in held.items() if isinstance(v, Tensor)})
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
     """[n, …] int64 on the compute device."""
-    return torch.stack([t.to(at.device).to(torch.int64) for t in tensors])
+    return torch.stack([t.to(torch.int64).to(at.device) for t in tensors])
 
 
 def numbers(values: Sequence[float], at: Placement) -> Tensor:
@@ -121,14 +127,16 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
 
 
 def land(merged: Tensor, into: Sequence[Tensor], lane: Lane | None = None) -> None:
-    """Write merged [n, …] into n host tensors: detached, cast once (fp8 saturates), one transfer for all."""
+    """Write merged [n, …] into n host tensors: detached, one transfer for all, cast once (fp8 saturates), before it
+    where the device can."""
     dtype, merged = into[0].dtype, merged.detach()
     if merged.device.type != "cpu":
-        merged = _ready(merged, dtype).to(dtype)
+        if _holds(merged.device, dtype):
+            merged = _ready(merged, dtype).to(dtype)
         if lane is None or lane.stream is None:
             merged = merged.cpu()
         else:
-            merged = lane.host("down", merged.shape, dtype).copy_(merged, non_blocking=True)
+            merged = lane.host("down", merged.shape, merged.dtype).copy_(merged, non_blocking=True)
             lane.stream.synchronize()
     for target, source in zip(into, merged.unbind(), strict=True):
         convert(source, target)
@@ -145,8 +153,13 @@ def convert(source: Tensor, into: Tensor) -> None:
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor detached, contiguous, on the CPU; the same object's data where it is that already."""
+    tensor = tensor.detach().cpu()
     dtype = dtype or tensor.dtype
-    return _ready(tensor.detach(), dtype).to(dtype).cpu().contiguous()
+    return _ready(tensor, dtype).to(dtype).contiguous()
+
+
+def _holds(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in PLAIN or device.type in WHOLE
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,9 +34,9 @@ def share_cores(workers: int) -> None:
 
 def threads(at: Sequence[Placement]) -> int:
     """How many blocks to fold side by side: on a CPU one per core that torch leaves idle within an operation, on
-    other devices one going up, one computed, one coming down."""
+    CUDA one going up, one computed, one coming down. Others have one queue, and Metal's is not safe from several."""
     if at[0].device.type != "cpu":
-        return 3 * len(at)
+        return len(at) * (3 if at[0].device.type == "cuda" else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // _Sharing.workers // (1 if _omp_set_num_threads() else torch.get_num_threads()))
 

@@ -138,6 +138,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         with Watching(stream):
             yield
 
+    for module in ("placement", "devices"):
+        monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.placement._queues", lambda device: device.type == "meta")
     for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller}.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.devices import places
+from lora_merge.devices import place, places, precise, unusable
 from lora_merge.factors import Kept
 from lora_merge.folding import Folder, Item
 from lora_merge.header import TensorInfo
@@ -120,7 +122,7 @@ def _shapes() -> Tensors:
     return {k: torch.empty(t.shape, device="meta") for k, t in linear(torch.float32).items()}
 
 
-def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
+def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Plan from shapes, then fold the given tensors wherever they are."""
     from lora_merge.blocks import blocks
     from lora_merge.job import make_job
@@ -138,7 +140,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement) -> list[Tensor]:
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
-            into = torch.empty(block.last - block.first, block.cols, dtype=torch.bfloat16)
+            into = torch.empty(block.last - block.first, block.cols, dtype=output)
             folder.fold([Item(block, weights[target.name].reshape(-1, block.cols), into)])
             intos.append(into)
     return intos
@@ -248,6 +250,69 @@ def test_a_real_gpu_gives_the_numbers_of_the_cpu() -> None:
             assert_rounded(merged[key], value)
 
 
+# ------------------------------------------------ devices that cannot do everything, or nothing
+
+
+class Metal(FakeTensorMode):
+    """Refuses of fake tensors, on cuda, what Metal refuses: dtypes that it has not, and decompositions."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                assert tensor.dtype not in {torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+                assert "linalg" not in str(func)
+                self.seen = True
+        return out
+
+
+@pytest.mark.parametrize(("stored", "output"), list(zip(STORED, STORED[::-1], strict=True)))
+def test_metal_is_given_only_what_it_holds(
+    stored: torch.dtype, output: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("placement", "devices"):
+        monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu"})
+    monkeypatch.setattr("lora_merge.folding.check_range", lambda _: None)  # fakes have no values
+    with Metal() as metal:
+        for more in (linear(torch.float32), {"m.full.oft_blocks": torch.empty(3, 4, 4)}):
+            factors = {k: torch.empty(t.shape, dtype=stored) for k, t in more.items()}
+            weights = {k: torch.empty(12, 10, dtype=stored) for k in model(torch.float32)}
+            intos = _fold(weights, factors, Placement(torch.device("cuda:0"), torch.float32), output)
+            assert {t.device.type for t in intos} == {"cpu"}
+        assert metal.seen
+
+
+def test_decompositions_are_in_fp64_wherever_the_rest_is() -> None:
+    for device, where in {"cpu": "cpu", "mps": "cpu", "xpu": "cpu", "cuda": "cuda"}.items():
+        at = precise(Placement(torch.device(device), torch.float32))
+        assert (at.device.type, at.dtype) == (where, torch.float64)
+
+
+def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_merge.devices._count", lambda kind: int(kind in ("cpu", "cuda", "mps")))
+    broken = {"cuda": "no kernel image is available for execution on the device"}
+    monkeypatch.setattr("lora_merge.devices.unusable", lambda where: broken.get(where.type, ""))
+    assert place("auto", "F32").device.type == "mps"
+    assert place("auto", "F64").device.type == "cpu"
+    with pytest.raises(lora_merge.MergeError, match="no kernel image"):
+        place("cuda", "F32")
+    with pytest.raises(lora_merge.MergeError, match="fp64"):
+        place("mps", "F64")
+    weights, adapter = save(model(torch.float32), tmp_path / "b"), save(linear(torch.float32), tmp_path / "a")
+    report = lora_merge.merge(weights, adapter, tmp_path / "o", compute_dtype="fp64")
+    assert report.device == "cpu"
+    assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
+
+
+def test_a_device_that_is_seen_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(*_: object, device: torch.device) -> Tensor:
+        raise RuntimeError(f"{device} error: out of memory\nmore")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert unusable(torch.device("cpu")) == ""
+    assert unusable(torch.device("cuda")) == "cuda error: out of memory"
+
+
 # ------------------------------------------------ several blocks at a time, several devices, too little memory
 
 
@@ -317,15 +382,13 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device with room for one block at a time, under four lanes."""
-    alone, sizes = _merge(tmp_path, "alone"), []
-    used = Lock()
+    alone, used = _merge(tmp_path, "alone"), Lock()
 
     def short(base: Tensor, stacks: list[Stack]) -> Tensor:
         if not used.acquire(blocking=False):
             raise SHORT[0]
         try:
             time.sleep(0.01)
-            sizes.append(len(base))
             return fold(base, stacks)
         finally:
             used.release()
@@ -333,10 +396,9 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
     monkeypatch.setattr("lora_merge.folding.fold", short)
     monkeypatch.setattr("lora_merge.making.threads", lambda _: 4)
     assert _merge(tmp_path, "together") == alone
-    assert set(sizes) == {1}
     options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)
-    assert report.notes == ("cpu was short of memory: a block did not fit beside others' work",)
+    assert "cpu was short of memory: a block did not fit beside others' work" in report.notes
 
 
 def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
