@@ -13,7 +13,7 @@ from .patching import Patch
 EMBEDDINGS: Final = (
     *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
     *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
-    "backbone.embeddings",
+    *("backbone.embeddings", "model.text_model.embed_tokens"),
 )
 """Where transformers' models keep the input embeddings that a tied head uses."""
 

@@ -272,6 +272,8 @@ class Matcher:
                 f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
                 f"{reason}; or leave them out with --unmatched skip",
             )
+        if unmatched == "error" and (refusal := self.heads.refusal()):
+            raise refusal
         if doubt := self.names.doubt(self._shapes):
             if unmatched == "error":
                 what = "the adapter looks made for another variant of the model"

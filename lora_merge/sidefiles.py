@@ -158,6 +158,8 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
             _resize(config, name, old, new)
         else:  # a head that was tied to the embeddings
             config["tie_word_embeddings"] = False
+            if isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
+                text["tie_word_embeddings"] = False  # some models ask it there too
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

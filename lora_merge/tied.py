@@ -21,8 +21,25 @@ HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGene
 
 LM_HEAD: Final = "lm_head"
 APART: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "backbone.embeddings")
+WHISPER: Final = "whisper"
 APART_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
 """Embeddings beside which a decoder's head is `lm_head.weight`, so that it can be stored apart."""
+
+BESIDE: Final = {
+    "model.language_model.embed_tokens": LM_HEAD,
+    "language_model.model.embed_tokens": f"language_model.{LM_HEAD}",
+    "model.text_model.embed_tokens": LM_HEAD,
+    "model.embed_tokens": LM_HEAD,
+}
+"""Embeddings of vision-language models → the head, in the layouts of transformers 5 and 4."""
+
+SEEING: Final = frozenset(
+    (
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "llava_next", "llava_onevision"),
+        *("mistral3", "internvl", "paligemma", "aya_vision", "idefics3", "smolvlm"),
+    )
+)
+"""Types of models whose head is that, and which load it apart: all were tried."""
 
 _WORDS: Final = re.compile(r"\w+\.embeddings\.word_embeddings\.weight")
 ENCODERS: Final = (
@@ -46,16 +63,17 @@ class Tied:
     """The shared tensor of a base."""
 
     info: TensorInfo
-    head: str  # module
+    head: str  # module, as adapters call it
     bias: TensorInfo | None  # what the head's bias shares its value with
     separable: bool  # whether the head can be given a tensor of its own
+    key: str = ""  # the head where it is stored, if that is another name
     stored: str = ""  # the head's own tensor, which some bases store though their configuration ties it
 
     @property
     def sources(self) -> dict[str, TensorInfo]:
         """Tensors that a head of its own has and the base has not → where their values are."""
         bias = {f"{self.head}.bias": self.bias} if self.bias else {}
-        return {f"{self.head}.weight": self.info, **bias} if self.separable else {}
+        return {f"{self.key or self.head}.weight": self.info, **bias} if self.separable else {}
 
 
 def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
@@ -65,7 +83,8 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
     stated = config.get("tie_word_embeddings")
     if stated is False or not any(c.endswith(HEADED) for c in named):
         return None
-    family = str(config.get("model_type")) if all(c.endswith(DECODERS) for c in named) else ""
+    kind = str(config.get("model_type"))
+    family = kind if kind in (*SEEING, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
     found = _of_encoder(base) or _of_decoder(names, base, family)
     own = names.find(found.head) if found else None
     if found is None or own is None:
@@ -84,12 +103,16 @@ def _of_encoder(base: Mapping[str, TensorInfo]) -> Tied | None:
 
 
 def _of_decoder(names: Names, base: Mapping[str, TensorInfo], family: str) -> Tied | None:
-    """`family` is the type of a model that is nothing but a decoder."""
+    """`family` is the type of a model that is nothing but a decoder, or whose head is known all the same."""
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.pieces) > 1:
         return None
     info = base[view.pieces[0].key]
     name = info.name.removesuffix(".weight")
+    if family in SEEING:
+        return Tied(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))
+    if family == WHISPER:
+        return Tied(info, "proj_out", None, _plain(info))
     known = bool(family) and (name in APART or (family, name) == APART_IN)
     return Tied(info, LM_HEAD, None, known and _plain(info))
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from .adapter import Module
 from .doubles import EMBEDDINGS
-from .errors import FitError
+from .errors import FitError, MergeError
 from .folders import listed
 from .header import TensorInfo
 from .job import Adapter
@@ -44,6 +44,7 @@ class Heads:
             self._base, self._stored = None, base.stored
         self._head, self._shared = (base.head, base.info.name) if base else (LM_HEAD, "")
         self._sources = base.sources if base else {}
+        self._weight = next(iter(self._sources), "")  # of a head of its own
         self.own = {key: replace(info, name=key) for key, info in self._sources.items()}
         named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
         self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
@@ -54,7 +55,7 @@ class Heads:
         if parameter != "weight" or not self._is_head(name):
             return None
         if self._base is not None and self._parts(name):
-            return whole(f"{self._head}.weight", self._base.info.shape)
+            return whole(self._weight, self._base.info.shape)
         return self._table()
 
     def _is_head(self, name: str) -> bool:
@@ -67,7 +68,7 @@ class Heads:
 
     def place(self, info: TensorInfo, name: str, parameter: str, *, rows: bool) -> View | None:
         """Where a value of the head, or of rows of it, goes that the base does not have; None if it can go nowhere."""
-        key = f"{self._head}.{parameter}"
+        key = self._weight if parameter == "weight" else f"{self._head}.{parameter}"
         if self._base is None or not self._is_head(name) or (parameter != "weight" and key not in self.own):
             return None
         shared = self._sources.get(key, self._base.info)
@@ -111,6 +112,17 @@ class Heads:
             self._part(key)
         elif self._ref.factor(key, "model"):
             self._both[name] = key
+
+    def refusal(self) -> MergeError | None:
+        """The error for a head that cannot be stored apart, where PEFT trained one end alone; `skip` changes both."""
+        names = [name for name in self._both if self._patcher.rules.of(name).kind]
+        if self._base is None or self._result.parted or not names:
+            return None
+        where = f"{self._patcher.adapter.path}: {listed(names)} on {self._shared}"
+        return FitError("the adapter trained one end of embeddings that the base ties, and models of its kind cannot "
+                        "be stored with the two apart", where,
+                        "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both "
+                        "ends, which computes something else")  # fmt: skip
 
     def origin(self, view: View) -> View:
         """Where the values are that a place starts from: for a head those of the embeddings."""
@@ -200,7 +212,7 @@ class Heads:
 
     def _part(self, end: str) -> None:
         """Give the head tensors of its own, which start as those that it shares, because one end changes."""
-        head = f"{self._head}.weight"
+        head = self._weight
         if not self._sources or head in self._result.parted or not self._ref.factor(end, "model"):
             return
         for key, source in self._sources.items():

@@ -160,6 +160,97 @@ def test_heads_of_other_names_are_parted_where_one_end_changes(tmp_path: Path, n
     assert ("stored apart" in _notes(report)) is (case not in TOGETHER)
 
 
+TEXT: dict[str, Any] = dict(
+    vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0,
+)  # fmt: skip
+HEADS8 = TEXT | {"head_dim": 8}
+TURNS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+SIGHT: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+)
+QWEN: dict[str, Any] = dict(
+    depth=1, hidden_size=32, out_hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4
+)
+QWEN3 = QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SPEECH: dict[str, Any] = dict(
+    vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20,
+    max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
+
+SIGHTED: dict[str, tuple[str, str, dict[str, Any], Any]] = {
+    "Qwen2VL": ("Qwen2VLConfig", "", TEXT | TURNS, dict(depth=1, embed_dim=32, hidden_size=32, num_heads=4, patch_size=4)),
+    "Qwen2_5_VL": ("Qwen2_5_VLConfig", "", TEXT | TURNS, QWEN | {"fullatt_block_indexes": [0], "window_size": 16}),
+    "Qwen3VL": ("Qwen3VLConfig", "", HEADS8 | TURNS, QWEN3),
+    "Qwen3VLMoe": ("Qwen3VLMoeConfig", "", HEADS8 | TURNS | MIXED, QWEN3),
+    "Gemma3": ("Gemma3Config", "Gemma3TextConfig", HEADS8, ("SiglipVisionConfig", SIGHT)),
+    "Llava": ("LlavaConfig", "LlamaConfig", TEXT, ("CLIPVisionConfig", SIGHT)),
+    "LlavaNext": ("LlavaNextConfig", "MistralConfig", TEXT, ("CLIPVisionConfig", SIGHT)),
+    "LlavaOnevision": ("LlavaOnevisionConfig", "Qwen2Config", TEXT, ("SiglipVisionConfig", SIGHT)),
+    "Mistral3": ("Mistral3Config", "MistralConfig", TEXT, ("PixtralVisionConfig", SIGHT)),
+    "InternVL": ("InternVLConfig", "Qwen2Config", TEXT, SIGHT | {"image_size": [16, 16], "patch_size": [8, 8]}),
+    "PaliGemma": ("PaliGemmaConfig", "GemmaConfig", HEADS8, ("SiglipVisionConfig", SIGHT)),
+    "AyaVision": ("AyaVisionConfig", "CohereConfig", TEXT, ("SiglipVisionConfig", SIGHT)),
+    "Idefics3": ("Idefics3Config", "LlamaConfig", TEXT, SIGHT),
+    "SmolVLM": ("SmolVLMConfig", "LlamaConfig", TEXT, SIGHT),
+}  # fmt: skip
+"""Model → its configuration, that of its language model, the sizes of this and of its vision model."""
+QUICK = ("Qwen2VL", "Gemma3", "Idefics3")
+
+
+def _made(given: Any) -> Any:
+    return getattr(transformers, given[0])(**given[1]) if isinstance(given, tuple) else given
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head", "whole head"])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SIGHTED])
+def test_a_vision_language_model_is_parted_where_its_class_loads_that(tmp_path: Path, name: str, end: str) -> None:
+    """Old layouts call the head `language_model.lm_head`; some classes ask `text_config` whether to tie."""
+    kind, language, sizes, vision = SIGHTED[name]
+    text = _made((language, sizes)) if language else sizes
+    config = getattr(transformers, kind)(text_config=text, vision_config=_made(vision), tie_word_embeddings=True)
+    config.image_token_id = 90
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    tuned = _tune(model, ENDS["whole head"]("q_proj", "", "lm_head") if " " in end else _lora(target_modules=[end]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and "stored apart" in _notes(report)
+    torch.testing.assert_close(ours.eval()(TOKENS).logits, tuned(TOKENS).logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ends", [["embed_tokens"], ["proj_out"], ["embed_tokens", "proj_out"]], ids="+".join)
+def test_whisper_is_parted_too(tmp_path: Path, ends: list[str]) -> None:
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SPEECH)).eval()
+    model.save_pretrained(tmp_path / "base")
+    tuned = _tune(model, _lora(target_modules=ends))
+    tuned.save_pretrained(tmp_path / "adapter")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = type(model).from_pretrained(tmp_path / "ours").eval()
+    given = {"input_features": torch.ones(1, 8, 40), "decoder_input_ids": TOKENS}
+    torch.testing.assert_close(ours(**given).logits, tuned(**given).logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("end", ["shared", "lm_head"])
+def test_one_end_of_a_model_that_cannot_be_parted_is_refused(tmp_path: Path, end: str) -> None:
+    """T5 scales what its head sees if this is tied."""
+    sizes: dict[str, Any] = dict(vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, tie_word_embeddings=True)).eval()
+    model.save_pretrained(tmp_path / "base")
+    _tune(model, _lora(target_modules=["q", end])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(FitError, match="one end of embeddings that the base ties") as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert end in e.value.where and "shared.weight" in e.value.where and "--unmatched skip" in e.value.fix
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", unmatched="skip")
+    assert "both ends change" in _notes(report)
+
+
 SOME = ("ensured, embeddings", "ensured, head", "tokens", "embeddings", "both")
 EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "gpt2") for c in SOME]
 
