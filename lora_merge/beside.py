@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from .job import DTYPES
 from .planning import Plan
+from .recipe import sha256
 from .sidefiles import configured
 
 Side: TypeAlias = bytes | Path
@@ -38,3 +40,16 @@ def contents(plan: Plan) -> Contents:
             resized = plan.resized(str(Path(name).parent))
             sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized)
     return Contents(frozenset(f.name for f in plan.files), sides)
+
+
+def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
+    """Names of files beside the weights that an output lacks, or has with other bytes."""
+    return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
+
+
+def _is(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:
+    if not file.is_file():
+        return False
+    if isinstance(side, bytes):
+        return digest(file) == hashlib.sha256(side).hexdigest()
+    return file.stat().st_size == side.stat().st_size and digest(file) == digest(side)

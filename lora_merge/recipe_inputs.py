@@ -37,7 +37,10 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
     for path in dict.fromkeys((*namesakes, *present)):
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if one.folder else path
-            other = different(one, root)
+            try:
+                other = different(one, root)
+            except InputError as e:  # it may not be read
+                other = f"{e.where} ({e.what})"
             if other is None:
                 return root
             if path in namesakes:
@@ -80,7 +83,7 @@ def _walk(folders: Iterable[Path]) -> Iterator[Path]:
             below[:] = [] if level >= DEPTH else sorted(b for b in below if not b.startswith("."))
             for name in sorted(files):
                 path = Path(here) / name
-                if path not in seen and not name.startswith(".") and path.is_file():
+                if path not in seen and not name.startswith(".") and os.path.isfile(path):  # noqa: PTH113  # never raises
                     seen.add(path)
                     yield path
                 if len(seen) >= FILES:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .beside import contents, differing
 from .checkpoint import Index, Reader, open_checkpoint
 from .errors import UsageError, VerificationFailed
+from .folders import listed
 from .job import DTYPES, Adapter, Job, make_job
 from .kinds import quoted
 from .opened import Opened
@@ -45,7 +47,10 @@ def prove(
             job = _job_of(made, base, adapters, stack)
         plan = _followed(job, made)
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
-        return {"output": str(output), "proven": True, **verify(plan, output, reader, full=full, fresh=False)}
+        proof = verify(plan, output, reader, full=full, fresh=False)
+        if sides := differing(contents(plan), output):
+            proof["warnings"].append(f"not what the merge writes, or missing beside the weights: {listed(sides)}")
+        return {"output": str(output), "proven": True, **proof}
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
@@ -118,6 +123,7 @@ def _job_of(
                                  str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
     job = make_job(base, [path for path, _ in adapters], made.path)
     for one, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
+        open_checkpoint(path)  # InputError for what is missing or damaged
         other = different(one, path)
         if other is not None:
             raise VerificationFailed("the output was made from another version of an input",

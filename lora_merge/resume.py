@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from .beside import Contents, Side
+from .beside import Contents, differing
 from .checkpoint import open_checkpoint
 from .destination import failures
 from .errors import MergeError, UsageError
@@ -74,17 +74,8 @@ def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
     recipes = {there.metadata_of(f).get(KEY, "") for f in there.files}
     if len(recipes) > 1 or not _same(job, parsed(recipes.pop()), opened, hashes):
         return "was made by another recipe"
-    wrong = [name for name, side in wanted.sides.items() if not _is(job.output / name, side, hashes)]
+    wrong = differing(wanted, job.output, hashes.of)
     return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
-
-
-def _is(file: Path, side: Side, hashes: Hashes) -> bool:
-    """Whether a file beside the weights holds what it should."""
-    if not file.is_file():
-        return False
-    if isinstance(side, bytes):
-        return file.read_bytes() == side
-    return file.stat().st_size == side.stat().st_size and hashes.of(file) == hashes.of(side)
 
 
 def _same(job: Job, stored: dict[str, Any] | None, opened: Opened, hashes: Hashes) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,48 @@ def test_the_configuration_of_the_base_is_one_of_its_files(files: Path) -> None:
         with pytest.raises(VerificationFailed, match=r"than one of its inputs|version of an input") as e:
             again()
         assert str(config) in e.value.where
+
+
+def test_files_beside_the_weights_are_compared(files: Path) -> None:
+    (files / "model").mkdir()
+    (files / "base.safetensors").rename(files / "model" / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (files / "model" / name).write_text("{}")
+    out = files / "out"
+    lora_merge.merge(files / "model", files / "style.safetensors", out, dtype="bf16")
+    assert prove(out)["warnings"] == []
+    (out / "config.json").write_text("{ }")
+    (out / "tokenizer.json").unlink()
+    (warning,) = prove(out)["warnings"]
+    assert "config.json, tokenizer.json" in warning
+
+
+def test_named_inputs_that_are_missing_are_no_failed_proof(files: Path) -> None:
+    out = merged(files)
+    with pytest.raises(InputError, match="not found"):
+        prove(out, files / "none.safetensors", [(files / "style.safetensors", None)])
+
+
+def test_what_may_not_be_read_is_passed_over(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read anything, so the system's refusals are played."""
+    out = merged(files)
+    (files / "a_link").symlink_to("private")
+    shutil.copy(files / "base.safetensors", files / "a_copy.safetensors")
+
+    def refuse(name: str, *endings: str) -> None:
+        really = getattr(os, name)
+
+        def act(path: Any, *rest: Any, **more: Any) -> Any:
+            if str(path).endswith(endings):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return really(path, *rest, **more)
+
+        monkeypatch.setattr(os, name, act)
+
+    refuse("stat", "a_link")
+    refuse("open", "a_link", "a_copy.safetensors")
+    (files / "base.safetensors").rename(files / "z.safetensors")
+    assert prove(out)["proven"]
 
 
 def test_a_recipe_that_gives_another_model_is_not_replayed(files: Path) -> None:
