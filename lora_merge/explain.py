@@ -34,8 +34,12 @@ PARTS: Final = {
 
 def absence(absent: Sequence[str], held: Sequence[str]) -> str:
     """Modules speak of networks that the base does not hold."""
-    missing, there = (" and ".join(PARTS.get(x, f"the {x}") for x in labels) for labels in (absent, held))
+    missing, there = (" and ".join(map(_part, labels)) for labels in (absent, held))
     return f"some modules are for {missing}, the base holds only {there}"
+
+
+def _part(label: str) -> str:
+    return f"the text encoder {label[1:]}" if label[0] == "=" else PARTS.get(label, f"the {label}")
 
 
 def likely_reason(

@@ -188,8 +188,10 @@ class Names:
     def _encoders(self, hint: str) -> list[Component]:
         encoders = [p for p in self._parts if p.kind]
         main = self._parts[0].architecture if self._parts else None
-        if hint[0] == "=":
-            return [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
+        if hint[0] == "=":  # a folder calls none of its encoders so
+            unsure = [p for p in encoders if p.kind in UNSURE]
+            meant = [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
+            return meant or (unsure if len(unsure) == 1 else [])
         if main and main.text_encoders:
             kind = main.text_encoders.get(hint)
             called = {label for label, theirs in main.text_encoders.items() if theirs == kind} | {hint}
@@ -200,8 +202,12 @@ class Names:
 
     def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
-        return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture,
-                             "rename it in the adapter so that it names one of them")  # fmt: skip
+        experts = {p.label for p in self._parts if p.role == "denoiser"}
+        there = sorted({self.component(key) for key in keys})
+        fix = "rename it in the adapter so that it names one of them"
+        if len(there) > 1 and experts.issuperset(there):
+            fix = f"give the folder of the one that it was trained for as the base: {' or '.join(there)}"
+        return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture, fix)
 
 
 def names(index: Index, extra: Path | None = None) -> Names:

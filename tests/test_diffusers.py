@@ -367,6 +367,25 @@ def test_a_difference_of_wans_modulation_is_added_to_it(native: bool) -> None:  
     _assert_same(lora_merge.merge_state_dict(stored, adapter), wanted, "modulation")
 
 
+@pytest.mark.parametrize("kind", ["FluxTransformer2DModel", "SD3Transformer2DModel"])
+def test_adapters_of_projections_that_the_library_fused(kind: str) -> None:
+    model = getattr(diffusers, kind)(**CONFIGS[kind])
+    base = model.state_dict()
+    parts = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+    model.fuse_qkv_projections()
+    fused = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] in parts}
+    assert any("added" in name for name in fused) and len(fused) > 1
+    pairs = {name: (torch.randn(m.out_features, RANK), torch.randn(RANK, m.in_features)) for name, m in fused.items()}
+    adapter = {
+        f"transformer.{n}.lora_{x}.weight": t for n, pair in pairs.items() for x, t in zip("BA", pair, strict=True)
+    }
+    done = lora_merge.merge_state_dict(base, adapter)
+    for name, module in fused.items():
+        owner, _, kind = name.rpartition(".")
+        merged = torch.cat([done[f"{owner}.{part}.weight"] for part in parts[kind]])
+        torch.testing.assert_close(merged, module.weight + pairs[name][0] @ pairs[name][1], msg=name)
+
+
 def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
     for key, value in weights.items():
         worst = (merged[key] - value).abs().max().item() if value.numel() else 0.0

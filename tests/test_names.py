@@ -475,8 +475,36 @@ def test_two_experts_in_one_folder_are_told_apart() -> None:
         view = found.find(f"{part}.blocks.0.attn1.to_q")
         assert view is not None
         assert view.pieces[0].key == f"{part}.blocks.0.attn1.to_q.weight"
-    with pytest.raises(AmbiguousName):
-        found.find("lora_unet_blocks_0_self_attn_q")
+    for name in ("lora_unet_blocks_0_self_attn_q", "diffusion_model.blocks.0.self_attn.q", "blocks.0.attn1.to_q"):
+        with pytest.raises(AmbiguousName) as refused:
+            found.find(name)
+        assert refused.value.fix.endswith("as the base: transformer or transformer_2")
+
+
+def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can() -> None:
+    llm = {f"model.layers.{i}.self_attn.{p}_proj.weight": (4, 4) for i in range(2) for p in "qkv"}
+    clip = header("transformers/clip-l")
+    name = "text_encoders.{}.transformer.model.layers.1.self_attn.q_proj".format
+    one = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm))
+    two = names(pipeline(transformer=header("diffusers/hunyuan-video"), text_encoder=llm, text_encoder_2=clip))
+    for found in (one, two):
+        view = found.find(name("qwen3_4b"))
+        assert view is not None
+        assert view.pieces[0].key == "text_encoder.model.layers.1.self_attn.q_proj.weight"
+    assert two.find("text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1") is not None
+    both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
+    assert both.find(name("qwen3_4b")) is None
+    assert "text encoder qwen3_4b" in both.explain([name("qwen3_4b")], {})
+
+
+def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
+    """As diffusers' converter has it; the other one is no CLIP, so that nothing else can be meant."""
+    parts = {"text_encoder": header("transformers/clip-l"), "text_encoder_2": header("transformers/t5xxl-encoder")}
+    found = names(pipeline(transformer=header("diffusers/flux-dev"), **parts))
+    view = found.find("lora_te_text_model_encoder_layers_3_self_attn_q_proj")
+    assert view is not None
+    assert view.pieces[0].key == "text_encoder.encoder.layers.3.self_attn.q_proj.weight"
+    assert found.component(view.pieces[0].key) == "te1"
 
 
 def test_a_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
