@@ -23,6 +23,7 @@ from .header import TensorInfo
 
 IGNORED: Final = {
     "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",
+    "emb_params": "textual-inversion embedding, not a change of weights",
     "_aux.": "bookkeeping of the training tool",
 }
 """Key prefix → why tensors under it are not merged."""

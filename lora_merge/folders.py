@@ -23,6 +23,9 @@ STEMS: Final = (
 )
 """Names that say "this folder's weights", the preferred first."""
 
+PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
+"""Variants of the same weights; others, such as `ema`, are other ones. The preferred first."""
+
 SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt")  # the preferred first
 
 _SHARD: Final = r"-(?P<part>\d{5})-of-(?P<parts>\d{5})"
@@ -102,14 +105,14 @@ def require_all(weights: Weights) -> None:
     )
 
 
-def _rank(w: Weights) -> tuple[int, int, int, bool, str, bool]:
+def _rank(w: Weights) -> tuple[int, int, int, int, str, bool]:
     stem = STEMS.index(w.stem) if w.stem in STEMS else len(STEMS)
     whole = w.index is None and shard_of(w.files[0]) is None
     return (
         stem == len(STEMS),
         SUFFIXES.index(w.suffix),
         stem,
-        bool(w.variant),
+        PRECISIONS.index(w.variant) if w.variant in PRECISIONS else len(PRECISIONS),
         w.variant + w.stem,
         not whole,
     )

@@ -286,6 +286,16 @@ def test_variants_side_by_side(tmp_path: Path) -> None:
     assert value(open_checkpoint(tmp_path), "w") == 32
 
 
+def test_a_variant_of_the_same_weights_comes_before_one_of_others(tmp_path: Path) -> None:
+    """`ema` are other weights than those that were saved beside it in fp16."""
+    for number, variant in enumerate(("ema", "fp16", "fp32", "non_ema")):
+        shard(tmp_path / f"diffusion_pytorch_model.{variant}.safetensors", w=number)
+    assert value(open_checkpoint(tmp_path), "w") == 2
+    (tmp_path / "diffusion_pytorch_model.fp32.safetensors").unlink()
+    assert value(open_checkpoint(tmp_path), "w") == 1
+    assert "diffusion_pytorch_model.ema.safetensors" in open_checkpoint(tmp_path).notes[0]
+
+
 def test_a_cache_of_links_opens(tmp_path: Path) -> None:
     """Model caches keep files elsewhere, under their hash, and link to them."""
     shard(tmp_path / "blobs" / "abc", w=5)

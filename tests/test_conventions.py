@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_merge.adapter import group
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.checkpoint import Index
 from lora_merge.conventions import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
+from lora_merge.header import TensorInfo
 
 
 @pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
@@ -121,6 +125,15 @@ def test_every_rewrite_can_be_reached(contains: str, pattern: re.Pattern[str], t
     hits = [key for key in SPELLED if contains in key and pattern.fullmatch(key)]
     assert hits or contains == "_alpha"
     assert all(split(key) is not None for key in hits)
+
+
+@pytest.mark.parametrize("key", ["emb_params", "bundle_emb.cat.string_to_param.*"])
+def test_an_embedding_beside_the_tensors_is_passed_over_with_its_reason(key: str) -> None:
+    tensors = {"lora_unet_a.lora_up.weight": (4, 2), "lora_unet_a.lora_down.weight": (2, 4), key: (3, 768)}
+    infos = {name: TensorInfo(name, "F32", shape, Path("a.safetensors"), 0, 0) for name, shape in tensors.items()}
+    found = group(Index(Path("a.safetensors"), infos, {}, ()))
+    assert list(found.ignored) == [key] and "textual-inversion" in found.ignored[key]
+    assert [m.name for m in found.modules] == ["lora_unet_a"] and not found.strange
 
 
 @given(st.text(max_size=60))
