@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ class Batch:
         for s in self.sketches:
             if s.done:
                 yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
-        runs = [s for s in self.sketches if s.runs]
-        for level in sorted({s.level for s in runs}):
+        runs = sorted((s for s in self.sketches if s.runs), key=lambda s: s.level)
+        for _, some in groupby(runs, lambda s: s.level):
             ready = []
-            for s in (s for s in runs if s.level == level):
+            for s in some:
                 if s.needs in lost:
                     lost.add(s.entry.number)
                     yield failed(s.entry, _unmade(s.entry))

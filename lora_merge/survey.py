@@ -104,17 +104,22 @@ def _ignores_case(path: str) -> bool:
 
 def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:
     """The jobs in the order in which they can run; UsageError for those that wait for each other."""
-    ready: set[int] = set()
-    waiting = list(entries)
-    while waiting:
-        some = [e for e in waiting if (maker := makers[e.number]) is None or maker.number in ready]
-        if not some:
-            circle = [f"{e.where}: {e.job.base} -> {e.job.output}" for e in waiting]
-            raise UsageError("jobs wait for each other's outputs", _listed(circle),
-                             "give an output another name than the base it comes from")  # fmt: skip
+    waiting: dict[int | None, list[Entry]] = {}
+    for e in entries:
+        maker = makers[e.number]
+        waiting.setdefault(None if maker is None else maker.number, []).append(e)
+    found: set[int] = set()
+    some = waiting.get(None, [])
+    while some:
         yield some
-        ready |= {e.number for e in some}
-        waiting = [e for e in waiting if e.number not in ready]
+        found |= {e.number for e in some}
+        some = sorted((w for e in some for w in waiting.get(e.number, ())), key=lambda e: e.number)
+    circle = [e for e in entries if e.number not in found]
+    if circle:
+        itself = all(makers[e.number] is e for e in circle)
+        raise UsageError("an output is its own base" if itself else "jobs wait for each other's outputs",
+                         _listed([f"{e.where}: {e.job.base} -> {e.job.output}" for e in circle]),
+                         "give an output another name than the base it comes from")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,15 @@ class _Surveyor:
         self.opened, self.hashes = Opened(), Hashes()
         self.outlines: dict[Any, _Outline | MergeError] = {}
         self.sketches: dict[int, Sketch] = {}
+        self.grounded: dict[int, Job] = {}
 
     def sketch(self, entry: Entry, level: int) -> None:
         """Plan one job; those whose outputs it reads have been sketched."""
         job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
         blank = Sketch(entry, level, None if maker is None else maker.number)
         try:
-            outline = self._outline(self._grounded(job))
+            self.grounded[entry.number] = self._grounded(job)
+            outline = self._outline(self.grounded[entry.number])
             complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
                 job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents.names,
@@ -168,7 +175,7 @@ class _Surveyor:
         if error is not None:
             raise UsageError("the base is the output of a job that cannot run", f"{job.base}, made by {maker.where}",
                              "correct that job first")  # fmt: skip
-        made = self._grounded(maker.job)
+        made = self.grounded[maker.number]
         return replace(job, base=made.base, dtype=made.dtype if job.dtype == "keep" else job.dtype)
 
     def _outline(self, job: Job) -> _Outline:

@@ -347,6 +347,13 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
     assert fates(run([last, job(models, "first", dtype="fp32")])) == ["skipped"] * 2
 
 
+def test_a_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
+    jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1200)]
+    sketches = make_batch([job(models, "0", dtype="fp32"), *jobs]).sketches
+    assert [s.level for s in sketches] == list(range(1200))
+    assert len({s.size for s in sketches}) == 1 and all(s.error is None for s in sketches)
+
+
 def test_a_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}
     broken = kohya(sd1(), seed=3)
@@ -362,7 +369,7 @@ def test_circles_and_outputs_as_adapters_are_refused(models: Path) -> None:
     b = {**job(models, "b"), "base": str(models / "out" / "a")}
     with pytest.raises(UsageError, match="wait for each other"):
         run([a, b, job(models, "c")])
-    with pytest.raises(UsageError, match="wait for each other"):
+    with pytest.raises(UsageError, match="its own base"):
         run([{**job(models, "x"), "output": str(models / "base.safetensors"), "overwrite": True}])
     reports = run([job(models, "a"), job(models, "c", "out/a")])
     assert fates(reports) == ["merged", "failed"]
