@@ -107,6 +107,13 @@ def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
             assert (merged[key].double() - value).abs().max() < 0.1
 
 
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("base_on", "adapter_on", "at"), list(product(["cpu", "cuda:0"], repeat=3)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_meets_on_two_devices(base_on: str, adapter_on: str, at: str, dtype: torch.dtype) -> None:
@@ -149,6 +156,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
 # ------------------------------------------------ five failures of other tools, one test each
 
 
+@pytest.mark.usefixtures("without_cuda")
 def test_regression_weight_diff_moved_to_the_cpu_in_mid_expression() -> None:
     """LyCORIS: `weight + diff.detach().cpu()` with the weight still on the GPU. Here everything lands once, at the end."""
     with FakeTensorMode():
@@ -181,6 +189,7 @@ def test_regression_glora_with_a_bf16_base_and_fp32_factors() -> None:
         assert_rounded(merged, value)
 
 
+@pytest.mark.usefixtures("without_cuda")
 def test_regression_cached_adapter_left_on_another_device_between_two_merges() -> None:
     """OneTrainer: the second merge met tensors cached on the first one's device. Here factors are staged anew each time."""
     with FakeTensorMode():
@@ -195,6 +204,7 @@ def test_regression_cached_adapter_left_on_another_device_between_two_merges() -
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.mark.usefixtures("without_cuda")
 def test_regression_inputs_handed_over_on_another_device_than_the_model() -> None:
     """AI-Toolkit: no central place for devices. One layer's up on the GPU, its down on the CPU, the base on a second GPU."""
     with FakeTensorMode():
@@ -241,6 +251,7 @@ def test_every_file_dtype_has_a_torch_dtype_and_back() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_real_gpu_gives_the_numbers_of_the_cpu() -> None:
     for base, adapter in product(STORED[:4], STORED[:4]):
         weights = {k: t.cuda() for k, t in model(base).items()}
@@ -266,6 +277,7 @@ class Metal(FakeTensorMode):
         return out
 
 
+@pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize(("stored", "output"), list(zip(STORED, STORED[::-1], strict=True)))
 def test_metal_is_given_only_what_it_holds(
     stored: torch.dtype, output: torch.dtype, monkeypatch: pytest.MonkeyPatch
