@@ -73,7 +73,7 @@ def _device(name: str) -> dict[str, Any]:
     started = time.monotonic()
     why = unusable(torch.device(name))
     problems = [why] if why else []
-    dtypes = [d for d in PROBED if _holds(name, d)]
+    dtypes = [d for d in PROBED if not why and _holds(name, d)]
     worst: dict[str, float] = {}
     for compute in ("F32", "F64"):
         if compute not in dtypes:

@@ -63,6 +63,14 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) ->
     assert "is no folder" in lines(found)[-1]
 
 
+def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "present", lambda: ["cuda:0"])
+    monkeypatch.setattr(doctor, "unusable", lambda _: "no kernel image is available")
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert found["problems"] == ["cuda:0: no kernel image is available"]
+    assert any(line.startswith("cuda:0   unusable") for line in lines(found))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_cuda_device_is_well(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ from .support import Tensors, assert_rounded, rand, save
 
 ROOT = Path(__file__).parent.parent
 STORED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+SECOND = (
+    "cuda:0" if torch.cuda.is_available() and torch.cuda.device_count() == 1 else "cuda:1"
+)  # torch checks fakes too
 OUTPUT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOVES = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "xpu", "mps"}
 
@@ -195,7 +198,7 @@ def test_regression_cached_adapter_left_on_another_device_between_two_merges() -
     with FakeTensorMode():
         weights = {k: torch.empty(12, 10, dtype=torch.bfloat16) for k in model(torch.float32)}
         cached = {k: torch.empty(t.shape) for k, t in _shapes().items()}
-        for at in ("cuda:0", "cpu", "cuda:1", "cpu"):
+        for at in ("cuda:0", "cpu", SECOND, "cpu"):
             _fold(weights, cached, Placement(torch.device(at), torch.float32))
             assert {t.device.type for t in cached.values()} == {"cpu"}
     adapter, weights = linear(torch.float32), model(torch.bfloat16)
@@ -208,11 +211,11 @@ def test_regression_cached_adapter_left_on_another_device_between_two_merges() -
 def test_regression_inputs_handed_over_on_another_device_than_the_model() -> None:
     """AI-Toolkit: no central place for devices. One layer's up on the GPU, its down on the CPU, the base on a second GPU."""
     with FakeTensorMode():
-        weights = {k: torch.empty(12, 10, device="cuda:1") for k in model(torch.float32)}
+        weights = {k: torch.empty(12, 10, device=SECOND) for k in model(torch.float32)}
         factors = {
             k: torch.empty(t.shape, device=("cuda:0", "cpu")[n % 2]) for n, (k, t) in enumerate(_shapes().items())
         }
-        for at in ("cpu", "cuda:0", "cuda:1"):
+        for at in ("cpu", "cuda:0", SECOND):
             intos = _fold(weights, factors, Placement(torch.device(at), torch.float32))
             assert {t.device.type for t in intos} == {"cpu"}
 
