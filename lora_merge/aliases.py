@@ -58,6 +58,11 @@ class Component:
         return self.flat.get(name), name in self.flat
 
     @property
+    def other_in_shards(self) -> bool:
+        """Whether its names mean other rows where it lies in several files."""
+        return self.architecture is not None and self.layout + IN_SHARDS in self.architecture.tables
+
+    @property
     def dotted(self) -> Names:
         """Parameter path → place, in every spelling."""
         return self._tables[0]

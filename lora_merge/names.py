@@ -25,6 +25,12 @@ from .guess import architectures, described, seen
 from .prefixes import DENOISERS, prefixed
 from .views import View, transposed
 
+IN_SHARDS: Final = (
+    "in several files is taken for the original, whose rows are in another order than in the single file that is "
+    "published"
+)
+"""What the user should know of a base whose files alone tell the order of its rows."""
+
 SECOND: Final = "transformer_2."
 """Names of Wan 2.2's low-noise expert in a pipeline; its single file says nothing of the kind."""
 
@@ -66,6 +72,8 @@ class Names:
         known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or "unknown"
         self.layout = main.layout if main else "as stored"
+        in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
+        self.notes = tuple(f"{title} {IN_SHARDS}" for title in in_shards)
 
     def find(self, module: str, parameter: str = "weight") -> View | None:
         """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""

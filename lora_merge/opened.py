@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ class Opened:
         if found is None:
             index = open_checkpoint(path)
             _check_base(index)
-            found = self._keep(("base", path, table), index, names(index, table))
+            lookup = names(index, table)
+            found = self._keep(("base", path, table), replace(index, notes=(*index.notes, *lookup.notes)), lookup)
         return found
 
     def adapter(self, path: Path) -> AdapterFile:

@@ -205,6 +205,8 @@ def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsy
     if sharded:
         first = next(iter(there.tensors))
         there.tensors[first] = dataclasses.replace(there.tensors[first], file=Path("another.safetensors"))
+    assert bool(names(there).notes) == sharded
+    assert not names(index({**header("diffusers/mini-max-h3")})).notes
     config = {"num_attention_heads": 56, "attention_head_dim": 128}
     name = "minimax_h3_transformer_checkpoint_to_diffusers"
     orders = {
