@@ -34,6 +34,21 @@ def is_finite(value: Any) -> bool:
         return False
 
 
+def factor(value: Any, where: str) -> float:
+    """A strength; UsageError for what is none."""
+    if not is_finite(value):
+        told = f"{value[:40]!r}" if isinstance(value, str) else shown(value)
+        raise UsageError(f"strength {told} is not a finite number", where, "use a number such as 0.8")
+    return float(value)
+
+
+def switch(value: Any, flag: str) -> bool:
+    """An option that is on or off; UsageError for any other value."""
+    if not isinstance(value, bool):
+        raise unlike(value, flag, "True or False")
+    return value
+
+
 def unlike(value: Any, where: str, wanted: str) -> UsageError:
     """The error for a value of a wrong type."""
     return UsageError(f"{type(value).__name__} {shown(value)!r} where {wanted} belongs", where, f"give {wanted}")
@@ -69,8 +84,8 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise UsageError(f"no option is called {name!r}", flag, f"use one of {', '.join(near or known)}")
-        if name in ("overwrite", "verify") and not isinstance(value, bool):
-            raise unlike(value, flag, "True or False")
+        if name in ("overwrite", "verify"):
+            switch(value, flag)
         if name == "device" and type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
             raise unlike(value, flag, DEVICES)
         if name == "device" and not DEVICE.fullmatch(str(value)):

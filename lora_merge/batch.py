@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from .arguments import shown
+from .arguments import shown, switch
 from .background import Reports
 from .claims import sweep
 from .destination import spare
@@ -126,7 +126,8 @@ def make_batch(
     source: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None, overwrite: bool = False
 ) -> Batch:
     """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
-    if workers is not None and (not isinstance(workers, int) or workers < 1):
+    switch(overwrite, "--overwrite")
+    if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
@@ -148,6 +149,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     A job that fails has a report with `.error`, and the others go on.
     """
     find(executor)
+    switch(fail_fast, "--fail-fast")
     batch = make_batch(path_or_jobs, workers=workers, overwrite=overwrite)
     crew = Crew(workers, ray_address)
     return Reports(lambda progress: batch.run(crew, name=executor, fail_fast=fail_fast, progress=progress))

@@ -56,11 +56,11 @@ def _reach(path: Path, made: list[Path]) -> int | None:
     """As `_acquire`, in a folder that is made if missing: a process that was interrupted removes what it had made."""
     for _ in range(TRIES):
         try:
-            made += make_parents(path.parent)
+            make_parents(path.parent, made)
             return _acquire(path)
         except FileNotFoundError:  # removed since
             time.sleep(POLL / TRIES)
-    made += make_parents(path.parent)
+    make_parents(path.parent, made)
     return _acquire(path)
 
 

@@ -22,6 +22,9 @@ from .stopping import on_stop
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
+FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--debug", "--overwrite", "--dry-run")
+"""Options without a value, after which a command may stand by mistake."""
+
 
 class Commands(TyperGroup):
     """Runs `merge` when no subcommand is named."""
@@ -29,15 +32,18 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """`lora-merge BASE ADAPTER` means `lora-merge merge BASE ADAPTER`."""
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
-            self._suggest(args[0])
+            self._suggest(args)
             args = ["merge", *args]
         _take_text(self, ctx)
         return super().parse_args(ctx, args)
 
-    def _suggest(self, word: str) -> None:
-        """UsageError for what is no file but nearly a command."""
+    def _suggest(self, args: list[str]) -> None:
+        """UsageError for what is no file but nearly a command, or for a command after its options."""
         from .job import exists
 
+        word = next((a for a in args if a not in FLAGS), "")
+        if word != args[0] and word in self.commands and not exists(word):
+            raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
         if word.isalpha() and not exists(word):
             from difflib import get_close_matches
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from .checkpoint import configuration
 from .disk import failure
 from .errors import UsageError
 from .folders import listed
 from .job import Job
-
-PICKLES: Final = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+from .sidefiles import WEIGHTS
 
 
 def check_output(  # noqa: PLR0913  # what an output may not be
@@ -33,6 +32,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     """
     with failures(target):
         spare(target, spared)
+        _check_name(target, folder=folder)
         _check_kind(target, inputs, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
     if lost:
@@ -64,11 +64,25 @@ def spare(target: Path, spared: Iterable[Path]) -> None:
         raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")
 
 
-def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
-    if not folder and target.suffix.lower() in PICKLES:
-        raise UsageError("outputs are never pickles", str(target), "name it .safetensors")
-    with suppress(FileNotFoundError, NotADirectoryError):
+def _check_name(target: Path, *, folder: bool) -> None:
+    """UsageError for a name that no output can have, or that says it is something else."""
+    if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
+        raise UsageError("the output is a folder, as the base is, its name that of a file", str(target),
+                         "name a folder with -o")  # fmt: skip
+    if not folder and target.suffix.lower() in WEIGHTS - {".safetensors"}:
+        raise UsageError("outputs are never pickles, nor of any kind but .safetensors", str(target),
+                         "name it .safetensors")  # fmt: skip
+    try:
         target.lstat()  # says now, not after the work, that the name is too long
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        raise UsageError("the output's folder is a link to itself", str(target), "choose another -o") from e
+
+
+def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder: bool) -> None:
     if not os.path.lexists(target):
         around = next((p for p in target.parents if os.path.lexists(p)), Path())
         if not around.is_dir():

@@ -76,7 +76,7 @@ EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
 
 def executor(name: str) -> Executor:
     """The row of the table; UsageError if there is none, or if it cannot be used here."""
-    if name not in EXECUTORS:
+    if name not in [*EXECUTORS]:
         raise UsageError(f"no executor is called {name!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
     EXECUTORS[name].check()
     return EXECUTORS[name]

@@ -35,6 +35,8 @@ PARTS: Final = {
 def absence(absent: Sequence[str], held: Sequence[str]) -> str:
     """Modules speak of networks that the base does not hold."""
     missing, there = (" and ".join(map(_part, labels)) for labels in (absent, held))
+    if list(held) == ["model"]:
+        return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
     return f"some modules are for {missing}, the base holds only {there}"
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
-from .arguments import HUGE, a_list, check_options, dtype_name, is_finite, pairs, shown, unlike
+from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, pairs, shown, unlike
 from .errors import UsageError
 from .patterns import endless
 
@@ -165,8 +165,8 @@ def expand(path: str | Path) -> Path:
 
 def home(path: str | Path) -> Path:
     """The path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
-    if "\0" in str(path):
-        raise UsageError("a path with a NUL character in it", ascii(str(path))[:200], "correct the path")
+    if "\0" in str(path) or str(path) == "":
+        raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
     try:
         return Path(path).expanduser()
     except TypeError as e:
@@ -222,13 +222,10 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
 
 
 def _checked(adapter: Adapter) -> Adapter:
-    if not is_finite(adapter.strength):
-        what = f"strength {shown(adapter.strength)} is not a finite number"
-        raise UsageError(what, str(adapter.path), "use a number such as 0.8")
-    return replace(adapter, strength=float(adapter.strength))
+    return replace(adapter, strength=factor(adapter.strength, str(adapter.path)))
 
 
-def _part(part: str, factor: float) -> tuple[str, float]:
+def _part(part: str, value: float) -> tuple[str, float]:
     if part.startswith("re:"):
         if endless(part[3:]):
             raise UsageError("a regular expression too complex to run safely", f"--strength-for {part[:80]}",
@@ -239,11 +236,7 @@ def _part(part: str, factor: float) -> tuple[str, float]:
             raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
     elif part not in PARTS:
         raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
-    if not is_finite(factor):
-        raise UsageError(
-            f"strength {shown(factor)} is not a finite number", f"--strength-for {part}", "use a number such as 0.5"
-        )
-    return part, float(factor)
+    return part, factor(value, f"--strength-for {part}")
 
 
 @cache

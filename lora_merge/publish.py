@@ -53,7 +53,7 @@ def replacing(
     try:
         with failures(target):
             with whole():
-                made = make_parents(target.parent)
+                make_parents(target.parent, made)
             _sweep(target.parent)
             with whole():
                 part, lock = _create(target, folder=folder)
@@ -73,18 +73,11 @@ def replacing(
             _unmake(made)
 
 
-def make_parents(folder: Path) -> list[Path]:
-    """Make the missing folders; returns them, the outermost first."""
-    missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
-    made: list[Path] = []
-    try:
-        for path in missing:
-            path.mkdir(exist_ok=True)
-            made.append(path)
-    except OSError:
-        _unmake(made)
-        raise
-    return made
+def make_parents(folder: Path, made: list[Path]) -> None:
+    """Make the missing folders; adds them to `made`, the outermost first, each before it is there."""
+    for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
+        made.append(path)
+        path.mkdir(exist_ok=True)
 
 
 def _unmake(folders: Sequence[Path]) -> None:

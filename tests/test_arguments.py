@@ -15,6 +15,7 @@ from lora_merge.errors import UsageError
 
 OPTIONS: list[dict[str, Any]] = [
     {"dtype": 7}, {"dtype": None}, {"dtype": ["bf16"]}, {"compute_dtype": 32}, {"compute_dtype": torch.int8},
+    {"strength": ["1"]}, {"strength_for": {"te": "1"}},
     {"device": 5}, {"device": None}, {"device": ["cuda:0", "cuda:1"]},
     {"unmatched": True}, {"unmatched": None}, {"unmatched": ["skip"]},
     {"overwrite": "no"}, {"overwrite": None}, {"verify": 1}, {"verify": "full"},
@@ -121,7 +122,19 @@ def test_jobs(jobs: Any) -> None:
     refused(lambda: lora_merge.run_batch(jobs))
 
 
-@pytest.mark.parametrize("options", [{"workers": "2"}, {"workers": 0.5}, {"executor": 3}, {"executor": None}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": "2"},
+        {"workers": 0.5},
+        {"workers": True},
+        {"fail_fast": "x"},
+        {"overwrite": 1},
+        {"executor": 3},
+        {"executor": None},
+        {"executor": ["local"]},
+    ],
+)
 def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
     refused(lambda: lora_merge.run_batch([], **options))
 

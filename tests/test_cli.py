@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lora_merge
 from lora_merge import cli as program
 
 from .conftest import Nursery
@@ -321,6 +323,8 @@ USAGE: dict[str, tuple[int, list[str]]] = {
     "too little memory": (5, ["--max-memory", "1KiB"]),
     "bad unmatched": (2, ["--unmatched", "maybe"]),
     "unknown option": (2, ["--fast"]),
+    "an empty path": (2, [""]),
+    "another kind of file": (2, ["-o", "o.gguf"]),
 }
 
 
@@ -332,6 +336,36 @@ def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, styl
         assert got == code, err
         assert "Traceback" not in err and err.strip()
         assert not list(tmp_path.glob("*o.safetensors*"))
+
+
+def test_outputs_of_odd_names(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    _refused(run(model, style, "-o", tmp_path / "loop" / "o.safetensors"), 2, tmp_path, "link to itself")
+    (tmp_path / "model").mkdir()
+    model.rename(tmp_path / "model" / "model.safetensors")
+    _refused(run(tmp_path / "model", style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "the output is a folder")
+
+
+def test_interrupted_while_folders_are_made(
+    tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program that calls the API: no handler of ours is in the way."""
+    really = Path.mkdir
+
+    def interrupted(self: Path, *rest: Any, **more: Any) -> None:
+        really(self, *rest, **more)
+        if self.name == "deep":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lora_merge.merge(model, style, tmp_path / "new" / "deep" / "o.safetensors")
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_before_a_command_are_told_their_place(run: Run, model: Path) -> None:
+    code, _, err = run("--json", "inspect", model)
+    assert (code, "lora-merge inspect … --json" in err) == (2, True), err
 
 
 def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from lora_merge.algorithms import Shape, flat
 from lora_merge.checkpoint import Index, TensorInfo
 from lora_merge.errors import AmbiguousName, InputError
+from lora_merge.explain import absence
 from lora_merge.guess import weight_shape
 from lora_merge.names import Names, guess, names
 from lora_merge.views import Piece, View, stacked, transposed, whole
@@ -725,3 +726,8 @@ def test_views_join_and_turn() -> None:
     assert stacked((a, whole("y", (2, 4)))) is None
     assert transposed(whole("x", (5, 3))).shape == (3, 5)
     assert transposed(transposed(whole("x", (5, 3)))) == whole("x", (5, 3))
+
+
+def test_a_model_of_one_network_is_not_called_one_of_several() -> None:
+    assert "single network" in absence(["te"], ["model"])
+    assert "holds only the unet" in absence(["te"], ["unet"])
