@@ -45,6 +45,7 @@ class Component:
     kind: str = ""  # of a text encoder: clip_l, clip_g, t5 …
     number: int = 0  # of a text encoder, where the base counts them
     title: str = ""  # what the base's configuration calls it
+    inner: str = ""  # first level of names in a model with a head, of which the model without it knows nothing
     sharded: bool = False  # whether it lies in several files
     keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
@@ -87,7 +88,7 @@ class Component:
         for path, place in strong.items():
             for other in _other_names(path):
                 _put(weak, other, place)
-            if path.startswith(INNER):
+            if path.startswith(INNER) or (self.inner and path.startswith(self.inner)):
                 _put(weak, path.split(".", 1)[1], place)
         return weak | strong, _flattened(weak) | _flattened(strong)
 

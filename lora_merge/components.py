@@ -45,6 +45,16 @@ LOOSE: Final = (
 )
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""
 
+WITHIN: Final = {
+    **dict.fromkeys(("camembert", "jina_embeddings_v3", "xlm-roberta", "xlm-roberta-xl", "xmod"), "roberta."),
+    **dict.fromkeys(("bert-generation", "big_bird", "megatron-bert"), "bert."),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), "backbone."),
+    **dict.fromkeys(("squeezebert", "xlm", "xlnet", "flaubert", "openai-gpt"), "transformer."),
+    **dict.fromkeys(("vit_mae", "vit_msn", "yolos"), "vit."),
+    "deberta-v2": "deberta.",
+}
+"""Type of a transformers model → its `base_model_prefix`, the first level in models with a head, if that is another."""
+
 CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
 ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl": "t5", "mt5xl": "t5"}
 """ComfyUI's names of encoders → what the architecture files call them, where that differs."""
@@ -73,6 +83,8 @@ def components(
     made = [_identified(c, shapes, extra) for c in found.values() if c.role != "ignored"]
     if loose:
         made.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in made)))
+        kind = str(config.get("model_type") or "")
+        made[-1].inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct what it says under layouts, or leave --map out")  # fmt: skip

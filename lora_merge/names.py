@@ -64,8 +64,9 @@ class Names:
         self._prefixes = [
             (prefix, f"@{part.prefix}")
             for part in parts
-            if part.prefix
-            for prefix in (part.prefix, part.prefix.replace(".", "_"))
+            for start in dict.fromkeys((part.prefix, part.inner))
+            if start
+            for prefix in (start, start.replace(".", "_"))
         ]
         self._by_hint: dict[str, list[Component]] = {}
         main = parts[0] if parts else None

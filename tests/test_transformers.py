@@ -271,3 +271,51 @@ def test_parameters_that_peft_finds_by_name(name: str, tmp_path: Path) -> None:
     made = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
     lora = peft.LoraConfig(**dict(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False) | given)
     compare(made, lora, tmp_path)
+
+
+WIDTHS = SMALL | dict(pad_token_id=1)
+WITH_HEAD: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    # family: (model with a head, configuration, arguments, layer)
+    "Bert": ("BertForMaskedLM", "BertConfig", WIDTHS, "query"),
+    "XLMRoberta": ("XLMRobertaForMaskedLM", "XLMRobertaConfig", WIDTHS, "query"),
+    "DebertaV2": ("DebertaV2ForMaskedLM", "DebertaV2Config", WIDTHS, "query_proj"),
+    "Electra": ("ElectraForPreTraining", "ElectraConfig", WIDTHS, "query"),
+    "MPNet": ("MPNetForMaskedLM", "MPNetConfig", WIDTHS, "q"),
+    "DistilBert": ("DistilBertForMaskedLM", "DistilBertConfig", dict(vocab_size=100, dim=32, hidden_dim=64, n_layers=2, n_heads=4), "q_lin"),
+    "Esm": ("EsmForMaskedLM", "EsmConfig", WIDTHS | dict(mask_token_id=3), "query"),
+    "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL, "query_key_value"),
+    "Mamba": ("MambaForCausalLM", "MambaConfig", SMALL | dict(state_size=4), "x_proj"),
+}  # fmt: skip
+
+QUICK = ("Bert", "XLMRoberta", "DistilBert", "GPTNeoX")
+
+
+@pytest.mark.parametrize("trained_with_head", [False, True])
+@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in WITH_HEAD])
+def test_models_with_and_without_a_head_know_each_other(family: str, trained_with_head: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """The one calls `bert.encoder…` what the other calls `encoder…`; the base was saved by one, the adapter by the other."""
+    kind, config, arguments, layer = WITH_HEAD[family]
+    inner, outer = getattr(transformers, f"{family}Model"), getattr(transformers, kind)
+    saved, trained = (inner, outer) if trained_with_head else (outer, inner)
+    torch.manual_seed(0)
+    saved(getattr(transformers, config)(**arguments)).save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, lora_alpha=6, target_modules=[layer], init_lora_weights=False)
+    tuned = peft.get_peft_model(trained.from_pretrained(tmp_path / "base"), lora).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    tokens = torch.arange(5, 15).view(1, 10)
+    theirs = tuned.base_model.model
+    wanted = (getattr(theirs, theirs.base_model_prefix) if trained_with_head else theirs)(tokens).last_hidden_state
+    ours = inner.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(ours(tokens).last_hidden_state, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> None:
+    """BERT's names on a RoBERTa without a head, which has the same layers in the same widths."""
+    torch.manual_seed(0)
+    transformers.RobertaModel(transformers.RobertaConfig(**WIDTHS)).save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**WIDTHS))
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(lora_merge.MergeError, match="no module of the adapter is in the base"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
