@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +32,7 @@ from lora_merge.folding import Folder, Item
 from lora_merge.header import TensorInfo
 from lora_merge.kernels import Stack, fold
 from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
-from lora_merge.sharing import stack_size
+from lora_merge.sharing import stack_size, threads
 
 from .support import Tensors, assert_rounded, rand, save
 
@@ -301,6 +302,29 @@ def test_decompositions_are_in_fp64_wherever_the_rest_is() -> None:
     for device, where in {"cpu": "cpu", "mps": "cpu", "xpu": "cpu", "cuda": "cuda"}.items():
         at = precise(Placement(torch.device(device), torch.float32))
         assert (at.device.type, at.dtype) == (where, torch.float64)
+
+
+def test_decompositions_of_cuda_are_loaded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch fails where two make their first one at a time (pytorch#90613)."""
+    calls = []
+
+    def inv(tensor: object) -> None:
+        calls.append(tensor)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lora_merge.devices._loaded", [])
+    monkeypatch.setattr(torch, "ones", lambda *_, device: device)
+    monkeypatch.setattr(torch.linalg, "inv", inv)
+    at = Placement(torch.device("cuda"), torch.float32)
+    with ThreadPoolExecutor(3) as pool:
+        assert {p.dtype for p in pool.map(precise, [at] * 6)} == {torch.float64}
+    assert len(calls) == 1
+
+
+def test_only_cuda_has_several_lanes_a_device() -> None:
+    for device, lanes in {"cuda:0": 3, "mps": 1, "xpu:0": 1}.items():
+        assert threads([Placement(torch.device(device), torch.float32)]) == lanes
 
 
 def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
