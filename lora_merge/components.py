@@ -42,6 +42,7 @@ FOLDERS: Final = tuple(
 LOOSE: Final = (
     *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
     *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
+    *("audio_spectrogram_transformer.", "nomic_bert.", "gte.", "new.", "roberta."),  # `new.` is GTE's too
 )
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""
 
