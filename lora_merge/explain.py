@@ -12,6 +12,9 @@ from .guess import architectures, described, seen, variants
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
+TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
+SHARED: Final = re.compile(r"(?:^|\.)shared$")
+
 NO_NAMES: Final = "has no tensors of these names"
 OWN_BASE: Final = "use the base the adapter was trained on"
 
@@ -97,7 +100,16 @@ def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mappin
     if not unmatched:
         return ""
     tied = any("embed" in name or "wte" in name for name in stored)
-    if tied and all(name.removesuffix(".weight").endswith("lm_head") for name in unmatched):
+    names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
+    if all(TASK.search(name) for name in names):
+        return (
+            f"{names[0].removeprefix('base_model.model.')} is a head that a model for a task has "
+            "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
+            "save it, and merge into this"
+        )
+    if all(name.endswith("embed_tokens") for name in names) and any(SHARED.search(name) for name in stored):
+        return "encoder, decoder and head of the base share one tensor, and the adapter was trained with them apart"
+    if tied and all(name.endswith("lm_head") for name in names):
         return (
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
