@@ -30,6 +30,8 @@ NO_ALPHA: Final = (
 )
 ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
 BORROWED: Final = "its alpha is from the file's header, which calls this part of the model by another name"
+OTHER_ALPHA: Final = "its configuration says another scale than the alpha beside it, and counts, as PEFT has it"
+NO_DORA: Final = "its configuration says that it is without DoRA, so its magnitude is left out, as PEFT has it"
 EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
@@ -184,6 +186,8 @@ class Patcher:
         told = self._told_by(name, module, shapes)
         if name in CONFIGURED and not told:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
+        if "alpha" in module.shared and "scale" in told and told["scale"] != found["scale"]:
+            self.remark(OTHER_ALPHA, module)
         found |= told
         override = self._number(module, "scale_override")
         if override is not None and "scale" in row.scalars:
@@ -247,6 +251,10 @@ class Patcher:
     def _magnitude(self, module: Module, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:
         info = module.shared.get("magnitude")
         if info is None:
+            return None
+        rules = self.rules.of(module.name)
+        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
+            self.remark(NO_DORA, module)
             return None
         if name == "lora_embedding":  # PEFT takes the norm over the vocabulary
             return dora.fit((1, prod(info.shape)), shape, ".dora_scale")

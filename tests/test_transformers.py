@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lora_merge
 
@@ -323,3 +324,53 @@ def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> Non
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
     with pytest.raises(lora_merge.MergeError, match="no module of the adapter is in the base"):
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("slot", "said"),
+    [
+        ("lora_magnitude_vector.weight", "without DoRA"),
+        ("lora_magnitude_vector", "without DoRA"),
+        ("alpha", "another scale"),
+    ],
+)
+def test_what_the_configuration_says_counts_where_a_tensor_says_another(slot: str, said: str, tmp_path: Path) -> None:
+    """PEFT never loads a magnitude without `use_dora`, nor an alpha from a file."""
+    build("llama").save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(build("llama"), lora).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    name = f"base_model.model.model.layers.0.self_attn.q_proj.{slot}"
+    save_file(load(path) | {name: torch.full((1,) if slot == "alpha" else (32,), 7.0)}, path, {"format": "pt"})
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(10).view(1, 10)
+    torch.testing.assert_close(ours(tokens).logits, tuned(tokens).logits, atol=1e-5, rtol=1e-4)
+    assert said in str(report.coverage["adapter"]["notes"])
+
+
+TASKS = [("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaConfig", LLM, "SEQ_CLS", "score"),
+         ("BertForMaskedLM", "BertForTokenClassification", "BertConfig", WIDTHS, "TOKEN_CLS", "classifier")]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TASKS, ids=lambda case: case[-1])
+def test_the_head_of_a_task_is_called_so(case: tuple[Any, ...], tmp_path: Path) -> None:
+    saved, trained, config, arguments, task, head = case
+    made = getattr(transformers, config)(**arguments)
+    getattr(transformers, saved)(made).save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, task_type=task, target_modules=["q_proj", "query"])
+    peft.get_peft_model(getattr(transformers, trained)(made), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert e.value.fix.startswith(f"{head} is a head that a model for a task has")
+
+
+def test_ends_of_a_shared_tensor_that_a_base_does_not_store_are_refused_with_the_reason(tmp_path: Path) -> None:
+    build("t5").save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q", "embed_tokens"])
+    peft.get_peft_model(build("t5"), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    assert "share one tensor" in e.value.fix
