@@ -278,5 +278,5 @@ def check_range(items: Sequence[Item]) -> None:
     """InputError if a merged value does not fit fp16; wider exponents cannot overflow here, fp8 saturates."""
     for item in items:
         if item.into.dtype == torch.float16 and not all_finite(item.into):
-            raise InputError("a merged value is too large for fp16 (or the base holds one)", item.block.target.name,
-                             "write --dtype bf16, or lower the strength")  # fmt: skip
+            raise InputError("a merged value is too large for fp16, or the base holds one that is, or no number",
+                             item.block.target.name, "write --dtype bf16, or lower the strength")  # fmt: skip

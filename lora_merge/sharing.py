@@ -47,7 +47,7 @@ def one_core() -> None:
     Cores are used by folding blocks side by side. Within an operation they would change its bytes: matrix products
     add in another order for another number of threads, 6 of 15 million numbers in fp16 for 2 instead of 1.
     """
-    torch.ones(1).add_(1)  # torch sets a thread's number at its first operation
+    torch.get_num_threads()  # the first time it is asked, torch gives a thread the number that the program has set
     limit = _omp_set_num_threads()
     if limit is not None:
         limit(1)
