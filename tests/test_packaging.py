@@ -47,7 +47,9 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path) -> None:
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("the build needs setuptools 77")
     copy = tmp_path / "source"  # a build leaves an egg-info behind, in which a checkout finds a version
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "tests", "build", "bench-data", "*.egg-info"))
+    shutil.copytree(
+        ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "tests", "build", "bench-data", "*.egg-info")
+    )
     build = f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=copy, check=True, capture_output=True)
     import zipfile
