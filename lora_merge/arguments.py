@@ -15,7 +15,7 @@ OF_THE_COMMAND: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug
 """Options of the command line that say what it prints, or that it writes nothing."""
 
 DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
-DEVICES: Final = "auto, cpu, cuda, cuda:1, mps or xpu"
+DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """What a device may be called. Whether it is here, only torch can tell."""
 
 HUGE: Final = 2**63  # no number of bytes, rows or the like is as large

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from .arguments import DEVICES
 from .cli_batch import batch
 from .cli_proof import add_to
 from .collecting import collect_rarely
@@ -19,6 +20,10 @@ from .errors import MergeError, UsageError
 from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, needs, remarks, silent
 from .stopping import on_stop
+
+if TYPE_CHECKING:
+    from .planning import Plan
+    from .telling import ReportFile
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
@@ -108,7 +113,7 @@ def merge(
     output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
     dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
     compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; or cuda:0,cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"{DEVICES}; or cuda:0,cuda:1.")] = "auto",
     strength: Annotated[list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")] = None,
     strength_for: Annotated[
         list[str] | None,
@@ -136,7 +141,7 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from .destination import sources
     from .job import make_job
-    from .planning import coverage, make_plan
+    from .planning import make_plan
     from .preload import preload
     from .telling import ReportFile
 
@@ -153,14 +158,7 @@ def merge(
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=verbose)
     if dry_run:
-        say(needs(plan))
-        for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
-            typer.echo(remark, err=True)
-        found = json.dumps(dry(plan), ensure_ascii=False)
-        if told is not None:
-            told.replace(found)
-        if as_json:
-            typer.echo(found)
+        _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
         return
     done = carry_out(plan, quiet=quiet)
     if told is not None:
@@ -169,6 +167,20 @@ def merge(
         typer.echo(done.to_json())
     else:
         conclude(done, say, plan.base.notes)
+
+
+def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
+    """What a dry run says below the plan's own lines."""
+    from .planning import coverage
+
+    say(needs(plan))
+    for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
+        typer.echo(remark, err=True)
+    found = json.dumps(dry(plan), ensure_ascii=False)
+    if told is not None:
+        told.replace(found)
+    if as_json:
+        typer.echo(found)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .arguments import DEVICES
 from .showing import carry_out, conclude, describe, show_proof, silent
 
 
@@ -44,7 +45,7 @@ def replay(
     made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", help="File or folder to write.")],
     search: Annotated[list[str] | None, typer.Option(help="Folders to search for the inputs.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from .arguments import DEVICES
 from .errors import ResourceError
 from .placement import TORCH_DTYPES, WHOLE, Placement
 
@@ -30,7 +31,7 @@ def place(device: str, dtype: str) -> Placement:
     try:
         where = torch.device(found)
     except RuntimeError as e:
-        raise ResourceError(f"unknown device {found!r}", "--device", "use auto, cpu, cuda, cuda:N, mps or xpu") from e
+        raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
         names = ", ".join(k for k in KINDS if _count(k))
         raise ResourceError(f"no device {found!r} here", "--device", f"use one of: auto, {names}")

@@ -18,11 +18,7 @@ from typing import Final
 
 from .errors import MergeError
 from .header import open_regular
-from .volumes import file_system
-
-KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
-"""File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT
-make them up, and memory never writes back what is mapped, which is when a mapped change gets its time."""
+from .volumes import KEEP_TIMES, file_system
 
 WORTH: Final = 16 << 20  # bytes from which on a file is remembered; smaller ones are hashed in ten milliseconds
 SETTLED: Final = 60.0  # seconds since the last change: one through mapped memory may get its time half a minute later

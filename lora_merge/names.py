@@ -25,7 +25,7 @@ from .guess import architectures, described, seen
 from .prefixes import DENOISERS, prefixed
 from .views import View, transposed
 
-IN_SHARDS: Final = (
+OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "
     "published"
 )
@@ -74,7 +74,7 @@ class Names:
         self.architecture = known.title if known else (main and main.title) or "unknown"
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
-        self.notes = tuple(f"{title} {IN_SHARDS}" for title in in_shards)
+        self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
 
     def find(self, module: str, parameter: str = "weight") -> View | None:
         """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""

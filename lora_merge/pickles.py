@@ -266,9 +266,9 @@ def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
     """The bytes of a tensor that is strewn over its storage, which is read from the archive."""
     import torch
 
-    if not value.numel() or start is None:
+    if not value.numel() or start is None or loading.records is None:
         return memoryview(b"")
-    nbytes = (loading.records or {})[start]
+    nbytes = loading.records[start]
     raw = bytearray(read_bytes(TensorInfo("", "U8", (nbytes,), loading.path, start, nbytes)))
     stored = torch.frombuffer(raw, dtype=value.dtype)
     real = stored.as_strided(value.shape, value.stride(), value.storage_offset())

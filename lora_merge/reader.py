@@ -81,7 +81,7 @@ class Reader:
         if one.hints and header.state.size >= volumes.SMALL:
             os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking must not make the system read ahead
             if one.direct < 0:
-                one.drop = volumes.file_system(path) != "overlay" and _mostly_cold(one) and one.hints
+                one.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(one) and one.hints
                 os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:

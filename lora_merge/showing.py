@@ -124,11 +124,11 @@ def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "G
 
 def show_proof(proof: Mapping[str, Any], say: Any) -> None:
     """What was proven, in two lines; warnings go to stderr."""
-    same, how = proof["untouched"], "every byte" if proof["full"] else "sampled"
+    same, how = proof["untouched"], " (every byte)" if proof["full"] else ""
     say(
         f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
         f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
-        f"compared ({how})"
+        f"compared{how}"
     )
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:

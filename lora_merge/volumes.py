@@ -19,6 +19,13 @@ RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs", "btrfs"} if hasattr(os, "po
 SPARSE: Final = RESERVES | DIRECT_ON | {"overlay", "nfs", "nfs4", "zfs", "f2fs"}
 """File systems where bytes may be written behind a gap; others may fill it with zeros first, as exFAT does."""
 
+KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
+"""File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT
+make them up, and memory never writes back what is mapped, which is when a mapped change gets its time."""
+
+UNSEEN: Final = frozenset({"overlay"})
+"""File systems of whose files Linux says that the page cache holds nothing, and drops the pages of the file below."""
+
 
 def free_bytes(path: Path) -> int:
     """Bytes a user may still write where `path` is or would be created."""
