@@ -52,11 +52,12 @@ class Component:
 
     def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""
+        dotted, flat = self._tables
         name = f"{module}.{parameter}".strip(".")
-        if name in self.dotted:
-            return self.dotted[name], True
+        if name in dotted:
+            return dotted[name], True
         name = f"{module.replace('.', '_')}.{parameter}"
-        return self.flat.get(name), name in self.flat
+        return flat.get(name), name in flat
 
     @property
     def other_in_shards(self) -> bool:
@@ -68,14 +69,12 @@ class Component:
         """Parameter path → place, in every spelling."""
         return self._tables[0]
 
-    @property
-    def flat(self) -> Names:
-        """The same with underscores for dots in the module's path."""
-        return self._tables[1]
-
     @cached_property
     def _tables(self) -> tuple[Names, Names]:
-        """Worked out on first use: `inspect`, and text encoders that no adapter speaks of, need none."""
+        """Dotted names, and the same with underscores for dots in the module's path.
+
+        Worked out on first use: `inspect`, and text encoders that no adapter speaks of, need none.
+        """
         spellings = self.architecture.spellings if self.architecture else {}
         spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
         shards = {name: spellings.pop(name) for name in [*spellings] if name.endswith(IN_SHARDS)}

@@ -188,14 +188,16 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
 )
 """(a literal that the key contains, the whole key, the key it stands for); the first that matches is applied."""
 
+_BY_MARK: Final = {mark: [row[1:] for row in REWRITES if row[0] == mark] for mark, *_ in REWRITES}
+
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
     """("unet.q", row) for "unet.q.lora_up.weight"; None when no row fits (the plan reports it)."""
-    for contains, pattern, template in REWRITES:
-        if contains in key and (match := pattern.fullmatch(key)):
+    for pattern, template in [row for mark in _BY_MARK if mark in key for row in _BY_MARK[mark]]:
+        if match := pattern.fullmatch(key):
             key = match.expand(template)
             break
     dots = [len(key)]

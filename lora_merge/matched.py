@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .adapter import AdapterFile
 from .algorithms import Shape
@@ -12,8 +13,7 @@ from .patching import Patch
 from .views import Piece
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """A patch where it meets one stored tensor: piece `piece` of its view starts at view row `start`."""
 
     patch: Patch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape, flat
@@ -39,8 +39,7 @@ from .tying import check_alone
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
 
     name: str
@@ -243,7 +242,7 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
     for key, info in base.tensors.items():
         target = _target(job, key, info, replaced.get(key, own[key]), tuple(uses.get(key, ())))
         if target.uses and key in grown:  # at strength 0 it stays as it is
-            target = replace(target, shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
+            target = target._replace(shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
         yield info.file, target
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in parted:
@@ -267,7 +266,7 @@ def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, us
 def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
     placed = []
     for t in targets:
-        placed.append(replace(t, offset=start))
+        placed.append(t._replace(offset=start))
         start += t.nbytes
     return tuple(placed)
 

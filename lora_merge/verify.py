@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,7 +85,7 @@ def check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, 
     extra = found.tensors.keys() - {t.stored for t in file.targets}
     if missing or extra:
         raise _failed("the file has other tensors than planned", f"{path}: {quoted([*missing, *sorted(extra)][0])}")
-    placed = tuple(replace(t, offset=found.tensors[t.stored].offset) for t in file.targets)
+    placed = tuple(t._replace(offset=found.tensors[t.stored].offset) for t in file.targets)
     for t in placed:
         info = found.tensors[t.stored]
         if (info.dtype, info.shape) != (t.dtype, t.shape):

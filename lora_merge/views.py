@@ -9,14 +9,13 @@ swapping and transposing need no further notion.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from .algorithms import Shape, flat
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows [start, stop) of a stored tensor seen as a matrix `cols` wide; consecutive bytes.
 
     `cols` is the product of all axes but the first, except for stacked matrices `[E, out, in]`, which are
@@ -35,8 +34,7 @@ class Piece:
         return self.cols if self.transposed else self.stop - self.start
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The weight as the adapter sees it: the pieces' rows, one below the other, of this shape."""
 
     pieces: tuple[Piece, ...]
