@@ -17,8 +17,14 @@ EMBEDDINGS: Final = (
 )
 """Where transformers' models keep the input embeddings that a tied head uses."""
 
-TIED: Final = re.compile(r"(?:^|[._])(?:\w*embed\w*|lm_head|shared|wte|decoder$)(?:[._]|$)")
-"""Names of embeddings and of heads that may share their weight: two of them are two modules, both meant."""
+TIED: Final = re.compile(
+    r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared|wte|decoder$)(?:[._]|$)"
+    r"|(?:^|\.)embeddings?$"
+)
+"""Names of tables of tokens and of heads that may share their weight: two of them are two modules, both meant.
+
+No other embeddings: `x_embedder` and `pos_embed.proj` are layers of which a second name means the same one.
+"""
 
 TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
 

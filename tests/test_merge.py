@@ -426,16 +426,17 @@ def test_a_rank_of_zero_changes_nothing_and_is_noted(tmp_path: Path) -> None:
     assert [n for n in report.coverage["x.safetensors"]["notes"] if "rank 0" in n and n.startswith("a: ")]
 
 
-def twice(tmp_path: Path, **other: torch.Tensor) -> tuple[Path, Path]:
+def twice(tmp_path: Path, name: str = "a.b", **other: torch.Tensor) -> tuple[Path, Path]:
     """A base, and an adapter that holds one module under two names, the second with these tensors instead."""
-    save({"a.b.weight": torch.zeros(8, 8)}, tmp_path / "base.safetensors")
+    save({f"{name}.weight": torch.zeros(8, 8)}, tmp_path / "base.safetensors")
     one = {
         "lora_up.weight": rand(8, 2),
         "lora_down.weight": rand(2, 8),
         "alpha": torch.tensor(1.0),
         "dora_scale": torch.ones(8, 1),
     }
-    both = {f"lora_unet_a_b.{k}": v for k, v in one.items()} | {f"a.b.{k}": v.clone() for k, v in (one | other).items()}
+    flat = f"lora_unet_{name.replace('.', '_')}"
+    both = {f"{flat}.{k}": v for k, v in one.items()} | {f"{name}.{k}": v.clone() for k, v in (one | other).items()}
     return tmp_path / "base.safetensors", save(both, tmp_path / "twice.safetensors")
 
 
@@ -453,6 +454,21 @@ def test_an_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_
         assert "a second time under another name" in str(report.coverage)
     assert want.any()
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", [
+    "x_embedder", "context_embedder", "pos_embed.proj", "time_text_embed.timestep_embedder.linear_1", "patch_embedding",
+    "time_embedding.linear_1", "condition_embedder.time_proj", "distilled_embed.0", "adaln_single.emb.linear",
+])  # fmt: skip
+def test_layers_called_after_embeddings_are_no_tied_tables(tmp_path: Path, name: str) -> None:
+    base, adapter = twice(tmp_path, name)
+    first = {k: v for k, v in load(adapter).items() if k.startswith(f"{name}.")}
+    got, want = (lora_merge.merge_state_dict(load(base), a)[f"{name}.weight"] for a in (load(adapter), first))
+    assert want.any()
+    assert torch.equal(got, want)
+    base, adapter = twice(tmp_path, name, alpha=torch.tensor(2.0))
+    with pytest.raises(InputError, match="change the same weight"):
+        lora_merge.plan(base, adapter, tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize(("slot", "value"), [
