@@ -79,6 +79,7 @@ CONVERTERS = (
     ("",                        "diffusers/koala",       "ldm_unet_checkpoint",           {"config": KOALA}),
     ("native/sdxl-refiner",     "diffusers/sdxl-refiner", "ldm_unet_checkpoint",          {"config": SDXL}),
     ("native/vae-sd",           "diffusers/vae-sd",      "ldm_vae_checkpoint",            {"config": VAE}),
+    ("",                        "diffusers/animatediff", "animatediff_checkpoint_to_diffusers", {}),
     ("native/sd3",              "diffusers/sd3",         "sd3_transformer_checkpoint_to_diffusers", {}),
     ("native/sd35-medium",      "diffusers/sd35-medium", "sd3_transformer_checkpoint_to_diffusers", {}),
     ("native/sd35-large",       "diffusers/sd35-large",  "sd3_transformer_checkpoint_to_diffusers", {}),

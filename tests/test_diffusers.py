@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,6 +385,27 @@ def test_adapters_of_projections_that_the_library_fused(kind: str) -> None:
         owner, _, kind = name.rpartition(".")
         merged = torch.cat([done[f"{owner}.{part}.weight"] for part in parts[kind]])
         torch.testing.assert_close(merged, module.weight + pairs[name][0] @ pairs[name][1], msg=name)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in its UNet", "alone"])
+def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa: FBT001
+    """Attention processors under the authors' names, on diffusers' UNet with motion modules and on the modules alone."""
+    model = diffusers.MotionAdapter(block_out_channels=(8, 16), motion_num_attention_heads=2, motion_norm_num_groups=4)
+    if whole:
+        unet = diffusers.UNet2DConditionModel(**CONFIGS["UNet2DConditionModel SD1"])
+        model = diffusers.UNetMotionModel.from_unet2d(unet, model)
+    base = model.state_dict()
+    wanted, adapter = dict(base), {}
+    for key in [k for k in base if "motion_modules" in k and re.search(r"attn\d\.to_\w+(\.0)?\.weight", k)]:
+        pair = {"up": torch.randn(base[key].shape[0], RANK), "down": torch.randn(RANK, base[key].shape[1])}
+        wanted[key] = base[key] + pair["up"] @ pair["down"]
+        place, block, number, which = re.fullmatch(
+            r"(.*)\.(transformer_blocks\.\d+)\.attn(\d)\.(to_\w+)(?:\.0)?\.weight", key
+        ).groups()
+        theirs = f"{place}.temporal_transformer.{block}.attention_blocks.{int(number) - 1}.processor.{which}_lora"
+        adapter |= {f"{theirs}.{side}.weight": t for side, t in pair.items()}
+    assert len(adapter) > 100
+    _assert_same(lora_merge.merge_state_dict(base, adapter), wanted, "motion")
 
 
 def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:

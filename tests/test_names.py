@@ -600,6 +600,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     [
         ("native/sdxl", "lora_unet_", "Stable Diffusion XL"),
         ("diffusers/sd15", "unet.", "Stable Diffusion 1"),
+        ("diffusers/animatediff", "unet.", "AnimateDiff motion module"),
         ("native/flux-dev", "lora_unet_", "Chroma or Flux.1"),
         ("diffusers/flux2", "transformer.", "Flux.2"),
         ("native/sd35-large", "lora_unet_", "Stable Diffusion 3 3.5 large"),
