@@ -13,7 +13,7 @@ from .checkpoint import configuration
 from .disk import failure
 from .errors import UsageError
 from .folders import listed
-from .job import Job
+from .job import Job, exists
 from .sidefiles import WEIGHTS
 
 
@@ -59,7 +59,7 @@ def kept(job: Job) -> tuple[Path, ...]:
 def spare(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))  # new/../name is there when new is made
-    if real.exists() and any(_same(real, p) for file in spared for p in (file, *file.parents)):
+    if exists(real) and any(_same(real, p) for file in spared for p in (file, *file.parents)):
         what = "the output is an adapter or another file that is read, or a folder with one in it"
         raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")
 

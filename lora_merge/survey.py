@@ -15,7 +15,7 @@ from .beside import Contents, contents
 from .destination import check_output, files_under
 from .disk import require_space
 from .errors import MergeError, UsageError
-from .job import Job
+from .job import Job, exists
 from .jobs_file import Entry
 from .opened import Opened
 from .planning import draw
@@ -97,9 +97,9 @@ class _Outputs:
 
 def _ignores_case(path: str) -> bool:
     """Whether a name in other letters is the same file there, as on most disks of Windows and macOS."""
-    there = next(p for p in Path(path).parents if p.exists())
+    there = next(p for p in Path(path).parents if exists(p))
     other = there.with_name(there.name.swapcase())
-    return other.name != there.name and other.exists() and other.samefile(there)
+    return other.name != there.name and exists(other) and other.samefile(there)
 
 
 def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:

@@ -497,6 +497,26 @@ def test_a_folder_that_cannot_be_read_is_the_failure_of_its_job(models: Path, mo
     assert "Permission denied" in error.what
 
 
+def test_an_output_that_the_system_refuses_to_look_at_is_the_failure_of_its_job(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path.stat
+
+    def refused(self: Path, **options: Any) -> os.stat_result:
+        if "closed" in self.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    outputs = ["o" * 300, "closed/a", "closed/A", "fine"]
+    entry = "  - {base: base.safetensors, adapters: [ink.safetensors], output: out/%s.safetensors}\n"
+    (models / "jobs.yaml").write_text("version: 1\njobs:\n" + "".join(entry % name for name in outputs))
+    reports = list(lora_merge.run_batch(models / "jobs.yaml"))
+    assert fates(reports) == ["failed"] * 3 + ["merged"]
+    whats = [r.error.what for r in reports if r.error is not None]
+    assert ["too long" in w or "Permission denied" in w for w in whats] == [True] * 3, whats
+
+
 def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> None:
     out = models / "out"
     lora_merge.run_batch(grid(models, 3))
