@@ -7,6 +7,7 @@ import platform
 import secrets
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -48,8 +49,7 @@ def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
         "version": __version__, "python": platform.python_version(), "platform": platform.platform(),
         "packages": {name: _version(name) for name in ("torch", "safetensors", "numpy", "typer", "tqdm", "PyYAML")},
         "cpus": os.cpu_count(), "memory": _memory(), "devices": devices, "disk": disk,
-        "auto": {"device": str(auto.device), "compute_dtype": "fp32",
-                 "writes": "direct" if disk["direct"] else "cached"},
+        "auto": {"device": str(auto.device), "compute_dtype": "fp32", "writes": disk.pop("writes")},
         "problems": problems,
     }  # fmt: skip
 
@@ -170,11 +170,11 @@ def computed(  # noqa: PLR0913, PLR0917
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
     """Rates of the folder's disk in bytes per second, through the cache and past it; what `auto` would do."""
-    found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "direct": False, "problems": []}
+    found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "writes": "cached", "problems": []}
     if not (exists(folder) and folder.is_dir()):
         return found | {"problems": [f"{folder} is no folder"]}
     kind = file_system(folder)
-    found |= {"file_system": kind, "free": free_bytes(folder), "direct": kind in DIRECT_ON}
+    found |= {"file_system": kind, "free": free_bytes(folder), "writes": "direct" if kind in DIRECT_ON else "cached"}
     if found["free"] < 2 * size:
         return found | {"problems": [f"{folder}: only {found['free'] >> 20} MiB are free"]}
     path = folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
@@ -185,7 +185,8 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
     except MergeError as e:
         found["problems"].append(f"{e.what} ({e.where})")
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # it could not be made
+            path.unlink()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -43,9 +44,31 @@ def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "problem" in lines(found)[-1]
 
 
-def test_a_folder_that_is_not_there_or_full_is_a_problem(tmp_path: Path) -> None:
-    assert "no folder" in examine(tmp_path / "none", disk_bytes=1 << 20)["problems"][0]
-    assert "are free" in examine(tmp_path, disk_bytes=1 << 60)["problems"][0]
+def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problem(folder: Path, size: int = 1 << 20) -> str:
+        found = examine(folder, disk_bytes=size)
+        assert lines(found)[-1] == f"problem  {found['problems'][0]}"
+        return str(found["problems"][0])
+
+    assert "no folder" in problem(tmp_path / "none")
+    assert "are free" in problem(tmp_path, 1 << 60)
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert "no permission to write" in problem(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "writes"), [("ext4", "direct"), ("tmpfs", "cached")])
+def test_writes_are_direct_where_a_merge_would_make_them_so(
+    kind: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "file_system", lambda _: kind)
+    assert examine(tmp_path, disk_bytes=1 << 20)["auto"]["writes"] == writes
 
 
 @pytest.mark.parametrize("stored", MIXTURES)
