@@ -74,16 +74,22 @@ def _supra(fields: Fields, _: str, shapes: Shapes) -> float:
     return fields.number("lora_alpha", rank) / rank if rank else 1.0
 
 
+def _started(shapes: Shapes) -> int:
+    """The rank of a start taken out of the weight; 0 where this is all the weight has and the configured one may be
+    larger: PEFT cuts the factors, and scales by the configured rank all the same (0.21.2, `pissa_init`)."""
+    rank: int = shapes["down"][0]
+    return rank if rank < min(shapes["up"][0], shapes["down"][1]) else 0
+
+
 RANKS: Final[Mapping[str, Callable[[Shapes], int]]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("lora", "lora_embedding", "pissa", "olora", "kasa", "lora_sparse"), lambda shapes: shapes["down"][0]
-        ),
+        **dict.fromkeys(("lora", "lora_embedding", "kasa", "lora_sparse"), lambda shapes: shapes["down"][0]),
+        **dict.fromkeys(("pissa", "olora"), _started),
         **dict.fromkeys(("lora_experts", "lora_experts_transposed"), lambda shapes: shapes["down"][1]),
         "bdlora": lambda shapes: shapes["down"][0] * shapes["down"][1],
     }
 )
-"""Row → the rank of its tensors, which PEFT's field `r` says too."""
+"""Row → the rank of its tensors, which PEFT's field `r` says too; 0 where that alone counts."""
 
 SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingProxyType(
     {
@@ -131,7 +137,7 @@ def rank_doubt(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> s
     if algorithm not in RANKS or fields.get("r") is None or _shares(fields, module):
         return ""
     said, rank = _numbers(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
-    if rank in said:
+    if not rank or rank in said:
         return ""
     return f"the configuration says rank {min(said):g}, the tensors have {rank}, which is what counts"
 

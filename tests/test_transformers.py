@@ -134,6 +134,30 @@ def test_embeddings_heads_and_biases(tmp_path: Path) -> None:
     compare(build("llama"), config, tmp_path / "c")
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_start_that_a_small_head_cuts_keeps_the_scale_of_the_configured_rank(
+    start: str,
+    rslora: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    made = transformers.BertConfig(**SMALL, num_labels=3)
+    transformers.BertForSequenceClassification(made).save_pretrained(tmp_path / "base")
+    model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=8, target_modules=["query", "classifier"], init_lora_weights=start, use_rslora=rslora, lora_alpha=4
+    )
+    tuned = peft.get_peft_model(model, config).eval()
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(5, 15).view(1, 10)
+    torch.testing.assert_close(ours(tokens).logits, tuned(tokens).logits, atol=1e-5, rtol=1e-4)
+    assert "rank" not in str(report.coverage["adapter"]["notes"])
+
+
 EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE | dict(head_dim=8)),
     "qwen3 moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)),
