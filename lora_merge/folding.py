@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import count
@@ -110,7 +110,7 @@ class Folder:
             if not short:
                 raise
         else:
-            check_range(group)
+            check_range(group, [i.into for i in group])
             return ""
         self._relieve()  # outside `except`: while an exception is handled, its frames hold the memory that is missing
         return short
@@ -126,6 +126,8 @@ class Folder:
         stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
         base = self._base(group, at, lane)
         merged = fold(base, stacks)
+        if at.dtype == torch.float16:
+            check_range(group, merged, "write --compute-dtype fp32")
         if merged is not base or not _in_place(group, at):
             land(merged, [i.into for i in group], lane)
 
@@ -274,9 +276,11 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
             yield same[first : first + n]
 
 
-def check_range(items: Sequence[Item]) -> None:
+def check_range(
+    items: Sequence[Item], merged: Iterable[Tensor], fix: str = "write --dtype bf16, or lower the strength"
+) -> None:
     """InputError if a merged value does not fit fp16; wider exponents cannot overflow here, fp8 saturates."""
-    for item in items:
-        if item.into.dtype == torch.float16 and not all_finite(item.into):
+    for item, values in zip(items, merged, strict=True):
+        if values.dtype == torch.float16 and not all_finite(values):
             raise InputError("a merged value is too large for fp16, or the base holds one that is, or no number",
-                             item.block.target.name, "write --dtype bf16, or lower the strength")  # fmt: skip
+                             item.block.target.name, fix)  # fmt: skip

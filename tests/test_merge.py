@@ -51,6 +51,29 @@ def test_every_tensor_is_the_rounded_fp64_result(files: tuple[Path, Path], tmp_p
     assert report.coverage["style.safetensors"]["matched"] == len(kohya_names(load(base)))
 
 
+@pytest.mark.parametrize(
+    ("stored", "options"),
+    [
+        ("F16", {"dtype": "keep"}),
+        ("F32", {"dtype": "fp16"}),
+        *(("F32", {"dtype": d, "compute_dtype": "fp16"}) for d in ("fp16", "fp32", "bf16", "fp8_e4m3fn")),
+    ],
+)
+def test_a_number_that_fp16_cannot_hold_is_refused(tmp_path: Path, stored: str, options: dict[str, str]) -> None:
+    """Also where it is the sum alone that is made in fp16, and one number that no sample of the proof would meet."""
+    base = {"m.a.weight": rand(256, 256), "m.b.weight": rand(256, 256)}
+    base["m.b.weight"][100, 7] = 65000.0
+    up = torch.zeros(256, 1)
+    up[100] = 1000.0
+    adapter = {"m.b.lora_up.weight": up, "m.b.lora_down.weight": torch.ones(1, 256), "m.b.alpha": torch.tensor(1.0)}
+    path = save({k: v.to(TORCH_DTYPES[stored]) for k, v in base.items()}, tmp_path / "base.safetensors")
+    with pytest.raises(InputError, match="too large for fp16") as caught:
+        lora_merge.merge(path, save(adapter, tmp_path / "a.safetensors"), tmp_path / "out.safetensors", **options)
+    assert caught.value.where == "m.b.weight"
+    assert ("--compute-dtype" in caught.value.fix) == ("compute_dtype" in options)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_untouched_tensors_keep_their_bytes_and_their_order(tmp_path: Path) -> None:
     base = sd1() | {"odd.nan": torch.tensor([float("nan"), -0.0, float("inf")]), "empty": torch.zeros(0, 4)}
     adapter = {k: v for k, v in kohya(base).items() if "attn1_to_q" in k}
