@@ -196,6 +196,8 @@ class Names:
 
     def _encoders(self, hint: str) -> list[Component]:
         encoders = [p for p in self._parts if p.kind]
+        if not encoders and len(self._parts) == 1 and self._parts[0].label == "model" and self._parts[0].architecture:
+            return list(self._parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
         main = self._parts[0].architecture if self._parts else None
         if hint[0] == "=":  # a folder calls none of its encoders so
             unsure = [p for p in encoders if p.kind in UNSURE]

@@ -541,6 +541,19 @@ def test_the_only_text_encoder_may_be_called_the_first(name: str) -> None:
     assert found.find("lora_te2_encoder_layers_0_self_attn_q_proj") is None
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma2-2b", "llama-3.2-1b", "t5xxl-encoder"])
+def test_a_text_encoder_by_itself_answers_to_whatever_a_pipeline_calls_it(name: str) -> None:
+    found, modules = base(f"transformers/{name}"), [*adapter(f"transformers/{name}", "", "attn.q_proj")]
+    modules = modules or [*adapter(f"transformers/{name}", "", "SelfAttention.q")]
+    assert len(modules) > 15
+    for number, module in enumerate(modules):
+        prefix = ("lora_te_", "lora_te1_", "text_encoder.")[number % 3]
+        for inner in (module, module.removeprefix("model.")):
+            assert found.find(called(prefix, inner)) == found.find(module), inner
+    assert found.find("lora_te_text_model_encoder_layers_0_self_attn_q_proj") is None
+    assert found.find("lora_unet_double_blocks_0_img_attn_qkv") is None
+
+
 def test_neither_of_two_text_encoders_is_the_only_one() -> None:
     both = {"text_encoder": narrow_clip(32), "text_encoder_2": narrow_clip(48)}
     found = names(pipeline(unet=header("diffusers/sdxl"), **both))
