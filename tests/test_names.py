@@ -460,6 +460,22 @@ def test_unknown_model_with_any_prefix() -> None:
         assert found.find("body.blocks.12.some_layer") is None
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(("name", "theirs"), [
+    ("native/flux-dev", "diffusers/flux-dev"), ("diffusers/sdxl", "native/sdxl"), ("native/wan-t2v-1.3B", "diffusers/wan-t2v-1.3B"),
+    ("transformers/qwen3-0.6b", "transformers/qwen3-0.6b"),
+])  # fmt: skip
+def test_a_base_saved_while_it_was_wrapped_is_the_same_base(wrapper: str, name: str, theirs: str) -> None:
+    plain, found = base(name), names(index({wrapper + k: shape for k, shape in header(name).items()}))
+    assert found.architecture == plain.architecture != "unknown"
+    for number, key in enumerate(list(header(theirs))[::7]):
+        module, _, leaf = key.rpartition(".")
+        there = plain.find(module, leaf)
+        wanted = there and [(wrapper + p.key, p.start, p.stop) for p in there.pieces]
+        view = found.find(called(ANY[number % len(ANY)], module) if leaf == "weight" else module, leaf)
+        assert (view and [(p.key, p.start, p.stop) for p in view.pieces]) == wanted, key
+
+
 def test_a_name_that_fits_two_places_is_refused() -> None:
     found = names(index({"a.b_c.weight": (2, 2), "a_b.c.weight": (2, 2)}))
     assert found.find("a.b_c") == whole("a.b_c.weight", (2, 2))
