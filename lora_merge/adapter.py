@@ -20,6 +20,7 @@ from .comparing import differing
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
+from .kinds import BESIDE, foreign
 
 IGNORED: Final = {
     "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",
@@ -44,6 +45,8 @@ CODES: Final = {
     "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "?",
 }  # fmt: skip
 """Dtype → what `struct` calls it."""
+
+IN_ORDER: Final = "name the base model first and the adapter after it; if they are in order, this file is no adapter"
 
 CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
@@ -206,10 +209,11 @@ def group(index: Index) -> AdapterFile:
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
     if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
+        what = foreign(index.tensors)
         raise InputError(
-            "this file holds no adapter tensors",
+            "this file holds no adapter tensors" + (f", it is {what}" if what else ""),
             f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
-            "name the base model first and the adapter after it; if they are in order, this file is no adapter",
+            BESIDE if what else IN_ORDER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     used = {part(m.name)[0] for m in modules} | {m.name for m in modules}

@@ -1,7 +1,9 @@
-"""What people pass instead of a .safetensors file, told by its first bytes, and what they can do."""
+"""What people pass instead of a .safetensors file, told by its first bytes, or instead of an adapter, by its keys."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +31,32 @@ MAGIC: Final = (
     (b"{", "a JSON file", "give the .safetensors file or its folder"),
 )  # fmt: skip
 """What people pass instead of a checkpoint. Asked only after the bytes failed to be a header."""
+
+
+BESIDE: Final = (
+    "load it beside the model when that runs; it changes none of the model's weights, so nothing can be merged"
+)
+
+FOREIGN: Final = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        # a key looks so                                                  what the file is
+        (r"lora_controlnet$",                                             "a Control-LoRA: factors of a ControlNet"),
+        (r"lllite_",                                                      "a ControlNet-LLLite"),
+        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",   "a ControlNet"),
+        (r"(?:image_proj|ip_adapter)\.",                                  "an IP-Adapter"),
+        (r"(?:emb_params|string_to_param|clip_[lg])$",                    "an embedding (textual inversion)"),
+        (r"\d+\.\d\.linear\d?\.",                                       "a hypernetwork"),
+    )
+)  # fmt: skip
+"""What people take for an adapter though it is a network of its own or no change of weights. Asked only of a file in
+which nothing is an adapter's."""
+
+
+def foreign(keys: Iterable[str]) -> str | None:
+    """What a file without adapter tensors is, if one of its keys tells."""
+    found = (what for key in keys for pattern, what in FOREIGN if pattern.match(key))
+    return next(found, None)
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:

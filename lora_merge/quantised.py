@@ -26,6 +26,7 @@ SIGNS: Final = (
     ("codebooks",             "AQLM"),
     ("gate_up_proj_blocks",   "MXFP4"),
     ("weight_qdata",          "torchao"),
+    ("_data",                 "optimum-quanto"),
     ("_packed_params",        "torch.ao quantised modules"),
 )  # fmt: skip
 """Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,

@@ -458,6 +458,7 @@ def test_torch_files_that_no_checkpoint_can_be_made_of(tmp_path: Path) -> None:
         (["l.qweight", "l.qzeros", "l.scales"], torch.int32, {}, "GPTQ or AWQ"),
         (["l.weight", "l.weight.quant_state.bitsandbytes__nf4"], torch.uint8, {}, "nf4"),
         (["l.weight", "l.SCB"], torch.int8, {}, "int8"),
+        (["l.weight._data", "l.weight._scale"], torch.int8, {}, "quanto"),
         (["l.comfy_quant"], torch.uint8, {}, "ComfyUI"),
         (["l.weight"], torch.float16, {"quantization_config": {"quant_method": "fp8"}}, "fp8, says"),
     ],

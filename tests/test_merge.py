@@ -334,6 +334,24 @@ def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) 
         lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
 
 
+@pytest.mark.parametrize(("key", "what"), [
+    ("lora_controlnet", "Control-LoRA"), ("lllite_unet_input_blocks_4_1_attn1_to_q.down.0.weight", "LLLite"),
+    ("control_model.input_hint_block.0.weight", "ControlNet"), ("controlnet_cond_embedding.conv_in.weight", "ControlNet"),
+    ("ip_adapter.1.to_k_ip.weight", "IP-Adapter"), ("clip_g", "textual inversion"), ("768.0.linear1.weight", "hypernetwork"),
+])  # fmt: skip
+def test_what_is_loaded_beside_a_model_is_called_what_it_is(
+    files: tuple[Path, Path], tmp_path: Path, key: str, what: str
+) -> None:
+    base = load(files[0])
+    other = save({key: torch.ones(4, 4), "x.proj.weight": torch.ones(4, 4)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=f"no adapter tensors, it is an? .*{what}") as error:
+        lora_merge.plan(files[0], other, tmp_path / "out.safetensors")
+    assert "beside the model" in error.value.fix
+    with pytest.raises(InputError, match="no adapter tensors\n") as error:
+        lora_merge.merge_state_dict(base, base)
+    assert "base model first" in error.value.fix
+
+
 def test_a_model_is_no_adapter_even_if_it_has_what_a_control_lora_has(tmp_path: Path) -> None:
     model = {
         "double_blocks.0.img_attn.norm.key_norm.scale": rand(4),
