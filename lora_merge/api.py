@@ -22,15 +22,19 @@ def merge(
     dtype, compute_dtype, device, strength, strength_for, unmatched, map, setting, overwrite, max_memory, max_vram,
     verify.
     """
+    from .planning import make_plan
     from .run import run
 
-    return run(plan(base, adapters, output, **options))
+    return run(make_plan(make_job(base, adapters, output, **options)))
 
 
 def plan(
     base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
 ) -> Plan:
     """What `merge` would do, without folding a weight; raises what it would raise."""
+    from .bounds import require_device
     from .planning import make_plan
 
-    return make_plan(make_job(base, adapters, output, **options))
+    made = make_plan(make_job(base, adapters, output, **options))
+    require_device(made.job)
+    return made

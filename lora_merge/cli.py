@@ -171,8 +171,10 @@ def merge(
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
     """What a dry run says below the plan's own lines."""
+    from .bounds import require_device
     from .planning import coverage
 
+    require_device(plan.job)
     say(needs(plan))
     for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
         typer.echo(remark, err=True)

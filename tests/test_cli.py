@@ -19,6 +19,7 @@ import torch
 
 import lora_merge
 from lora_merge import cli as program
+from lora_merge.errors import ResourceError
 
 from .conftest import Nursery
 from .support import Tensors, cli, kohya, load, metadata, rand, save, sd1
@@ -377,6 +378,16 @@ def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, s
     assert 0 < found["memory"] < found["max_memory"] == 2**30
     assert found == json.loads(run(*arguments, "--json")[1])
     assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cpu:3", "cuda:98,cuda:99"])
+def test_a_device_that_is_not_here_is_told_by_the_plan(
+    run: Run, tmp_path: Path, model: Path, style: Path, device: str
+) -> None:
+    code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--device", device)
+    assert (code, "no device" in err) == (5, True), err
+    with pytest.raises(ResourceError, match="no device"):
+        lora_merge.plan(model, style, tmp_path / "o.safetensors", device=device)
 
 
 def test_a_folder_without_permission_is_told_by_the_plan(
