@@ -158,6 +158,11 @@ def make_job(
     return Job(base=base, adapters=refs, output=out, **options)
 
 
+def validated(job: Job) -> Job:
+    """A job that was not made by `make_job`, as that would have made it; UsageError where it could not."""
+    return make_job(job.base, job.adapters, job.output, **{f.name: getattr(job, f.name) for f in fields(Job)[3:]})
+
+
 def expand(path: str | Path) -> Path:
     """The path with `~` expanded, made absolute without resolving links."""
     return _absolute(home(path))
@@ -168,9 +173,12 @@ def home(path: str | Path) -> Path:
     if "\0" in str(path) or str(path) == "":
         raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
     try:
+        os.fsencode(path)
         return Path(path).expanduser()
     except TypeError as e:
         raise unlike(path, "a path", "a str or a Path") from e
+    except UnicodeEncodeError as e:
+        raise UsageError("a path with half a character in it", ascii(str(path))[:200], "correct the path") from e
     except RuntimeError as e:
         raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so") from e
 

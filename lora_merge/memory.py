@@ -109,6 +109,8 @@ class _Held:
         if not isinstance(tensors, Mapping):
             raise unlike(tensors, name, "a table of names and tensors")
         for key, value in tensors.items():
+            if not isinstance(key, str):
+                raise unlike(key, f"a name in {path}", "a str")
             if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
                 raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
             _check_values(value, f"{path}: {key}")

@@ -34,7 +34,7 @@ ADAPTERS: list[Any] = [
     lora_merge.Adapter("a.safetensors", 1.0, "te"), lora_merge.Adapter("a.safetensors", 1.0, (("te", "x"),)),  # type: ignore[arg-type]
 ]  # fmt: skip
 
-PATHS: list[Any] = [3, 0, 1.5, True, False, b"base.safetensors", ["base.safetensors"], {}, object(), "a\0b"]
+PATHS: list[Any] = [3, 0, 1.5, True, False, b"base.safetensors", ["base.safetensors"], {}, object(), "a\0b", "a\ud800b"]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,17 @@ def test_jobs(jobs: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "wrong", [{"base": None}, {"adapters": ()}, {"output": b"x"}, {"dtype": "x"}, {"max_memory": -1}, {"device": 0}]
+)
+def test_job_objects_made_by_hand(files: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    right = {"base": str(files / "base.safetensors"), "adapters": [str(files / "a.safetensors")]}
+    right |= {"output": str(tmp_path / "new.safetensors"), "max_memory": "64MiB", "dtype": torch.bfloat16}
+    refused(lambda: lora_merge.run_batch([lora_merge.Job(**{**right, **wrong})]))
+    (report,) = lora_merge.run_batch([lora_merge.Job(**right)])  # type: ignore[arg-type]
+    assert report.status == "merged"
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"workers": "2"},
@@ -139,7 +150,7 @@ def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
     refused(lambda: lora_merge.run_batch([], **options))
 
 
-@pytest.mark.parametrize("held", [None, 3, "base.safetensors", [("a.weight", torch.ones(4, 4))]])
+@pytest.mark.parametrize("held", [None, 3, "base.safetensors", [("a.weight", torch.ones(4, 4))], {3: torch.ones(4, 4)}])
 def test_state_dicts(files: Path, held: Any) -> None:
     refused(lambda: lora_merge.merge_state_dict(held, files / "a.safetensors"))
 
