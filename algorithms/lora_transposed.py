@@ -1,7 +1,8 @@
-"""LoRA as in LLMs-from-scratch, appendix E: x A B, so ΔW = c · (A B)ᵀ. Raschka 2024.
+"""LoRA as in LLMs-from-scratch, appendix E, and mlx-lm: x A B, so ΔW = c · (A B)ᵀ. Raschka 2024.
 
 A is (in, r) and B (r, out), the other way round than everywhere else. The file holds no α; c is α /
-r in the present code of appendix E and α in its first editions, so both are settings.
+r in the present code of appendix E and α in its first editions, so both are settings. mlx-lm's c is
+the `scale` of its configuration (mlx_lm/tuner/lora.py, LoRALinear).
 """
 
 from __future__ import annotations

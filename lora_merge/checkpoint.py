@@ -44,6 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -110,7 +111,8 @@ def _opened(path: Path) -> Index:
 def configuration(path: Path) -> Path | None:
     """The configuration that is read with the folder or PEFT file at `path`; None where there is none."""
     folder = path if path.is_dir() else path.parent
-    names = CONFIGS if path.is_dir() else CONFIGS[:1] if path.name in PEFT_FILES else ()
+    trained = path.name in PEFT_FILES or path.name.endswith(MLX_FILE)
+    names = CONFIGS if path.is_dir() else CONFIGS[:1] if trained else ()
     return next((folder / name for name in names if (folder / name).exists()), None)
 
 
@@ -169,12 +171,12 @@ def _component(path: Path) -> Index:
 
 
 def _peft(path: Path, config: Mapping[str, Any]) -> Index:
-    """A PEFT adapter folder; `config` is its adapter_config.json."""
-    for name in PEFT_FILES:
+    """An adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
+    for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
             return _of_files(path, [path / name], config=config)
     raise InputError(
-        "adapter_config.json without adapter_model.safetensors",
+        f"adapter_config.json without {PEFT_FILES[0]}",
         str(path),
         "download the folder again",
     )

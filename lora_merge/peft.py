@@ -34,7 +34,7 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
-from .peft_kinds import KINDS, OTHERS, SHARED, STARTED
+from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
 from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, is_layer, parameters
 from .prefixes import COMPONENTS, prefixed
@@ -44,6 +44,9 @@ METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
+
+UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
+"""A field of configurations without a peft_type → what they are."""
 
 Kind = Literal["value", "copy", "ignored"]
 
@@ -213,7 +216,7 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     fields = Fields(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return Rules(fields)
-    given = fields.text("peft_type", "LORA" if "lora_alpha" in config else "")
+    given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     refuse_type(fields, kind)
     if kind not in KINDS:

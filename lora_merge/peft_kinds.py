@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+MLX: Final = "MLX"
+"""What an adapter_config.json of mlx-lm is called here, which has no peft_type."""
+
 KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "LORA": (
@@ -42,6 +45,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "WAVEFT": ("waveft",),
         "PEANUT": ("peanut",),
         "TRAINABLE_TOKENS": (),
+        MLX: ("lora_transposed",),
     }
 )
 """peft_type → rows of ALGORITHMS that its tensors can be."""

@@ -175,6 +175,17 @@ def _deft_method(fields: Fields) -> Mapping[str, object]:
     return {"method": method}
 
 
+def _mlx(fields: Fields) -> Mapping[str, object]:
+    """c of mlx-lm is its `scale` alone. Early versions multiplied it by a field alpha over the rank, later ones leave
+    that field unread; where it would make a difference the user has to say (mlx-lm, tuner/lora.py)."""
+    table = fields.get("lora_parameters")
+    if not isinstance(table, dict):
+        raise fields.odd("lora_parameters", "an object")
+    inner = Fields(table, f"{fields.where}: lora_parameters")
+    told = inner.get("scale") is not None and inner.get("alpha") in (None, inner.get("rank"))
+    return {"over_rank": False, **({"lora_alpha": inner.number("scale", 0)} if told else {})}
+
+
 SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = MappingProxyType(
     {
         "peft_oft": _oft,
@@ -182,6 +193,7 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
         "peft_oft1": _blocks,
         "peft_oft2": _blocks,
         "lokr": lambda _: {"right_aligned": True},
+        "lora_transposed": _mlx,
         "vera": _random,
         "pvera": _random,
         "randlora": lambda fields: {

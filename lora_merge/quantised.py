@@ -59,7 +59,7 @@ def quantised(index: _Index) -> str | None:
     for key, what in METADATA.items():
         if key in index.metadata:
             return f"{what}, its metadata has {key}"
-    config = index.config.get("quantization_config")
+    config = index.config.get("quantization_config") or index.config.get("quantization")  # of transformers, of mlx
     if isinstance(config, Mapping):
         return f"{config.get('quant_method', 'unknown')}, says its config.json"
     return None

@@ -6,6 +6,7 @@ The layers are those of trainers.py; `SOURCES` there says which version of the o
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ CASES: dict[str, tuple[Make, tuple[str, ...], str, dict[str, Any]]] = {
     "Scratch, first editions": (
         lambda m: trainers.Scratch(m, over_rank=False), LINEAR, "blocks.0", {"lora_alpha": 6.0, "over_rank": False},
     ),
+    "Mlx": (trainers.Mlx, LINEAR, "blocks.0", {"lora_alpha": 2.0, "over_rank": False}),
+    "MlxDora": (trainers.MlxDora, LINEAR, "blocks.0", {"lora_alpha": 2.0, "over_rank": False}),
 }  # fmt: skip
 
 
@@ -137,3 +140,46 @@ def test_every_layer_says_what_it_was_compared_with() -> None:
     written = {name for name, one in vars(trainers).items()
                if isinstance(one, type) and issubclass(one, trainers.Trained)} - {"Trained"}  # fmt: skip
     assert written == set(trainers.SOURCES) == {case.partition(",")[0] for case in CASES}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "adapters.safetensors", "0000100_adapters.safetensors"], ids=["folder", "last", "middle"]
+)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    layer = LAYERS["linear"]()
+    trained = (trainers.MlxDora if kind == "dora" else trainers.Mlx)(layer, scale=20.0)
+    saved = {f"model.blocks.0.{k}": v.detach() for k, v in trained.state_dict().items()}
+    for file in ("adapters.safetensors", "0000100_adapters.safetensors"):
+        save_file(saved, tmp_path / file)
+    told = {"fine_tune_type": kind, "num_layers": 16, "lora_parameters": {"rank": 3, "dropout": 0.0, "scale": 20.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    base = {f"model.blocks.0.{k}": v.clone() for k, v in layer.state_dict().items()}
+    merged = lora_merge.merge_state_dict(base, tmp_path / name)
+    x = torch.randn(5, 24)
+    with torch.no_grad():
+        wanted = trained(x)
+    got = nn.functional.linear(x, merged["model.blocks.0.weight"], merged["model.blocks.0.bias"])
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "told", [{"rank": 3, "scale": 10.0, "alpha": 16}, {"rank": 3}, {"rank": 3, "scale": 10.0, "alpha": 3}]
+)
+def test_a_scale_of_mlx_lm_that_versions_read_differently_is_asked_for(told: dict[str, float], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    layer = LAYERS["plain"]()
+    save_file(
+        {f"b.{k}": v.detach() for k, v in trainers.Mlx(layer).state_dict().items()}, tmp_path / "adapters.safetensors"
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_parameters": told}))
+    base = {"b.weight": layer.weight.detach()}
+    if told.get("alpha") == 3:
+        lora_merge.merge_state_dict(base, tmp_path)
+        return
+    with pytest.raises(lora_merge.MergeError, match="--setting lora_alpha"):
+        lora_merge.merge_state_dict(base, tmp_path)
+    stated = lora_merge.merge_state_dict(base, tmp_path, setting={"lora_alpha": 10.0})
+    saved = load_file(tmp_path / "adapters.safetensors")
+    torch.testing.assert_close(stated["b.weight"], base["b.weight"] + 10 * (saved["b.lora_a"] @ saved["b.lora_b"]).T)

@@ -36,6 +36,8 @@ SOURCES: Final[Mapping[str, str]] = {
     "Torchtune": "torchtune 0.6.1, torchtune/modules/peft/lora.py: LoRALinear",
     "TorchtuneDora": "torchtune 0.6.1, torchtune/modules/peft/dora.py: DoRALinear",
     "Scratch": "llms-from-scratch 1.0.19 (α) and rasbt/LLMs-from-scratch 8f3e5b0 (α / r), appendix_e.py: LinearWithLoRA",
+    "Mlx": "mlx-lm 0.32.2, mlx_lm/tuner/lora.py: LoRALinear",
+    "MlxDora": "mlx-lm 0.32.2, mlx_lm/tuner/dora.py: DoRALinear",
 }
 """Class → what it was compared with."""
 
@@ -438,3 +440,31 @@ class Scratch(Trained):
     def forward(self, x: Tensor) -> Tensor:
         """Beside the layer."""
         return self.base(x) + self.scale * (x @ self.lora.A @ self.lora.B)
+
+
+class Mlx(Trained):
+    """mlx-lm: factors the other way round, of the layer's own names."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 3, scale: float = 2.0) -> None:
+        super().__init__(layer)
+        self.lora_a, self.lora_b = noise(self.sides[1], rank), noise(rank, self.sides[0])
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Beside the layer."""
+        return self.base(x) + self.scale * (x @ self.lora_a @ self.lora_b)
+
+
+class MlxDora(Mlx):
+    """Every output but its bias is stretched by its magnitude over its weight's norm."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 3, scale: float = 2.0) -> None:
+        super().__init__(layer, rank, scale)
+        self.m = noise(self.sides[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As it trains."""
+        turned = self.layer.weight + self.scale * (self.lora_a @ self.lora_b).T
+        answer = x @ self.layer.weight.T + self.scale * (x @ self.lora_a @ self.lora_b)
+        answer = answer * (self.m / turned.norm(dim=1))
+        return answer if self.layer.bias is None else answer + self.layer.bias
