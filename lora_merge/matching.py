@@ -23,7 +23,7 @@ from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
-from .names import Names
+from .names import EXPERTS, Names
 from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
 from .replacements import by_rows, sizes
@@ -32,6 +32,11 @@ from .views import Piece, View, rows_of, whole
 
 UNKNOWN: Final = "unknown tensor"
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
+TAKEN: Final = {
+    "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
+    "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
+}
+"""Which of two experts a base by itself is taken for, by what the adapter's names for it begin with."""
 
 
 class Matcher:
@@ -40,7 +45,7 @@ class Matcher:
     def __init__(self, patcher: Patcher, ref: Adapter, names: Names, seen: Seen) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
         self.seen, self.result = seen, Matched(self.adapter, copies=seen.copies, bases=seen.bases)
-        self.lone = ""  # what names begin with that speak of the base's only expert
+        self.lone = ""  # what names begin with that speak of the base, if it is one of two experts
         self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
         self.base = {**seen.base, **self.heads.own}
         self.odd: dict[tuple[Piece, ...], MergeError] = {}  # copies of another shape, by what they are of
@@ -54,7 +59,7 @@ class Matcher:
         modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
         self.lone = self.names.lone_expert([m.name for m in modules])
         if self.lone:
-            self.result.notes.append("it is for the second transformer (low noise), which the base is taken to be")
+            self.result.notes.append(TAKEN[self.lone])
         self.patcher.widest = self._widest(modules)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
@@ -111,6 +116,8 @@ class Matcher:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
+        if self.lone and name.startswith(EXPERTS) and not name.startswith(self.lone):
+            return None
         return self.seen.view(self.names.find(name.removeprefix(self.lone), parameter))
 
     def _find(self, module: Module) -> View | None:

@@ -31,8 +31,8 @@ OTHER_ROWS: Final = (
 )
 """What the user should know of a base whose files alone tell the order of its rows."""
 
-SECOND: Final = "transformer_2."
-"""Names of Wan 2.2's low-noise expert in a pipeline; its single file says nothing of the kind."""
+EXPERTS: Final = ("transformer.", "transformer_2.")
+"""Names of Wan 2.2's experts, for high and for low noise, in a pipeline; their single files say nothing of the kind."""
 
 REWRITES: Final = (
     (re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), ""),
@@ -69,6 +69,7 @@ class Names:
             for prefix in (start, start.replace(".", "_"))
         ]
         self._by_hint: dict[str, list[Component]] = {}
+        self.second = False  # whether the base lies in the folder of a pipeline's second expert
         main = parts[0] if parts else None
         known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or "unknown"
@@ -90,10 +91,13 @@ class Names:
         return None
 
     def lone_expert(self, modules: Sequence[str]) -> str:
-        """The prefix of an adapter for the second of two experts, on a base that is one of them alone; else ""."""
+        """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
+        first, second = EXPERTS
         denoisers = [p for p in self._parts if p.role == "denoiser"]
         alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
-        return SECOND if alone and modules and all(m.startswith(SECOND) for m in modules) else ""
+        if not alone or not any(m.startswith(second) for m in modules):
+            return ""
+        return first if not self.second and any(m.startswith(first) for m in modules) else second
 
     def value(self, view: View) -> View:
         """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.
@@ -126,6 +130,8 @@ class Names:
         `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them. Without
         names (where shapes do not fit) "" if nothing looks wrong.
         """
+        if self.second and any(m.startswith(EXPERTS[0]) for m in unmatched):
+            return absence(["transformer"], ["transformer_2"])
         wanted = Counter(self.wanted(m) for m in unmatched)
         labels = {part.label for part in self._parts}
         main = {m: () for m in unmatched} | dict(shapes)
@@ -227,7 +233,9 @@ def names(index: Index, extra: Path | None = None) -> Names:
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
     for part in parts:
         part.sharded = len({index.tensors[key].file for key in part.keys.values()}) > 1
-    return Names(parts, shapes)
+    found = Names(parts, shapes)
+    found.second = EXPERTS[1].rstrip(".") in index.path.parts[-2:]
+    return found
 
 
 def guess(modules: Mapping[str, Shape]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,37 @@ def test_the_second_expert_alone_is_a_single_file(tmp_path: Path, parts: tuple[s
     if len(parts) == 2:
         with pytest.raises(FitError, match="second transformer"):
             lora_merge.merge(base, file, tmp_path / "out.safetensors")
+        report = lora_merge.merge(base, file, tmp_path / "out.safetensors", unmatched="skip")
+        assert "taken to be the first" in report.coverage["a.safetensors"]["notes"][0]
         return
     report = lora_merge.merge(base, file, tmp_path / "out.safetensors")
     assert "low noise" in report.coverage["a.safetensors"]["notes"][0]
     key = "blocks.0.attn1.to_q.weight"
     torch.testing.assert_close(load(tmp_path / "out.safetensors")[key], weights[key] + rand(24, 2) @ rand(2, 24))
+
+
+@pytest.mark.parametrize("expert", ["transformer", "transformer_2"])
+def test_an_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path: Path, expert: str) -> None:
+    """By the folder's name; the half of the other is never merged into it, whatever was left out."""
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(**CONFIGS["WanTransformer3DModel T2V"])
+    model.save_pretrained(tmp_path / expert)
+    lora, key = {}, "blocks.0.attn1.to_q"
+    for number, part in enumerate(("transformer", "transformer_2")):
+        lora |= {
+            f"{part}.{key}.lora_A.weight": rand(2, 24, seed=number),
+            f"{part}.{key}.lora_B.weight": rand(24, 2, seed=number),
+        }
+    file = save(lora, tmp_path / "a.safetensors")
+    with pytest.raises(FitError, match="1 of 2 adapter modules") as error:
+        lora_merge.merge(tmp_path / expert, file, tmp_path / "out")
+    other = "the transformer" if expert == "transformer_2" else r"the second transformer \(low noise\)"
+    assert re.search(f"some modules are for {other}, the base holds only", error.value.fix)
+    lora_merge.merge(tmp_path / expert, file, tmp_path / "out", unmatched="skip")
+    mine = {k.removeprefix(f"{expert}."): v for k, v in lora.items() if k.startswith(f"{expert}.")}
+    wanted = model.state_dict()[f"{key}.weight"] + mine[f"{key}.lora_B.weight"] @ mine[f"{key}.lora_A.weight"]
+    got = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "out").state_dict()
+    torch.testing.assert_close(got[f"{key}.weight"], wanted)
 
 
 def test_the_report_names_every_adapter_and_what_was_seen_on_opening(tmp_path: Path) -> None:
