@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .outcome import JobReport
     from .run import Progress
     from .survey import Sketch
+    from .telling import ReportFile
 
 
 def batch(
@@ -54,11 +55,12 @@ def batch(
 
     find(executor)
     made = make_batch(jobs, workers=workers, overwrite=overwrite)
-    if dry_run:
-        _dry_run(made, workers or 1, as_json=as_json)
-        return
-    _announce(made, quiet=quiet or as_json)
+    if not dry_run:
+        _announce(made, quiet=quiet or as_json)
     told = ReportFile(report, *_files(made, jobs)) if report else None
+    if dry_run:
+        _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
+        return
     ended: list[JobReport] = []
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(made, quiet=quiet))
@@ -91,19 +93,22 @@ def _announce(made: Batch, *, quiet: bool) -> None:
                    f"{sum(s.done for s in made.sketches)} done already, {_broken(made)} that cannot run")  # fmt: skip
 
 
-def _dry_run(made: Batch, workers: int, *, as_json: bool) -> None:
+def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Every job with what would happen to it; fails as the run would, where jobs or the disk cannot do it."""
     from .survey import check_space, disk_needs
     from .volumes import free_bytes
 
     for s in made.sketches:
+        line = json.dumps(_sketch(s), ensure_ascii=False)
+        if told is not None:
+            told.append(line)
         if as_json:
-            typer.echo(json.dumps(_sketch(s), ensure_ascii=False))
-        else:
+            typer.echo(line)
+        elif not quiet or s.error is not None:
             typer.echo(f"[{s.entry.number}/{len(made.sketches)}] {_fate(s)}  {s.entry.job.output}  {_recipe(s)}")
             if s.error is not None:
                 typer.echo(_indented(s.error))
-    if not as_json:
+    if not (as_json or quiet):
         _announce(made, quiet=False)
         for path, size in disk_needs(made.sketches, workers):
             typer.echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")

@@ -765,6 +765,11 @@ jobs:
     assert Counter(json.loads(t)["status"] for t in again.stdout.splitlines()) == {"skipped": 4, "failed": 1}
     told = runner.invoke(app, [*command, "--dry-run", "--json"])
     assert Counter(json.loads(t)["status"] for t in told.stdout.splitlines()) == {"done": 4, "failed": 1}
+    quiet = runner.invoke(app, [*command, "--dry-run", "-q", "--report", str(models / "dry.jsonl")])
+    assert (models / "dry.jsonl").read_text() == told.stdout
+    assert quiet.stdout.startswith("[5/5] cannot run") and "[4/5]" not in quiet.stdout
+    over = runner.invoke(app, [*command, "--dry-run", "--report", str(models / "base.safetensors")])
+    assert "over an input" in str(over.exception)
     assert json.loads(runner.invoke(app, ["batch", "--schema"]).stdout)["properties"]["jobs"]
     assert isinstance(runner.invoke(app, ["batch"]).exception, UsageError)
     assert isinstance(runner.invoke(app, [*command, "--executor", "slurm"]).exception, UsageError)
