@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic import ValidationError
 
 from .errors import MergeError, UsageError
-from .job import Adapter, Job, exists, home, make_job, split_strength, validated
+from .job import Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
 from .yaml_lines import Document, Place, parse, read_text
@@ -54,7 +54,7 @@ def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = 
         jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
         return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
-    return _Loader(dict(data), "jobs", Path.cwd(), overwrite).entries()
+    return _Loader(dict(data), "jobs", expand("."), overwrite).entries()
 
 
 class _Loader:

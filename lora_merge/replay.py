@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,7 +97,10 @@ def refuse_to_unmerge(made: Path) -> NoReturn:
 
 
 def _around(output: Path, search: Sequence[Path]) -> list[Path]:
-    return [*search, output.absolute().parent, Path.cwd()]
+    folders = [*search, output.absolute().parent]
+    with suppress(FileNotFoundError):  # the current one may have been deleted
+        folders.append(Path.cwd())
+    return folders
 
 
 def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:

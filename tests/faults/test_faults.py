@@ -180,6 +180,9 @@ def test_a_working_folder_that_is_gone(scene: Scene, tmp_path: Path) -> None:
     argv += ["-o", str(tmp_path / "out.safetensors")]
     assert scene.nursery.wait(scene.nursery.start(argv, lost, lost=True)) == 0
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == ["out.safetensors"]
+    lost.mkdir()
+    argv = ["verify", str(tmp_path / "out.safetensors"), "--search", str(scene.folder)]
+    assert scene.nursery.wait(scene.nursery.start(argv, lost, lost=True)) == 0, (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "link to nowhere", "socket"])
