@@ -31,6 +31,8 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     `spared` are inputs that are not replaced whatever `overwrite` says.
     """
     with failures(target):
+        if ".." in target.parent.parts:  # new/../name is there when new is made
+            target = Path(os.path.realpath(target.parent), target.name)
         spare(target, spared)
         _check_name(target, folder=folder)
         _check_kind(target, inputs, overwrite=overwrite, folder=folder)
@@ -58,7 +60,7 @@ def kept(job: Job) -> tuple[Path, ...]:
 
 def spare(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
-    real = Path(os.path.realpath(target))  # new/../name is there when new is made
+    real = Path(os.path.realpath(target))
     if exists(real) and any(_same(real, p) for file in spared for p in (file, *file.parents)):
         what = "the output is an adapter or another file that is read, or a folder with one in it"
         raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")

@@ -111,7 +111,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise InputError(f"file cannot be read: {why}", str(path), "check its permissions") from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise InputError("not a regular file", str(path), "give a checkpoint file or its folder")
+        raise InputError("not a regular file", str(path), "give a file; save to one what comes from a pipe or a device")
     return os.fdopen(fd, "rb", buffering=0)
 
 

@@ -332,7 +332,7 @@ USAGE: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize("kind", USAGE)
 def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
     code, arguments = USAGE[kind]
-    for dry in ([], ["--dry-run"] if kind != "unknown device" else []):  # whether it is here, only torch can tell
+    for dry in ([], ["--dry-run"]):
         got, _, err = run(model, style, "-o", tmp_path / "o.safetensors", *arguments, *dry)
         assert got == code, err
         assert "Traceback" not in err and err.strip()
@@ -345,6 +345,19 @@ def test_outputs_of_odd_names(run: Run, tmp_path: Path, model: Path, style: Path
     (tmp_path / "model").mkdir()
     model.rename(tmp_path / "model" / "model.safetensors")
     _refused(run(tmp_path / "model", style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "the output is a folder")
+
+
+def test_a_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """new/../taken is there when new is made."""
+    (tmp_path / "taken").write_text("mine")
+    for target, why in (
+        (tmp_path / "new" / ".." / "taken", "exists"),
+        (tmp_path / "new" / ".." / model.name, "inputs"),
+    ):
+        code, _, err = run(model, style, "-o", target, "--dry-run")
+        assert (code, why in err) == (2, True), err
+    assert run(model, style, "-o", tmp_path / "new" / ".." / "o.safetensors")[0] == 0
+    assert (tmp_path / "o.safetensors").exists()
 
 
 def test_interrupted_while_folders_are_made(
