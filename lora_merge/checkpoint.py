@@ -118,18 +118,23 @@ def configuration(path: Path) -> Path | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
+    value = json_value(path)
+    if not isinstance(value, dict):
+        raise InputError("not a JSON object", str(path), "download or write it again")
+    return value
+
+
+def json_value(path: Path) -> Any:
+    """The JSON in a side file; InputError if it is none, or absurdly long or deep."""
     with open_regular(path) as f:
         if FileState.of(f.fileno()).size > JSON_LIMIT:
             raise InputError("JSON file of absurd length", str(path), "download it again")
         raw = f.readall() if hasattr(f, "readall") else f.read()
     try:
-        value = json.loads(raw)
+        return json.loads(raw)
     except (ValueError, RecursionError) as e:
         why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
         raise InputError("not a valid JSON file", f"{path}: {why}", "download or write it again") from e
-    if not isinstance(value, dict):
-        raise InputError("not a JSON object", str(path), "download or write it again")
-    return value
 
 
 def _missing(path: Path) -> InputError:

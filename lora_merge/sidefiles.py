@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from .algorithms import Shape
-from .checkpoint import Index, read_json
+from .checkpoint import Index, json_value, read_json
 from .errors import InputError
+from .folders import entries
 from .header import TensorInfo
 
 WEIGHTS: Final = frozenset(
@@ -23,6 +24,9 @@ WEIGHTS: Final = frozenset(
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
 """Names of what belongs to other programs, or to a merge that is under way."""
+
+MODULES: Final = "modules.json"
+"""Where sentence-transformers lists the parts of a model: its transformer, a pooling, perhaps dense layers."""
 
 EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared)\.weight")
 PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
@@ -38,14 +42,15 @@ CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What of the base folder is copied as it is, and which sub-folders are not: those with weights of their own.
 
-    Those are another model, an earlier output, a checkpoint of the training: what this one needs of them, if anything,
-    only the user knows. All names are relative to the base folder, with forward slashes. InputError for what cannot be
-    copied: pipes, devices, links that point nowhere, and links to folders without weights of the base, which may lead
-    anywhere.
+    Of these, layers that sentence-transformers put behind the model are copied too. The others are another model, an
+    earlier output, a checkpoint of the training: what this one needs of them, if anything, only the user knows. All
+    names are relative to the base folder, with forward slashes. InputError for what cannot be copied: pipes, devices,
+    links that point nowhere, and links to folders without weights of the base, which may lead anywhere.
     """
     written = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
-    ours = homes | {base.path / name for name in base.config if base.components}  # a pipeline's parts
+    behind = _behind(base.path) - homes
+    ours = homes | behind | {base.path / name for name in base.config if base.components}  # a pipeline's parts
     copied: list[Path] = []
     left: list[Path] = []
     for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
@@ -58,7 +63,8 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
         left += others
         names[:] = [path.name for path in inside if path not in others]
         for path in (Path(folder, name) for name in sorted(files)):
-            if path not in written and not _stale(path.name) and not LEFT.fullmatch(path.name):
+            stale = _stale(path.name) and behind.isdisjoint(path.parents)
+            if path not in written and not stale and not LEFT.fullmatch(path.name):
                 _require_file(path)
                 copied.append(path)
     return _relative(copied, base), _relative(left, base)
@@ -66,6 +72,15 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
     return tuple(path.relative_to(base.path).as_posix() for path in paths)
+
+
+def _behind(folder: Path) -> frozenset[Path]:
+    """The sub-folders that `modules.json` names; its text is never used as a path. They hold layers that no adapter of
+    the transformer changes."""
+    file = folder / MODULES
+    rows = json_value(file) if file.exists() else []
+    named = [row.get("path") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return frozenset(path for path in entries(folder) if path.name in named and path.is_dir())
 
 
 def _stale(name: str) -> bool:

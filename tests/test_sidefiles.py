@@ -128,6 +128,27 @@ def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
     assert "checkpoint-5, merged, onnx" in done.stderr + done.stdout
 
 
+def test_layers_that_sentence_transformers_put_behind_the_model_come_along(model: Path) -> None:
+    for name in ("2_Dense", "checkpoint-7"):
+        (model / "base" / name).mkdir()
+        (model / "base" / name / "config.json").write_text("{}")
+        save({"linear.weight": rand(4, 8)}, model / "base" / name / "model.safetensors")
+    parts = [{"idx": 0, "name": "0", "path": ""}, {"idx": 1, "name": "1", "path": "2_Dense"}]
+    (model / "base" / "modules.json").write_text(json.dumps(parts))
+    out = merge(model)
+    assert not (out / "checkpoint-7").exists()
+    for name in ("config.json", "model.safetensors"):
+        assert (out / "2_Dense" / name).read_bytes() == (model / "base" / "2_Dense" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "3", "[1]", '[{"path": []}, {"name": "a"}]', '[{"path": "../lora.safetensors"}]']
+)
+def test_a_list_of_parts_that_names_none_changes_nothing(model: Path, text: str) -> None:
+    (model / "base" / "modules.json").write_text(text)
+    assert sorted(p.name for p in merge(model).iterdir()) == ["config.json", "model.safetensors", "modules.json"]
+
+
 def test_a_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
     """model_index.json is a file that anybody may have written."""
     base = model / "base"
