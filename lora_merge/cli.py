@@ -86,7 +86,7 @@ class _Text:
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "color": False},
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
     "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.",
 )  # fmt: skip

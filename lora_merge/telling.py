@@ -17,6 +17,11 @@ ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
 
 
+CONTROLS: Final = {c: f"\\u{c:04x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\r\t"}
+"""What a terminal would take for a command, as JSON escapes it: names of tensors come from strangers. A progress bar
+needs carriage returns."""
+
+
 def _escaped(e: UnicodeError) -> tuple[str, int]:
     """What an encoding lacks, as JSON escapes it: JSON stays JSON, and text can be read."""
     assert isinstance(e, UnicodeEncodeError), "used for writing alone"
@@ -28,7 +33,10 @@ codecs.register_error(ESCAPED, _escaped)
 
 
 class Teller:
-    """A text stream that goes on when it cannot be written: a closed pipe, a full disk, letters it does not have."""
+    """A text stream that goes on when it cannot be written: a closed pipe, a full disk, letters it does not have.
+
+    What it is told commands no terminal.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
@@ -40,7 +48,7 @@ class Teller:
     def write(self, text: str) -> int:
         """Write, or leave it."""
         try:
-            self._stream.write(text)
+            self._stream.write(text.translate(CONTROLS))
         except OSError as e:
             self._note(e)
         return len(text)

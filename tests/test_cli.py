@@ -563,6 +563,24 @@ def test_what_cannot_be_told_undoes_nothing(
 ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
 
 
+def test_names_command_no_terminal(tmp_path: Path) -> None:
+    """Names of tensors come from strangers; what a terminal would obey is told as JSON escapes it."""
+    evil = "\x1b[2J\x07\x9b0m\x85"
+    save({"a.weight": torch.zeros(8, 8), f"{evil}.weight": torch.zeros(8, 8)}, tmp_path / "b.safetensors")
+    shapes = {"up": (8, 1), "down": (1, 8)}
+    factors = {f"{m}.lora_{s}.weight": torch.zeros(shapes[s]) for m in ("a", f"q{evil}") for s in shapes}
+    save(factors, tmp_path / "a.safetensors")
+    said = ""
+    for arguments, code in (([], 4), (["--unmatched", "skip", "-v"], 0), (["--unmatched", "skip", "--json"], 0)):
+        argv = ["b.safetensors", "a.safetensors", "-o", "o.safetensors", "--dry-run", *arguments]
+        done = cli(*argv, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        assert "\\u009b0m\\u0085" in said
+        assert not {*said} & {"\x1b", "\x07", "\x9b", "\x85"}, said
+    assert f"q{evil}" in json.loads(said)["coverage"]["a.safetensors"]["skipped"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
 @pytest.mark.parametrize(("encoding", "shown"), [("cp1252", r"\u65e5é\ud83d\ude00\udcff"), ("utf-8", r"日é😀\udcff")])
 def test_names_that_the_console_cannot_show(
