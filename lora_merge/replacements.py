@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from .adapter import Module, Values
 from .algorithms import flat
@@ -13,6 +14,9 @@ from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched
 from .views import View
+
+ADDED: Final = frozenset({"lora_bias"})
+"""Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
 
 
 def by_rows(module: Module, view: View) -> tuple[Module, View]:
@@ -63,7 +67,8 @@ def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values)
     seen: dict[str, int] = {}
     for number, one in enumerate(matched):
         for key in one.replaced:
-            if key in seen or any(key in m.uses for m in matched):
+            own = {use.patch.algorithm for use in one.uses.get(key, ())}
+            if key in seen or own - ADDED or any(key in m.uses for m in matched if m is not one):
                 raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {refs[number].path}",
                                "merge the adapters one after the other")  # fmt: skip
             seen[key] = number

@@ -268,6 +268,26 @@ def test_fan_in_fan_out_says_nothing_about_a_square_embedding(*, dora: bool, tmp
     compare(model, config, tmp_path)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_a_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp_path: Path) -> None:
+    model = build("bert")
+    model.save_pretrained(tmp_path / "base")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    lora = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["query"], bias="all", lora_bias=True)
+    tuned = peft.get_peft_model(model, lora)
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    after = tuned.merge_and_unload().state_dict()
+    lora_merge.merge(tmp_path / "base", [(tmp_path / "adapter", strength)], tmp_path / "ours")
+    ours = transformers.BertModel.from_pretrained(tmp_path / "ours").state_dict()
+    in_memory = lora_merge.merge_state_dict(before, [(tmp_path / "adapter", strength)])
+    for key, value in before.items():
+        wanted = value + strength * (after[key] - value)
+        torch.testing.assert_close(ours[key], wanted, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(in_memory[key], wanted, atol=2e-6, rtol=1e-5)
+
+
 SQUARE = LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
