@@ -102,6 +102,10 @@ class Reader:
                 raise changed(file, f"it ends at byte {offset + done}")
             done += got
 
+    def descriptor(self, file: Path) -> int:
+        """Of an open file, for calls of the system."""
+        return self._files[file].fd
+
     def expect(self, info: TensorInfo, first: int, count: int) -> None:
         """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
         if info.offset < MEMORY and hasattr(os, "posix_fadvise"):

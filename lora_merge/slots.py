@@ -46,12 +46,13 @@ class Turn:
     own: Slot  # where the output bytes are made; the last turn makes them in the image
     first: bool
     last: bool
+    shared: bool = False  # whether the output file shares these blocks with the base
     under_way: list[Future[None]] = field(default_factory=list, compare=False)  # what is being folded
 
     @property
     def ready(self) -> bool:
-        """Whether its bytes go out of the image as they were read."""
-        return self.last and self.window.untouched
+        """Whether its bytes go out as they were read, or are not read at all."""
+        return self.shared or (self.last and self.window.untouched)
 
     @property
     def change(self) -> Change:

@@ -13,11 +13,15 @@ SMALL: Final = 64 << 20  # below this a file is not worth direct writes
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
 """File systems where direct writes are known to be what they say; others only if asked for."""
 
-RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs", "btrfs"} if hasattr(os, "posix_fallocate") else ())
-"""File systems that reserve space without writing zeros to it; a full disk then shows before the work."""
+RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs"} if hasattr(os, "posix_fallocate") else ())
+"""File systems that reserve space without writing zeros to it; a full disk then shows before the work. Not btrfs, which
+keeps all of a reserved extent for as long as any part of it is in use: shared blocks would save nothing there."""
 
-SPARSE: Final = RESERVES | DIRECT_ON | {"overlay", "nfs", "nfs4", "zfs", "f2fs"}
+SPARSE: Final = RESERVES | DIRECT_ON | {"btrfs", "overlay", "nfs", "nfs4", "zfs", "f2fs"}
 """File systems where bytes may be written behind a gap; others may fill it with zeros first, as exFAT does."""
+
+CLONES: Final = frozenset({"xfs", "btrfs", "bcachefs"})
+"""File systems where files may share blocks (xfs: unless made without); a range then costs nothing to copy."""
 
 KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
 """File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT

@@ -17,6 +17,7 @@ from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 from .header import ITEM_BYTES, TensorInfo
 from .pages import PAGE
 from .planning import Plan, Target
+from .reader import MEMORY
 
 STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
 
@@ -155,6 +156,12 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
                 window.size += size
         if window.size:
             yield window
+
+
+def sharable(window: Window) -> bool:
+    """Whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
+    places = [(r.offset, window.start + r.at) for r in window.direct]
+    return window.untouched and all(offset < MEMORY and (offset - at) % PAGE == 0 for offset, at in places)
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Final
 from .bounds import SLOTS
 from .digests import Digests
 from .disk import Writer, amend
+from .pages import PAGE
 from .planning import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn
 from .stopping import heed
-from .volumes import SPARSE, file_system
-from .windows import Window, window_bytes, windows
+from .volumes import CLONES, SPARSE, file_system
+from .windows import Window, sharable, window_bytes, windows
 
 if TYPE_CHECKING:
     from .making import Making
@@ -46,6 +47,8 @@ class Writing:
         self.writers: dict[tuple[int, int], Writer] = {}
         self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
+        self.shares = file_system(parts[0]) in CLONES
+        """Whether untouched bytes need not be copied; until the system says that they do."""
         self.image_used: list[Future[None]] = []  # folds that read the image at hand
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
@@ -71,11 +74,11 @@ class Writing:
             alive = self._alive()
             if not alive:
                 return
-            image = self.pool.take()
+            image, shared = self.pool.take(), self.shares and sharable(window)
             for number in alive:
                 last = number == alive[-1]
                 own = image if last else self.pool.take()
-                yield Turn(window, number, image, own, first=number == alive[0], last=last)
+                yield Turn(window, number, image, own, number == alive[0], last, shared)
 
     def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
         """Windows of the same file change places as long as torch is not there: those that need nothing of it go first.
@@ -113,7 +116,7 @@ class Writing:
 
     def read(self, turn: Turn) -> None:
         """Base bytes into the image."""
-        if turn.first:
+        if turn.first and (self.digests.hashing or not turn.shared):
             out, base = turn.image.views(turn.window)
             for view, reads in ((out, turn.window.direct), (base, turn.window.apart)):
                 for r in reads:
@@ -153,10 +156,23 @@ class Writing:
     def write(self, turn: Turn) -> None:
         """The finished window to the disk."""
         if turn.plan not in self.failed:
-            out = turn.own.out.view(turn.window.start, turn.window.size)
-            at = turn.window.start + self._shift(turn)
-            self._alone(turn.plan, lambda n: self._writer(n, turn.window.file).write(out, at))
+            self._alone(turn.plan, lambda n: self._put(self._writer(n, turn.window.file), turn))
         self.progress(turn.window.size)
+
+    def _put(self, writer: Writer, turn: Turn) -> None:
+        at, out = turn.window.start + self._shift(turn), turn.own.out
+        if not turn.shared:
+            writer.write(out.view(turn.window.start, turn.window.size), at)
+            return
+        for r in turn.window.direct:
+            low, high = writer.share(self.reader.descriptor(r.file), r.offset, at + r.at, r.nbytes)
+            if not high and r.nbytes >= 2 * PAGE:
+                self.shares = False
+            for start, stop in ((0, low), (high, r.nbytes)):
+                if start < stop:
+                    rest = out.view(at + r.at + start, stop - start)
+                    self.reader.read_into(rest, r.file, r.offset + start)
+                    writer.write(rest, at + r.at + start)
 
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
