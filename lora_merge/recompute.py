@@ -37,6 +37,7 @@ class Findings:
     rows: int = 0
     elements: int = 0
     clipped: int = 0  # elements beyond the range of an 8-bit output
+    broken: int = 0  # elements that are NaN or infinite, rightly so
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
     wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
@@ -168,6 +169,7 @@ class Recomputation:
         worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
         f = self.findings
         f.rows, f.elements = f.rows + len(rows), f.elements + found.size
+        f.broken += int(np.count_nonzero(~np.isfinite(found)))
         f.clipped += int(np.count_nonzero(np.abs(exact.value) > np.abs(value)))
         if not worst <= f.worst:
             f.worst, f.worst_tensor = worst, target.name
@@ -187,7 +189,8 @@ class Recomputation:
         f = self.findings
         for number, change in exact.changes.items():
             applied = found - saturated(rounded(exact.value - change, dtype), dtype)
-            applied[~np.isfinite(applied)] = 0.0
+            sound = np.isfinite(applied) & np.isfinite(change)
+            applied, change = applied[sound], change[sound]
             f.applied[number] = f.applied.get(number, 0.0) + weight * float(np.sum(applied * change))
             f.intended[number] = f.intended.get(number, 0.0) + weight * float(np.sum(change * change))
 

@@ -201,6 +201,11 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
     changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
     dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
     f = merged.findings
+    if f.broken:
+        yield (
+            f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such, or a sum is "
+            f"larger than {dtypes} can hold"
+        )
     if f.clipped:
         yield (
             f"{f.clipped} of {f.elements} numbers looked at are larger than {dtypes} can hold and were cut to its "

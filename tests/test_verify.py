@@ -86,6 +86,27 @@ def test_every_compute_dtype_passes(made: Path, compute: str) -> None:
     assert prove(merge(made, compute, compute_dtype=compute), full=True)["proven"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_base_that_holds_nan_is_told_and_counts_for_nothing(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    dora: bool,  # noqa: FBT001
+) -> None:
+    """What is lost there is not what the adapter lost; and the report is JSON, which has no NaN."""
+    weight = rand(32, 32, scale=1.0).to(dtype)
+    weight[3], weight[9, 9] = float("nan"), float("inf")
+    base = save({"a.weight": weight, "b.weight": torch.full((4, 4), float("nan"))}, tmp_path / "base.safetensors")
+    factors = {f"{m}.lora_{s}.weight": rand(*shape, seed=7, scale=1.0)
+               for m, n in (("a", 32), ("b", 4)) for s, shape in (("up", (n, 2)), ("down", (2, n)))}  # fmt: skip
+    adapter = save(factors | ({"a.dora_scale": torch.ones(32, 1)} if dora else {}), tmp_path / "a.safetensors")
+    out = tmp_path / "out.safetensors"
+    report = json.loads(lora_merge.merge(base, adapter, out).to_json(), parse_constant=pytest.fail)
+    for proof in (report["verified"], prove(out, full=True)):
+        assert abs(proof["retained"][0]["retained"] - 1) < 0.02
+        assert [("NaN or infinite" in w, "smaller" in w) for w in proof["warnings"]] == [(True, False)]
+
+
 def test_a_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
     out = made / "out.safetensors"
     flip(out, "first_stage_model.decoder.conv_out.weight", 17, 0)
