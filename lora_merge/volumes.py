@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Final, Literal
 
 Mode = Literal["auto", "direct", "buffered"]
 
+MOUNTS: Final = Path("/proc/self/mountinfo")  # Linux's table of what is mounted where
 SMALL: Final = 64 << 20  # below this a file is not worth direct writes
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
 """File systems where direct writes are known to be what they say; others only if asked for."""
@@ -38,13 +40,12 @@ def free_bytes(path: Path) -> int:
 
 def file_system(path: Path) -> str:
     """The type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
-    mounts = Path("/proc/self/mountinfo")
-    if not mounts.exists():
+    if not MOUNTS.exists():
         return ""
     here, best, kind = _existing(path).resolve(), Path("/"), ""
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]:
         left, _, right = line.partition(" - ")
-        point = Path(left.split()[4].replace("\\040", " "))
+        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4]))
         if here.is_relative_to(point) and point.is_relative_to(best):
             best, kind = point, right.split()[0]
     return kind

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge import disk
+from lora_merge import disk, volumes
 from lora_merge.disk import Writer, amend, copy_file
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.pages import HUGE, PAGE, address, aligned_buffer
@@ -121,6 +121,17 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     data[:] = pattern(50_001)
     write(tmp_path / "x", [data], mode)
     assert (tmp_path / "x").read_bytes() == bytes(data)
+
+
+def test_mount_points_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of mounts has spaces, tabs, line ends and backslashes in octal, and other bytes as they are."""
+    point = tmp_path / "a b\tc\nd\\e\x85\udcff"
+    point.mkdir()
+    told = str(point).replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011").replace("\n", "\\012")
+    table = f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {told} rw shared:1 - exfat /dev/b rw\n"
+    (tmp_path / "mountinfo").write_text(table, encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(volumes, "MOUNTS", tmp_path / "mountinfo")
+    assert [file_system(p) for p in (tmp_path, point, point / "file")] == ["ext4", "exfat", "exfat"]
 
 
 def test_a_file_system_that_refuses_direct_writes_late_gets_others(
