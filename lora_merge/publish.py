@@ -60,6 +60,8 @@ def replacing(
         yield part
         with failures(target):
             _sync(part)
+            if overwrite:  # what others have put there meanwhile is not lost
+                check_output(target, overwrite=True, folder=folder, contents=contents)
             too_late()
             _publish(part, target, overwrite=overwrite)
             sync_folder(target.parent)

@@ -199,6 +199,20 @@ def test_a_folder_replaces_its_older_self_only(tmp_path: Path) -> None:
         check_output(target, folder=True, overwrite=True, contents=["unet/w", "config.json"])
 
 
+def test_what_comes_into_a_folder_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "w").write_bytes(b"old")
+    with (
+        pytest.raises(UsageError, match="1 files that the merged model does not have"),
+        replacing(target, folder=True, overwrite=True, contents=["w"]) as part,
+    ):
+        (part / "w").write_bytes(b"new")
+        (target / "mine").write_bytes(b"notes")
+    assert left(tmp_path) == ["model", "model/mine", "model/w"]
+    assert (target / "w").read_bytes() == b"old"
+
+
 def test_folders_are_replaced_also_where_names_cannot_be_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
