@@ -31,12 +31,9 @@ from .tying import Heads
 from .views import Piece, View, rows_of, whole
 
 UNKNOWN: Final = "unknown tensor"
+LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
+OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
-TAKEN: Final = {
-    "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
-    "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
-}
-"""Which of two experts a base by itself is taken for, by what the adapter's names for it begin with."""
 
 
 class Matcher:
@@ -59,7 +56,7 @@ class Matcher:
         modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
         self.lone = self.names.lone_expert([m.name for m in modules])
         if self.lone:
-            self.result.notes.append(TAKEN[self.lone])
+            self.result.notes.append(EXPERTS[self.lone])
         self.patcher.widest = self._widest(modules)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
@@ -116,7 +113,7 @@ class Matcher:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _look(self, name: str, parameter: str = "weight") -> View | None:
-        if self.lone and name.startswith(EXPERTS) and not name.startswith(self.lone):
+        if self.lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self.lone):
             return None
         return self.seen.view(self.names.find(name.removeprefix(self.lone), parameter))
 
@@ -153,7 +150,13 @@ class Matcher:
         try:
             return self.patcher.patch(*by_rows(module, view))
         except (InputError, ShapeMismatch) as e:
-            self.failures.append(e)
+            places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
+            left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
+            if left_out and isinstance(e, ShapeMismatch):
+                self.patcher.remark(LEFT_OUT, module)
+                self._count(set(places.values()))
+            else:
+                self.failures.append(e)
             return None
 
     def _add(self, patch: Patch, key: str = "") -> None:
@@ -260,7 +263,8 @@ class Matcher:
             worst = self.failures[0]
             same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
             why = self.names.explain([], self._shapes()) if isinstance(worst, ShapeMismatch) else ""
-            raise type(worst)(worst.what, f"{path}: {listed(same)}", why or worst.fix)
+            others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(self.failures) else ""
+            raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
         if result.modules == 0:
             raise UnmatchedModules(
                 f"no module of the adapter is in the base (0 of {result.total})",

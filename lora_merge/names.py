@@ -31,8 +31,12 @@ OTHER_ROWS: Final = (
 )
 """What the user should know of a base whose files alone tell the order of its rows."""
 
-EXPERTS: Final = ("transformer.", "transformer_2.")
-"""Names of Wan 2.2's experts, for high and for low noise, in a pipeline; their single files say nothing of the kind."""
+EXPERTS: Final = {
+    "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
+    "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
+}
+"""What names of Wan 2.2's experts in a pipeline begin with → what a base by itself, whose file says nothing of the
+kind, is taken for."""
 
 REWRITES: Final = (
     (re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), ""),
@@ -130,7 +134,7 @@ class Names:
         `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them. Without
         names (where shapes do not fit) "" if nothing looks wrong.
         """
-        if self.second and any(m.startswith(EXPERTS[0]) for m in unmatched):
+        if self.second and any(m.startswith("transformer.") for m in unmatched):
             return absence(["transformer"], ["transformer_2"])
         wanted = Counter(self.wanted(m) for m in unmatched)
         labels = {part.label for part in self._parts}
@@ -234,7 +238,7 @@ def names(index: Index, extra: Path | None = None) -> Names:
     for part in parts:
         part.sharded = len({index.tensors[key].file for key in part.keys.values()}) > 1
     found = Names(parts, shapes)
-    found.second = EXPERTS[1].rstrip(".") in index.path.parts[-2:]
+    found.second = "transformer_2" in index.path.parts[-2:]
     return found
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import FitError, InputError
+from lora_merge.errors import FitError, InputError, ShapeMismatch
 from lora_merge.formats import layout
 
-from .support import rand, save
+from .support import load, rand, save
 
 HEADERS = Path(__file__).parent / "headers"
 
@@ -139,3 +139,33 @@ def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
     with pytest.raises(FitError, match="whole numbers") as e:
         lora_merge.plan(base, lora, tmp_path / "out.safetensors")
     assert e.value.where == f"{base}: layer.weight is I8"
+
+
+def test_a_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> None:
+    """As where a text-to-video adapter meets an image-to-video model: all layers fit but the first."""
+    base = {f"{n}.weight": rand(8, 4, seed=i) for i, n in enumerate(("patch_embedding", "blocks.0.q", "blocks.0.k"))}
+    lora = {f"{n}.lora_B.weight": rand(8, 2) for n in ("patch_embedding", "blocks.0.q", "blocks.0.k")}
+    lora |= {k.replace("lora_B", "lora_A"): rand(2, 2 if "patch" in k else 4) for k in lora}
+    model, whole = save(base, tmp_path / "base.safetensors"), save(lora, tmp_path / "whole.safetensors")
+    for strength, parts in ((1, {}), (1, {"re:blocks": 0}), (0, {}), (0, {"re:patch": 0}), (1, {"re:patch": 0.5})):
+        with pytest.raises(ShapeMismatch, match=r"patch_embedding") as error:
+            lora_merge.plan(model, [(whole, strength)], tmp_path / "out.safetensors", strength_for=parts)
+        assert error.value.fix.endswith("leave out what does not fit with --strength-for re:NAME=0")
+    report = lora_merge.merge(model, whole, tmp_path / "out.safetensors", strength_for={"re:patch": 0})
+    assert any(
+        "patch_embedding: it does not fit the base, and is left out" in n for n in report.coverage[whole.name]["notes"]
+    )
+    fitting = {k: v for k, v in lora.items() if "patch" not in k}
+    wanted = lora_merge.merge_state_dict(base, fitting)
+    got = load(tmp_path / "out.safetensors")
+    assert all(torch.equal(got[k], wanted[k]) for k in wanted)
+    split = {f"double_blocks.0.img_attn.qkv.lora_{x}.weight": rand(*s) for x, s in (("A", (2, 9)), ("B", (24, 2)))}
+    flux = {f"transformer_blocks.0.attn.{n}.weight": rand(8, 8) for n in ("to_q", "to_k", "to_v")}
+    flux |= {f"single_transformer_blocks.0.{n}.weight": rand(8, 8) for n in ("proj_mlp", "attn.to_q")}
+    for name in ("x_embedder", "transformer_blocks.0.norm1.linear", "time_text_embed.text_embedder.linear_1"):
+        flux[f"{name}.weight"] = rand(8, 8)
+    flux["transformer_blocks.0.attn.norm_added_q.weight"] = rand(8)
+    with pytest.raises(ShapeMismatch):  # one of three tensors that it would change
+        lora_merge.merge_state_dict(flux, split, strength_for={"re:to_q": 0})
+    done = lora_merge.merge_state_dict(flux, split, strength_for={r"re:attn\.to_": 0})
+    assert all(torch.equal(done[k], flux[k]) for k in flux)
