@@ -653,6 +653,15 @@ def test_what_an_adapter_was_made_for(name: str, prefix: str, title: str) -> Non
     assert guess(adapter(name, prefix)) == title
 
 
+@pytest.mark.parametrize(("name", "part", "title"), [
+    ("diffusers/cosmos2-2B", "attn", "unknown"), ("diffusers/mini-max-h3", "attn", "MiniMax-H3"),
+    ("diffusers/mini-max-h3", "", "MiniMax-H3"), ("native/flux2", "mlp", "unknown"), ("native/flux-dev", "mlp", "Chroma or Flux.1"),
+    ("diffusers/ltxvideo", "attn", "LTX-Video"), ("diffusers/ltx2-video", "", "LTX-2"), ("diffusers/hunyuan-video", "attn", "HunyuanVideo"),
+])  # fmt: skip
+def test_an_adapter_of_some_layers_is_not_taken_for_another_models(name: str, part: str, title: str) -> None:
+    assert guess(adapter(name, "diffusion_model.", part)) == title
+
+
 def test_doubt_where_names_fit_all_the_same() -> None:
     t2v, base_i2v = adapter("native/wan-t2v-14B", "diffusion_model."), base("native/wan-i2v-14B")
     assert all(base_i2v.find(m) for m in t2v)
