@@ -669,6 +669,9 @@ def test_doubt_where_names_fit_all_the_same() -> None:
     assert not base_i2v.doubt(lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
     assert not base_i2v.doubt(lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
     assert not base("native/wan-t2v-14B").doubt(lambda: t2v)
+    assert "without image embeddings" in base_i2v.doubt(lambda: adapter("diffusers/wan", "transformer.", "blocks"))
+    for there in (base_i2v, base("diffusers/wan-i2v-14B")):  # their trainers' default: to_q, to_k, to_v, to_out.0
+        assert not there.doubt(lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
     for name in ("sdxl", "sd15", "flux-dev", "sd35-medium", "chroma", "mochi"):
         assert not base(f"native/{name}").doubt(partial(adapter, f"diffusers/{name}", "lycoris_")), name
 
