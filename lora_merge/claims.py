@@ -22,6 +22,9 @@ from .publish import make_parents, try_lock
 from .stopping import whole
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
+FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+"""A claim is written anew: through a link in its place, that would be a file of somebody else."""
+
 POLL: Final = 0.2  # seconds between looks at a claim that is held by another process
 TRIES: Final = 20  # times that a folder may be removed between its making and the claim in it
 
@@ -74,8 +77,11 @@ def claim_path(output: Path) -> Path:
 def sweep(folder: Path) -> None:
     """Remove the claims that dead processes left in a folder."""
     for path in folder.iterdir():
-        if CLAIM.fullmatch(path.name) and not path.is_symlink():
+        if CLAIM.fullmatch(path.name):
             with suppress(OSError):
+                if path.is_symlink():  # none of ours
+                    path.unlink()
+                    continue
                 fd = _acquire(path)
                 if fd is not None:
                     path.unlink()
@@ -85,12 +91,12 @@ def sweep(folder: Path) -> None:
 def _acquire(path: Path) -> int | None:
     """The locked claim's descriptor; None while another process holds it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        fd = os.open(path, FLAGS, 0o666)
         if try_lock(fd) is False:
             os.close(fd)
             return None
         with suppress(FileNotFoundError):
-            if os.fstat(fd).st_ino == path.stat().st_ino:
+            if os.fstat(fd).st_ino == path.lstat().st_ino:
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{here()}\n".encode())
                 return fd

@@ -603,6 +603,22 @@ def test_what_dead_processes_left_is_removed(models: Path) -> None:
     assert not strays(models)
 
 
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+def test_a_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to the folder could have any file emptied that the batch may write to."""
+    jobs, other = grid(models, 1), models / "other"
+    other.write_text("of somebody else")
+    claim = claim_path(Path(jobs[0]["output"]))
+    claim.parent.mkdir()
+    claim.symlink_to(other)
+    monkeypatch.setattr("lora_merge.batch.sweep", lambda _: None)
+    (report,) = run(jobs)
+    assert (report.status, other.read_text()) == ("failed", "of somebody else")
+    monkeypatch.undo()
+    assert fates(run(jobs)) == ["merged"]
+    assert not strays(models) and other.read_text() == "of somebody else"
+
+
 def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: int = 0) -> None:
     """Reports go to a file, the number of Python's calls to another; killed at the `last` of those, if given."""
     steps = _killed_at(last)
