@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .batch import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
+    from .memory import LoadedAdapter, load_adapter, merge_state_dict
     from .outcome import JobReport
     from .planning import Plan
     from .report import Report
@@ -42,7 +43,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # for type checkers, names that are not above do not exist
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

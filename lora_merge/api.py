@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 from .job import make_job
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import MergeOptions
     from .planning import Plan
     from .report import Report
 
 
 def merge(
-    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
+    base: str | Path,
+    adapters: Sequence[Any] | str | Path,
+    output: str | Path | None = None,
+    **options: Unpack[MergeOptions],
 ) -> Report:
     """Merge adapters into a base and write the result; every failure is a MergeError.
 
@@ -29,7 +35,10 @@ def merge(
 
 
 def plan(
-    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
+    base: str | Path,
+    adapters: Sequence[Any] | str | Path,
+    output: str | Path | None = None,
+    **options: Unpack[MergeOptions],
 ) -> Plan:
     """What `merge` would do, without folding a weight; raises what it would raise."""
     from .bounds import require_device

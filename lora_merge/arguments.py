@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 from .errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MergeOptions(TypedDict, total=False):
+    """The options of `merge`, `plan` and `merge_state_dict`, which are those of the command line."""
+
+    strength: Sequence[float] | None
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
+    dtype: str | torch.dtype
+    compute_dtype: str | torch.dtype
+    device: str | torch.device
+    unmatched: Literal["error", "skip"]
+    overwrite: bool
+    max_memory: int | str
+    max_vram: int | str | None
+    verify: bool
+    map: str | Path | None
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+
 
 OF_THE_COMMAND: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
 """Options of the command line that say what it prints, or that it writes nothing."""

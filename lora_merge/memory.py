@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -34,12 +34,19 @@ from .surroundings import undisturbed
 from .tied import tied
 from .views import Piece, View
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import MergeOptions
+
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """What a configuration says of a model whose head is its embeddings."""
 
 
 @undisturbed()
-def merge_state_dict(state_dict: Mapping[str, Tensor], adapters: Any, **options: Any) -> dict[str, Tensor]:
+def merge_state_dict(
+    state_dict: Mapping[str, Tensor], adapters: Any, **options: Unpack[MergeOptions]
+) -> dict[str, Tensor]:
     """A new state dict with the adapters merged in; the input is not changed.
 
     `adapters` as for `merge`; also state dicts of adapters themselves, and LoadedAdapter objects. Tensors may be
