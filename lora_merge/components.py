@@ -43,6 +43,7 @@ LOOSE: Final = (
     *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
     *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
     *("audio_spectrogram_transformer.", "nomic_bert.", "gte.", "new.", "roberta."),  # `new.` is GTE's too
+    "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers
     *("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."),  # saved while wrapped: DDP, torch.compile
 )
 """Prefixes that only count if a known model is under them: many models have such a level of their own."""

@@ -19,6 +19,7 @@ from .network_args import Trained, trained
 from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
+from .peft_parameters import in_out
 from .views import View, transposed
 
 ALPHA: Final = "lora_alpha"
@@ -91,6 +92,7 @@ class Patcher:
 
     def __init__(self, number: int, adapter: AdapterFile, rules: Rules, values: Values) -> None:
         self.number, self.adapter, self.rules, self.values = number, adapter, rules, values
+        self.in_out = in_out(module.name for module in adapter.modules)
         self.model = ""  # the base's type
         self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
@@ -117,7 +119,7 @@ class Patcher:
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
             candidates = []
         reasons = []
-        turned = told.fan_in_fan_out  # of embeddings PEFT never asks it
+        turned = told.fan_in_fan_out and module.name in self.in_out  # of embeddings PEFT never asks it
         for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=turned and "embedding" not in n)):
             if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
                 continue

@@ -288,6 +288,52 @@ def test_a_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp
         torch.testing.assert_close(in_memory[key], wanted, atol=2e-6, rtol=1e-5)
 
 
+SEEING = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
+)
+GPT = dict(vocab_size=100, n_embd=32, n_layer=1, n_head=4, n_positions=32)
+
+
+def _captioner(encoder: str, decoder: str) -> Any:
+    """A model that reads a picture, as TrOCR and vit-gpt2-image-captioning are."""
+    sizes = {
+        "GPT2": GPT,
+        "TrOCR": dict(vocab_size=100, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48),
+    }
+    parts = [
+        getattr(transformers, f"{encoder}Config")(**SEEING),
+        getattr(transformers, f"{decoder}Config")(**sizes[decoder]),
+    ]
+    made = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    return transformers.VisionEncoderDecoderModel(made)
+
+
+MIXED: dict[str, tuple[Any, Any]] = {
+    # a configuration tells the way round of its last layer alone, and that of a square one no shape tells
+    "vit, then gpt2": (lambda: _captioner("ViT", "GPT2"), "all-linear"),
+    "the same, some": (lambda: _captioner("DeiT", "GPT2"), ["q_proj", "query", "c_proj"]),
+    "vit, then trocr": (lambda: _captioner("ViT", "TrOCR"), "all-linear"),
+    "gpt, then a head": (
+        lambda: transformers.OpenAIGPTForSequenceClassification(transformers.OpenAIGPTConfig(**GPT)),
+        ["c_proj", "score"],
+    ),
+    "decisions": (
+        lambda: transformers.DecisionTransformerModel(
+            transformers.DecisionTransformerConfig(hidden_size=32, n_layer=1, n_head=4, n_positions=32)
+        ),
+        "all-linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_square_weights_of_models_with_both_ways_round(name: str, tmp_path: Path) -> None:
+    make, layers = MIXED[name]
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, lora_alpha=6, target_modules=layers, init_lora_weights=False)
+    compare(make(), lora, tmp_path)
+
+
 SQUARE = LLM | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
