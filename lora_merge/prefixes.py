@@ -32,6 +32,7 @@ PREFIXES: Final = (
     ("diffusion_model.",           "denoiser"),
     ("conditional_transformer.",   "denoiser"),
     ("net.",                       "denoiser"),
+    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, unless told to leave it out
     ("text_encoder.",              "te1"),
     ("text_encoder_2.",            "te2"),
     ("text_encoder_3.",            "te3"),
