@@ -109,12 +109,16 @@ def passes(sketches: Sequence[Sketch], workers: int | None, by: Executor) -> lis
     groups: dict[Any, list[Entry]] = {}
     for s in sketches:
         groups.setdefault(s.together, []).append(s.entry)
-    found = []
+    found, share = [], _share(len(sketches), workers, by)
     for group in groups.values():
         step = min(TOGETHER, ceil(len(group) / (workers or 1)))
-        share = workers or 1 if by.shared else 1
         found += [Pass(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
     return found
+
+
+def _share(jobs: int, workers: int | None, by: Executor) -> int:
+    """How many share the memory bound of a job: no more than there are jobs, one where each has its own machine."""
+    return min(workers or 1, jobs) if by.shared else 1
 
 
 def _unmade(entry: Entry) -> MergeError:
@@ -123,7 +127,11 @@ def _unmade(entry: Entry) -> MergeError:
 
 
 def make_batch(
-    source: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None, overwrite: bool = False
+    source: str | Path | Sequence[Any] | Mapping[str, Any],
+    *,
+    workers: int | None = None,
+    executor: str = "local",
+    overwrite: bool = False,
 ) -> Batch:
     """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
     switch(overwrite, "--overwrite")
@@ -135,7 +143,7 @@ def make_batch(
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             spare(e.job.output, [path])
-    return Batch(survey(entries, workers=workers or 1))
+    return Batch(survey(entries, workers=_share(len(entries), workers, find(executor))))
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command
@@ -150,6 +158,6 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     """
     find(executor)
     switch(fail_fast, "--fail-fast")
-    batch = make_batch(path_or_jobs, workers=workers, overwrite=overwrite)
+    batch = make_batch(path_or_jobs, workers=workers, executor=executor, overwrite=overwrite)
     crew = Crew(workers, ray_address)
     return Reports(lambda progress: batch.run(crew, name=executor, fail_fast=fail_fast, progress=progress))

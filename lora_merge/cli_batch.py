@@ -54,7 +54,7 @@ def batch(
     from .telling import ReportFile
 
     find(executor)
-    made = make_batch(jobs, workers=workers, overwrite=overwrite)
+    made = make_batch(jobs, workers=workers, executor=executor, overwrite=overwrite)
     if not dry_run:
         _announce(made, quiet=quiet or as_json)
     told = ReportFile(report, *_files(made, jobs)) if report else None

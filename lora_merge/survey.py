@@ -14,7 +14,7 @@ from typing import Any, Final
 from .beside import Contents, contents
 from .destination import check_output, files_under
 from .disk import require_space
-from .errors import MergeError, UsageError
+from .errors import MergeError, ResourceError, UsageError
 from .job import Job, exists
 from .jobs_file import Entry
 from .opened import Opened
@@ -200,6 +200,9 @@ class _Surveyor:
         try:
             plan = draw(replace(job, max_memory=job.max_memory // self.workers), self.opened)
             window_bytes(plan)
+        except ResourceError as e:
+            share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
+            return ResourceError(e.what, e.where + share, e.fix)
         except MergeError as e:
             return e
         return _Outline(plan.size, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan)))

@@ -360,6 +360,18 @@ def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.Monk
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 
 
+def test_as_many_share_the_memory_as_there_are_jobs_for(models: Path) -> None:
+    """And on a cluster nobody does: hundreds of tasks have a machine each."""
+    some = [j | {"max_memory": "64MiB"} for j in jobs(models, 4)]
+    for name, shares in (("local", 4), ("ray", 1)):
+        pytest.importorskip("ray") if name == "ray" else None
+        batched = make_batch(some, workers=500, executor=name)
+        assert [s.error for s in batched.sketches] == [None] * 4
+        assert {p.workers for p in batch.passes(batched.sketches, 500, executor(name))} == {shares}
+    narrow = make_batch([j | {"max_memory": "20MiB"} for j in some], workers=4)
+    assert all("5242880, the share of one of 4 workers" in str(s.error) for s in narrow.sketches)
+
+
 def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> None:
     bounds: list[dict[str, Any]] = [{}, {}, {"max_vram": "4GiB"}, {"max_vram": "2GiB"}, {"max_memory": "512MiB"}]
     batched = make_batch([j | more for j, more in zip(jobs(models, 5), bounds, strict=True)])
