@@ -33,7 +33,7 @@ from typing import Any, Final, Literal
 
 from .algorithms import Shapes
 from .errors import InputError
-from .peft_config import CONVERT, RETAKE, UNKNOWN_ORDER, Fields, refuse, refuse_lora, refuse_type
+from .peft_config import CONVERT, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora, refuse_type
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
 from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, is_layer, parameters
@@ -180,6 +180,8 @@ class Rules:
         if named and weight is None and not named[0].endswith(".weight"):
             return "lora_experts"
         start = self.fields.get("init_lora_weights")
+        if start == "olora" and weight is not None and any(piece.transposed for piece in weight.pieces):
+            raise refuse("OLoRA", UNTURNED, RESAVE, f"{self.fields.where}: {module}")
         if isinstance(start, str) and start.lower() in STARTED:
             return start.lower()
         if self.fields.get("kasa_config") and "kasa" not in rows:

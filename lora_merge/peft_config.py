@@ -28,6 +28,7 @@ RESAVE: Final = (
     "save it again with save_pretrained(…, path_initial_model_for_weight_conversion=…), which makes it a plain LoRA"
 )
 
+UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"  # 0.21.2
 UNKNOWN_ORDER: Final = (
     "its layers share one vector in the order in which the model's code lists them, which no file tells"
 )

@@ -288,6 +288,15 @@ def test_a_bias_that_was_trained_as_a_whole_and_by_lora_too(strength: float, tmp
         torch.testing.assert_close(in_memory[key], wanted, atol=2e-6, rtol=1e-5)
 
 
+def test_olora_of_a_weight_that_is_stored_in_out_is_refused(tmp_path: Path) -> None:
+    """PEFT takes the QR of what is stored, and adds the factors the other way round."""
+    build("gpt2").save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=r".*attn\.c_proj", init_lora_weights="olora")
+    peft.get_peft_model(build("gpt2"), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(lora_merge.MergeError, match=r"OLoRA.*cannot be merged"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+
+
 SEEING = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
 )
