@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -54,7 +55,16 @@ def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = 
         jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
         return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
-    return _Loader(dict(data), "jobs", expand("."), overwrite).entries()
+    return _Loader(_plain(data), "jobs", expand("."), overwrite).entries()
+
+
+def _plain(value: Any) -> Any:
+    """Data as in a file, where a program has given paths as such."""
+    if isinstance(value, PathLike):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 class _Loader:

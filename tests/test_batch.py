@@ -517,6 +517,16 @@ def test_an_output_that_the_system_refuses_to_look_at_is_the_failure_of_its_job(
     assert ["too long" in w or "Permission denied" in w for w in whats] == [True] * 3, whats
 
 
+def test_paths_may_be_given_as_such(models: Path) -> None:
+    one = {
+        "base": models / "base.safetensors",
+        "adapters": [models / "ink.safetensors", {"path": models / "oil.safetensors"}],
+    }
+    more = one | {"output": models / "{n}", "matrix": {"n": [Path("a"), Path("b")]}}
+    done = lora_merge.run_batch([more])
+    assert [Path(r.output).name for r in done if r.ok] == ["a", "b"]
+
+
 def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> None:
     out = models / "out"
     lora_merge.run_batch(grid(models, 3))
