@@ -96,8 +96,8 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         found[complete[0] if complete else "incomplete"] += 1
         incomplete += [] if complete else [module.where]
         slot = next((s for s in RANK_SLOTS if s in module.slots), None)
-        if slot is not None:
-            ranks[module.slots[slot].shape[0]] += 1
+        if slot is not None and (shape := module.slots[slot].shape):
+            ranks[shape[-1 if "lora_transposed" in complete else 0]] += 1
         if "alpha" in module.shared:
             alphas[FileValues().numbers(module.shared["alpha"])[0]] += 1
     for table in (file.index.config, _json(file.index, "lora_adapter_metadata")):
@@ -134,6 +134,8 @@ def _range(counts: Counter[Any]) -> list[Any]:
 
 
 def _trainer(index: Index) -> str:
+    if "lora_parameters" in index.config:
+        return "mlx-lm"
     if index.config:
         return f"PEFT {index.config.get('peft_version', '')}".strip()
     return next((name for key, name in TRAINERS if key in index.metadata), "unknown")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lora_merge
+from lora_merge.inspection import inspect
 
 Make = Callable[[Any], trainers.Trained]
 
@@ -155,6 +156,8 @@ def test_a_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path
         save_file(saved, tmp_path / file)
     told = {"fine_tune_type": kind, "num_layers": 16, "lora_parameters": {"rank": 3, "dropout": 0.0, "scale": 20.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    facts = inspect(tmp_path / name)
+    assert (facts["trainer"], facts["ranks"]) == ("mlx-lm", [3])
     base = {f"model.blocks.0.{k}": v.clone() for k, v in layer.state_dict().items()}
     merged = lora_merge.merge_state_dict(base, tmp_path / name)
     x = torch.randn(5, 24)
