@@ -154,7 +154,7 @@ def merge(
     if not dry_run:
         preload()
     plan = make_plan(job)
-    told = ReportFile(report, [*sources(job), *plan.inputs], [job.output]) if report else None
+    told = ReportFile(report, [*sources(job), *plan.inputs], [job.output]) if report is not None else None
     say = silent if as_json or quiet else typer.echo
     describe(plan, say, verbose=verbose)
     if dry_run:

@@ -57,7 +57,7 @@ def batch(
     made = make_batch(jobs, workers=workers, executor=executor, overwrite=overwrite)
     if not dry_run:
         _announce(made, quiet=quiet or as_json)
-    told = ReportFile(report, *_files(made, jobs)) if report else None
+    told = ReportFile(report, *_files(made, jobs)) if report is not None else None
     if dry_run:
         _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
         return

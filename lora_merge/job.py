@@ -154,7 +154,7 @@ def make_job(
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
     options["device"] = str(options.get("device", "auto"))
-    out = _default_output(base, refs) if output is None or output == "" else _output(output, base)
+    out = _default_output(base, refs) if output is None else _output(output, base)
     return Job(base=base, adapters=refs, output=out, **options)
 
 

@@ -325,6 +325,8 @@ USAGE: dict[str, tuple[int, list[str]]] = {
     "bad unmatched": (2, ["--unmatched", "maybe"]),
     "unknown option": (2, ["--fast"]),
     "an empty path": (2, [""]),
+    "an empty output": (2, ["-o", ""]),
+    "an empty report": (2, ["--report", ""]),
     "another kind of file": (2, ["-o", "o.gguf"]),
 }
 
