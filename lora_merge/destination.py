@@ -15,6 +15,7 @@ from .errors import UsageError
 from .folders import listed
 from .job import Job, exists
 from .sidefiles import WEIGHTS
+from .volumes import same
 
 
 def check_output(  # noqa: PLR0913  # what an output may not be
@@ -61,7 +62,7 @@ def kept(job: Job) -> tuple[Path, ...]:
 def spare(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))
-    if exists(real) and any(_same(real, p) for file in spared for p in (file, *file.parents)):
+    if exists(real) and any(same(real, p) for file in spared for p in (file, *file.parents)):
         what = "the output is an adapter or another file that is read, or a folder with one in it"
         raise UsageError(what, str(target), "choose another -o; not even --overwrite replaces anything but the base")
 
@@ -100,8 +101,8 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
     if folder and not target.is_dir():
         raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
     if not overwrite:
-        same = any(_same(target, p) for p in inputs)
-        what = "the output is one of the inputs" if same else "the output exists"
+        among = any(same(target, p) for p in inputs)
+        what = "the output is one of the inputs" if among else "the output exists"
         raise UsageError(what, str(target), "choose another -o, or give --overwrite")
     _check_writable(target.parent)
 
@@ -109,14 +110,6 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
 def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError("no permission to write", str(folder), "choose another -o")
-
-
-def _same(a: Path, b: Path) -> bool:
-    """Whether two paths are one file, by any name or link."""
-    try:
-        return a.samefile(b)
-    except OSError:
-        return False  # one of them is not there
 
 
 def files_under(folder: Path) -> list[str]:

@@ -15,11 +15,12 @@ from .beside import Contents, contents
 from .destination import check_output, files_under
 from .disk import require_space
 from .errors import MergeError, ResourceError, UsageError
-from .job import Job, exists
+from .job import Job
 from .jobs_file import Entry
 from .opened import Opened
 from .planning import draw
 from .resume import Hashes, done
+from .volumes import ignores_case
 from .windows import layout_key, window_bytes
 
 TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
@@ -68,7 +69,8 @@ class _Outputs:
         for e in entries:
             real = os.path.realpath(e.job.output)
             other = self._by_path.setdefault(real, e)
-            if other is e and (alike := folded.setdefault(real.casefold(), e)) is not e and _ignores_case(real):
+            alike = folded.setdefault(real.casefold(), e) if other is e else e
+            if alike is not e and ignores_case(Path(real).parent):
                 other = alike
             if other is not e:
                 clashes.append(f"{e.where} and {other.where}: {e.job.output}")
@@ -93,13 +95,6 @@ class _Outputs:
             if real in self._by_path:
                 return self._by_path[real]
         return None
-
-
-def _ignores_case(path: str) -> bool:
-    """Whether a name in other letters is the same file there, as on most disks of Windows and macOS."""
-    there = next(p for p in Path(path).parents if exists(p))
-    other = there.with_name(there.name.swapcase())
-    return other.name != there.name and exists(other) and other.samefile(there)
 
 
 def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import UsageError
+from .volumes import same
 
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
@@ -95,7 +96,7 @@ class ReportFile:
         """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
         here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
         inside = there in here.parents and (new or present)
-        return here == there or inside or (present and path.exists() and self.path.samefile(path))
+        return here == there or inside or (present and same(self.path, path))
 
     def replace(self, line: str) -> None:
         """The line is all of the report."""

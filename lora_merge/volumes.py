@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -58,6 +59,33 @@ def goes_direct(path: Path, size: int, mode: Mode) -> bool:
     return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
 
 
+def same(a: Path, b: Path) -> bool:
+    """Whether two paths are one file, by any name or link.
+
+    Where names in other letters are the same file, drivers of FUSE may give each spelling an inode of its own.
+    """
+    try:
+        if a.samefile(b):
+            return True
+    except OSError:
+        return False  # one of them is not there
+    one, two = (Path(os.path.realpath(p)) for p in (a, b))
+    return one != two and str(one).casefold() == str(two).casefold() and ignores_case(one.parent)
+
+
+def ignores_case(folder: Path) -> bool:
+    """Whether a name in other letters is the same file in a folder that is or would be there, as on most disks of
+    Windows and macOS."""
+    folder = _existing(folder)
+    with suppress(OSError):  # a folder that may not be listed
+        for place in (*folder.iterdir(), folder):
+            other = place.with_name(place.name.swapcase())
+            if place.name.isascii() and other.name != place.name:  # the first with letters tells
+                return os.path.lexists(other) and other not in place.parent.iterdir()
+    return False
+
+
 def _existing(path: Path) -> Path:
     path = path.absolute()
-    return next((p for p in (path, *path.parents) if p.exists()), Path(path.anchor))
+    there = (p for p in (path, *path.parents) if os.path.exists(p))  # noqa: PTH110  no error where one may not look
+    return next(there, Path(path.anchor))

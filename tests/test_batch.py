@@ -330,7 +330,7 @@ def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
 ) -> None:
     jobs = [job(models, "one"), job(models, "ONE")]
     assert len(make_batch(jobs).sketches) == 2
-    monkeypatch.setattr(survey, "_ignores_case", lambda _: True)
+    monkeypatch.setattr(survey, "ignores_case", lambda _: True)
     with pytest.raises(UsageError, match="place of another"):
         make_batch(jobs)
 

@@ -268,3 +268,23 @@ def test_copies_are_equal_and_never_over_something(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_bytes() == pattern(3_000_000)
     with pytest.raises(MergeError):
         copy_file(tmp_path / "a", tmp_path / "b")
+
+
+def test_names_in_other_letters_are_one_file_where_the_folder_lists_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by FUSE on exFAT, where each spelling of a name has an inode of its own."""
+    one, two = tmp_path / "base.safetensors", tmp_path / "BASE.SAFETENSORS"
+    one.touch()
+    assert not volumes.same(one, two), "one of them is not there"
+    two.touch()
+    if len([*tmp_path.iterdir()]) < 2:
+        pytest.skip("this file system ignores case")
+    assert not volumes.same(one, two)
+    assert not volumes.ignores_case(tmp_path / "to" / "come")
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: (path for path in iterdir(folder) if path != two))
+    assert volumes.same(one, two)
+    assert volumes.same(two, one)
+    assert volumes.ignores_case(tmp_path / "to" / "come")
+    assert not volumes.same(one, tmp_path)
