@@ -46,6 +46,9 @@ __all__ = [
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
+TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
+"""Where LLaVA's and LongLoRA's trainers put what else they trained, beside the adapter: whole parameters."""
+
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
@@ -179,7 +182,8 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
     """An adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
     for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
-            return _of_files(path, [path / name], config=config)
+            whole = [path / other for other in TRAINED_WHOLE if (path / other).exists()]
+            return _of_files(path, [path / name, *whole], config=config)
     raise InputError(
         f"adapter_config.json without {PEFT_FILES[0]}",
         str(path),

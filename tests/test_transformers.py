@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
+from lora_merge.replay import prove
 
 from .support import Tensors, load
 
@@ -295,6 +296,24 @@ def test_olora_of_a_weight_that_is_stored_in_out_is_refused(tmp_path: Path) -> N
     peft.get_peft_model(build("gpt2"), lora).save_pretrained(tmp_path / "adapter")
     with pytest.raises(lora_merge.MergeError, match=r"OLoRA.*cannot be merged"):
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
+def test_what_was_trained_beside_the_adapter_is_merged_with_it(file: str, tmp_path: Path) -> None:
+    """The folders of LLaVA and LongLoRA: LoRA, and whole parameters by the names that they have in PEFT's model."""
+    build("llama").save_pretrained(tmp_path / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"])).eval()
+    whole = {n: p for n, p in tuned.named_parameters() if "norm" in n}
+    for name, parameter in tuned.named_parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) if parameter.requires_grad or name in whole else 0
+    tuned.save_pretrained(tmp_path / "adapter")
+    torch.save({name: parameter.data for name, parameter in whole.items()}, tmp_path / "adapter" / file)
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(10).view(1, 10)
+    torch.testing.assert_close(ours(tokens).logits, tuned(tokens).logits, atol=1e-5, rtol=1e-4)
+    prove(tmp_path / "ours", full=True)
 
 
 SEEING = dict(
