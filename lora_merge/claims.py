@@ -91,13 +91,24 @@ def sweep(folder: Path) -> None:
 def _acquire(path: Path) -> int | None:
     """The locked claim's descriptor; None while another process holds it."""
     while True:
-        fd = os.open(path, FLAGS, 0o666)
+        fd = _open(path)
         if try_lock(fd) is False:
             os.close(fd)
             return None
         with suppress(FileNotFoundError):
             if os.fstat(fd).st_ino == path.lstat().st_ino:
-                os.ftruncate(fd, 0)
-                os.write(fd, f"{here()}\n".encode())
+                with suppress(OSError):  # for people to read, where it is not another user's
+                    os.ftruncate(fd, 0)
+                    os.write(fd, f"{here()}\n".encode())
                 return fd
         os.close(fd)  # its holder removed it between our opening and our locking
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, FLAGS, 0o666)
+    except PermissionError:
+        if not os.path.lexists(path):
+            raise
+        # Another user's, whose process may be dead: its lock can be had without the right to write.
+        return os.open(path, FLAGS & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY)

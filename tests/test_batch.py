@@ -613,6 +613,27 @@ def test_what_dead_processes_left_is_removed(models: Path) -> None:
     assert not strays(models)
 
 
+def test_a_claim_that_another_user_left_is_taken_over(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be read, not written; while that user holds it, it counts."""
+    jobs, really = grid(models, 1), os.open
+    claim = claim_path(Path(jobs[0]["output"]))
+    claim.parent.mkdir()
+    claim.write_text("host:1\n")
+
+    def refused(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if Path(path) == claim and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return really(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr("lora_merge.batch.sweep", lambda _: None)
+    with claimed(Path(jobs[0]["output"])) as ours, claimed(Path(jobs[0]["output"])) as again:
+        assert (ours, again) == (True, False)
+    claim.write_text("host:1\n")
+    assert fates(run(jobs)) == ["merged"]
+    assert not strays(models)
+
+
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
 def test_a_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may write to the folder could have any file emptied that the batch may write to."""
