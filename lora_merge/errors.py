@@ -18,7 +18,8 @@ class MergeError(Exception):
         self.args = (self.what, self.where, self.fix)
 
     def __str__(self) -> str:
-        return f"{self.what}\n  where: {self.where}\n  fix:   {self.fix}"
+        where = self.where.replace("\n", "\n         ")  # several places, or a name with line ends
+        return f"{self.what}\n  where: {where}\n  fix:   {self.fix}"
 
 
 class UsageError(MergeError):

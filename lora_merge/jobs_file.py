@@ -250,7 +250,7 @@ class _Loader:
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
         many = f"{len(lines)} mistakes" if len(lines) > 1 else "a mistake"
-        return UsageError(f"{many} in the jobs file", "\n         ".join(lines[:SHOWN] + more),
+        return UsageError(f"{many} in the jobs file", "\n".join(lines[:SHOWN] + more),
                           "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
 
 

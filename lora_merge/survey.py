@@ -231,4 +231,4 @@ def _size(path: Path) -> int:
 
 def _listed(lines: Sequence[str], shown: int = 20) -> str:
     more = [f"and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n         ".join([*lines[:shown], *more])
+    return "\n".join([*lines[:shown], *more])

@@ -567,7 +567,7 @@ ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
 
 def test_names_command_no_terminal(tmp_path: Path) -> None:
     """Names of tensors come from strangers; what a terminal would obey is told as JSON escapes it."""
-    evil = "\x1b[2J\x07\x9b0m\x85"
+    evil = "\nerror: forged\x1b[2J\x07\x9b0m\x85"
     save({"a.weight": torch.zeros(8, 8), f"{evil}.weight": torch.zeros(8, 8)}, tmp_path / "b.safetensors")
     shapes = {"up": (8, 1), "down": (1, 8)}
     factors = {f"{m}.lora_{s}.weight": torch.zeros(shapes[s]) for m in ("a", f"q{evil}") for s in shapes}
@@ -580,6 +580,7 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
         assert done.returncode == code, said
         assert "\\u009b0m\\u0085" in said
         assert not {*said} & {"\x1b", "\x07", "\x9b", "\x85"}, said
+        assert "\nerror: forged" not in done.stderr
     assert f"q{evil}" in json.loads(said)["coverage"]["a.safetensors"]["skipped"]
 
 
