@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,12 +36,12 @@ from .header import (
     read_header,
 )
 from .kinds import quoted
-from .quantised import quantised
+from .quantised import Quantised, quantised
 from .reader import Reader, read_bytes
 
 __all__ = [
     "ITEM_BITS", "ITEM_BYTES", "FileState", "Header", "Index", "Reader", "TensorInfo", "bytes_of",
-    "open_checkpoint", "quantised", "read_bytes", "read_header",
+    "open_checkpoint", "read_bytes", "read_header",
 ]  # fmt: skip
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -71,6 +72,11 @@ class Index:
     """Sub-folder → its own checkpoint, for a pipeline; `tensors` then says `<component>.<stored name>`."""
     notes: tuple[str, ...] = ()
     """What the user should know: a variant that was passed over, entries that are no tensors …"""
+
+    @cached_property
+    def quantised(self) -> Quantised:
+        """What of it is quantised."""
+        return quantised(self)
 
     def metadata_of(self, file: Path) -> Mapping[str, str]:
         """The `__metadata__` of one of the files."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, FileValues, group, looks_like_adapter
-from .checkpoint import Index, open_checkpoint, quantised
+from .checkpoint import Index, open_checkpoint
 from .conventions import part
 from .errors import FitError
 from .guess import weight_shape
@@ -82,7 +82,7 @@ def _base(index: Index) -> dict[str, Any]:
     return {
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
-        **({"quantised": why} if (why := quantised(index)) else {}), **({"recipe": recipe} if recipe else {}),
+        **({"quantised": why} if (why := index.quantised.how) else {}), **({"recipe": recipe} if recipe else {}),
     }  # fmt: skip
 
 

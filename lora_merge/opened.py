@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, group, looks_like_adapter
-from .checkpoint import Index, open_checkpoint, quantised
+from .checkpoint import Index, open_checkpoint
 from .errors import InputError
 from .header import FileState
 from .names import Names, names
@@ -30,7 +30,8 @@ class Opened:
             index = open_checkpoint(path)
             _check_base(index)
             lookup = names(index, table)
-            found = self._keep(("base", path, table), replace(index, notes=(*index.notes, *lookup.notes)), lookup)
+            notes = (*index.notes, *lookup.notes, *index.quantised.notes)
+            found = self._keep(("base", path, table), replace(index, notes=notes), lookup)
         return found
 
     def adapter(self, path: Path) -> AdapterFile:
@@ -70,6 +71,5 @@ def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
         raise InputError("the base is itself an adapter", str(base.path),
                          "name the base model first and the adapter after it")  # fmt: skip
-    reason = quantised(base)
-    if reason is not None:
-        raise InputError(f"the base is quantised: {reason}", str(base.path), "merge into the unquantised model")
+    if base.quantised.holds(""):
+        base.quantised.check(base.path, "keep", [""])

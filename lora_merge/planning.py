@@ -159,8 +159,10 @@ def draw(job: Job, opened: Opened) -> Plan:
     """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
     base, lookup = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path) for ref in job.adapters]
-    with Reader(a.index for a in adapters) as reader:
+    with Reader(a.index for a in adapters) as reader, base.quantised.blamed(base.path):
         matched = match(job, base, lookup, adapters, FileValues(reader))
+    changed = (key for m in matched for key in (*m.uses, *m.replaced, *m.bases, *m.grown, *m.created))
+    base.quantised.check(base.path, job.dtype, changed)
     files, indexes = _files(job, base, matched)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if left:

@@ -1,10 +1,18 @@
-"""Recognises quantised checkpoints, whose stored numbers are not the weights; plain fp8 is not one of them."""
+"""Recognises quantised checkpoints, whose stored numbers are not the weights; plain fp8 is not one of them.
+
+Often that is a part of the model only: the experts of gpt-oss, a text encoder. Such a part stays as it is, and an
+adapter of the others can be merged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
+from .errors import FitError, InputError
 from .header import ITEM_BYTES, TensorInfo
 
 SIGNS: Final = (
@@ -47,19 +55,66 @@ class _Index(Protocol):
     def config(self) -> Mapping[str, Any]: ...
 
 
-def quantised(index: _Index) -> str | None:
-    """How the checkpoint is quantised, in words, with the tensor that shows it; None if it is not."""
+@dataclass(frozen=True)
+class Quantised:
+    """What is quantised in a checkpoint, if anything is."""
+
+    how: str = ""  # in words, with what shows it
+    parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know where it is a part."""
+        return (f"a part of the base is quantised and stays as it is: {self.how}",) if self.parts else ()
+
+    def holds(self, key: str) -> bool:
+        """Whether a tensor is in one of the parts."""
+        while key and key not in self.parts:
+            key = key.rpartition(".")[0]
+        return key in self.parts
+
+    def check(self, path: Path, dtype: str, changed: Iterable[str]) -> None:
+        """InputError for a merge that changes quantised tensors: by an adapter, or by their conversion to a dtype."""
+        if not self.parts:
+            return
+        if any(map(self.holds, changed)):
+            raise self._refusal(path, "")
+        if dtype != "keep":
+            raise self._refusal(path, ", or with --dtype keep: what the adapter changes is not quantised")
+
+    @contextmanager
+    def blamed(self, path: Path) -> Iterator[None]:
+        """An adapter that does not fit meant what is quantised, for all we know."""
+        try:
+            yield
+        except FitError as e:
+            if not self.parts:
+                raise
+            raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
+
+    def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
+        return InputError(
+            f"the base is quantised: {self.how}", f"{path}{beside}", f"merge into the unquantised model{other}"
+        )
+
+
+def quantised(index: _Index) -> Quantised:
+    """What of the checkpoint is quantised."""
     signs = dict(SIGNS)
+    found: dict[str, str] = {}
     for name, info in index.tensors.items():
-        last = name.rpartition(".")[2]
+        path, _, last = name.rpartition(".")
         if last in signs:
-            return f"{signs[last]}, it has {name}"
-        if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
-            return f"{info.dtype} numbers, as in {name}"
+            module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
+            found.setdefault(module, f"{signs[last]}, it has {name}")
+        elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
+            found.setdefault("", f"{info.dtype} numbers, as in {name}")
+    if found:
+        return Quantised(next(iter(found.values())), frozenset(found))
     for key, what in METADATA.items():
         if key in index.metadata:
-            return f"{what}, its metadata has {key}"
+            return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
     config = index.config.get("quantization_config") or index.config.get("quantization")  # of transformers, of mlx
     if isinstance(config, Mapping):
-        return f"{config.get('quant_method', 'unknown')}, says its config.json"
-    return None
+        return Quantised(f"{config.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+    return Quantised()

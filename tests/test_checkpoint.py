@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from lora_merge import page_cache, volumes
 from lora_merge import reader as reader_module
-from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, quantised, read_bytes
+from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, read_bytes
 from lora_merge.errors import InputError
 from lora_merge.header import FileState, Header, parse
 from lora_merge.pages import PAGE, aligned_buffer
@@ -468,8 +468,9 @@ def test_quantised_checkpoints_are_named(
 ) -> None:
     save_file({n: torch.zeros(4).to(dtype) for n in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = quantised(open_checkpoint(tmp_path))
-    assert found is None if expected is None else found is not None and expected in found
+    found = open_checkpoint(tmp_path).quantised
+    assert (found.how, found.holds(names[0])) == ("", False) if expected is None else expected in found.how
+    assert expected is None or found.holds(names[0])
 
 
 # ---------------------------------------------------------------- reader
