@@ -41,6 +41,12 @@ SEEING: Final = frozenset(
 )
 """Types of models whose head is that, and which load it apart: all were tried."""
 
+COUPLE: Final = "EncoderDecoderModel"
+BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
+HEADS_BEHIND: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
+"""Of a model made of an encoder and a decoder (TrOCR, Donut): the decoder's embeddings, and what its head is called.
+The decoder's own configuration ties them, whatever that of the whole says; they cannot be stored apart."""
+
 _WORDS: Final = re.compile(r"\w+\.embeddings\.word_embeddings\.weight")
 ENCODERS: Final = (
     # what shows the head      embeddings                                          head                       shares it
@@ -80,6 +86,8 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
     """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
+    if any(c.endswith(COUPLE) for c in named):
+        return _behind(base, config.get("decoder"))
     stated = config.get("tie_word_embeddings")
     if stated is False or not any(c.endswith(HEADED) for c in named):
         return None
@@ -91,6 +99,15 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
         return found
     fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.pieces) == 1
     return replace(found, separable=False, stored=own.pieces[0].key) if fits else None
+
+
+def _behind(base: Mapping[str, TensorInfo], decoder: object) -> Tied | None:
+    """Of the decoder of a couple, which has this configuration."""
+    stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
+    table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
+    if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in HEADS_BEHIND):
+        return None
+    return Tied(table, LM_HEAD, None, separable=False)
 
 
 def _of_encoder(base: Mapping[str, TensorInfo]) -> Tied | None:

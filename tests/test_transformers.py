@@ -336,6 +336,26 @@ def _captioner(encoder: str, decoder: str) -> Any:
     return transformers.VisionEncoderDecoderModel(made)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [dict(target_modules=["EMB"]), dict(target_modules=["q_proj"], modules_to_save=["EMB"])],
+    ids=["lora", "whole"],
+)
+@pytest.mark.parametrize("decoder", ["GPT2", "TrOCR"])
+def test_one_end_of_a_decoder_behind_an_encoder_is_refused(
+    decoder: str, case: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """Its embeddings and head are one by its own configuration, and were trained apart."""
+    table = {"GPT2": "wte", "TrOCR": "embed_tokens"}[decoder]
+    model = _captioner("ViT", decoder)
+    model.save_pretrained(tmp_path / "base")
+    named = {k: [table if name == "EMB" else name for name in v] for k, v in case.items()}
+    peft.get_peft_model(model, peft.LoraConfig(r=2, **named)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(lora_merge.MergeError, match="one end of embeddings that the base ties"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", unmatched="skip")
+
+
 MIXED: dict[str, tuple[Any, Any]] = {
     # a configuration tells the way round of its last layer alone, and that of a square one no shape tells
     "vit, then gpt2": (lambda: _captioner("ViT", "GPT2"), "all-linear"),
