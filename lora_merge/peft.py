@@ -167,7 +167,7 @@ class Rules:
                 continue
             module, leaf = match["module"], match["leaf"] or "weight"
             module = module.replace(".base_layer", "")
-            if kind == "copy" and leaf == "bias" and self.fields.text("bias", "none") != "none":
+            if why == BASE_LAYER and leaf == "bias" and self.fields.text("bias", "none") != "none":
                 return Plain("value", f"{module}.{leaf}")
             rows = self._tokens(bare(module)) if why == TOKENS else None
             return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)

@@ -188,6 +188,15 @@ def test_saved_twice_is_set_once(tmp_path: Path) -> None:
         torch.testing.assert_close(done, base + strength * (value - base))
 
 
+def test_the_bias_of_the_module_beside_the_trained_one_never_counts(tmp_path: Path) -> None:
+    """With bias="all" PEFT saves it too, here before the trained one."""
+    value = torch.randn(6)
+    tensors = {"base_model.model.a.original_module.proj.bias": torch.randn(6), "base_model.model.a.proj.bias": value}
+    told = folder(tmp_path, {**LORA, "bias": "all", "modules_to_save": ["a"]}, tensors)
+    done = lora_merge.merge_state_dict({"a.proj.weight": torch.randn(6, 5), "a.proj.bias": torch.randn(6)}, told)
+    assert torch.equal(done["a.proj.bias"], value)
+
+
 @pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
 def test_a_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, tmp_path: Path) -> None:
     tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
