@@ -189,12 +189,12 @@ def test_saved_twice_is_set_once(tmp_path: Path) -> None:
 
 
 def test_the_bias_of_the_module_beside_the_trained_one_never_counts(tmp_path: Path) -> None:
-    """With bias="all" PEFT saves it too, here before the trained one."""
-    value = torch.randn(6)
-    tensors = {"base_model.model.a.original_module.proj.bias": torch.randn(6), "base_model.model.a.proj.bias": value}
+    """With bias="all" PEFT saves it too; files have the wider dtype first, here that of the untrained one."""
+    value = torch.randn(6).half()
+    tensors = {"base_model.model.a.original_module.bias": torch.randn(6), "base_model.model.a.bias": value}
     told = folder(tmp_path, {**LORA, "bias": "all", "modules_to_save": ["a"]}, tensors)
-    done = lora_merge.merge_state_dict({"a.proj.weight": torch.randn(6, 5), "a.proj.bias": torch.randn(6)}, told)
-    assert torch.equal(done["a.proj.bias"], value)
+    done = lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5), "a.bias": torch.randn(6)}, told)
+    assert torch.equal(done["a.bias"], value.float())
 
 
 @pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
