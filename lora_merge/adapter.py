@@ -202,7 +202,7 @@ def group(index: Index) -> AdapterFile:
             one.shared[row.slot] = info
             continue
         if row.slot in one.slots:
-            raise _twice(index.path, one.slots[row.slot], info)
+            raise twice(index.path, one.slots[row.slot], info)
         one.slots[row.slot] = info
         one.narrow(row.algorithms)
     strange += _scalings(groups, bare)
@@ -267,7 +267,8 @@ def looks_like_adapter(index: Index) -> bool:
     return marked * 2 > len(index.tensors)
 
 
-def _twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
+def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
+    """The error for two tensors of one meaning."""
     return InputError(
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Final
 
-from .adapter import WRAPPED, Module
+from .adapter import WRAPPED, Module, twice
 from .algorithms import ALGORITHMS, Shape, flat
 from .conventions import apart, part
 from .copies import Seen
@@ -46,7 +46,7 @@ class Matcher:
         self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
         self.base = {**seen.base, **self.heads.own}
         self.odd: dict[tuple[Piece, ...], MergeError] = {}  # copies of another shape, by what they are of
-        self.set: set[tuple[Piece, ...]] = set()  # what has a new value already
+        self.set: dict[tuple[Piece, ...], TensorInfo] = {}  # what has a new value already, and which
         self.doubles = Doubles(self.adapter.path, patcher.values)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
@@ -209,11 +209,12 @@ class Matcher:
             self.result.unmatched[info.name] = UNKNOWN
         elif meant is not None and meant.rows is not None:
             self._replace_rows(info, view, meant.rows)
-        elif view.pieces not in self.set:  # PEFT writes some parameters twice
-            self.set.add(view.pieces)
+        elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
                 self.heads.untie(name, view)
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
+        elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice
+            self.failures.append(twice(self.adapter.path, first, info))
 
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]

@@ -197,6 +197,22 @@ def test_the_bias_of_the_module_beside_the_trained_one_never_counts(tmp_path: Pa
     assert torch.equal(done["a.bias"], value.float())
 
 
+def test_two_values_for_one_parameter_are_refused_unless_they_are_equal(tmp_path: Path) -> None:
+    """PEFT saves the bias of a module inside a trained one twice: as it was trained, and under `bias="all"`."""
+    value = torch.randn(6)
+    for number, other in enumerate((value.clone(), value + 1)):
+        tensors = {"base_model.model.a.b.bias": value, "base_model.model.a.modules_to_save.default.b.bias": other}
+        place = tmp_path / str(number)
+        place.mkdir()
+        told = folder(place, {**LORA, "bias": "all", "modules_to_save": ["a"]}, tensors)
+        base = {"a.b.weight": torch.randn(6, 5), "a.b.bias": torch.randn(6)}
+        if number:
+            with pytest.raises(InputError, match="claim the same place"):
+                lora_merge.merge_state_dict(base, told)
+        else:
+            assert torch.equal(lora_merge.merge_state_dict(base, told)["a.b.bias"], value)
+
+
 @pytest.mark.parametrize("name", ["base_layer.weight", "original_module.weight"])
 def test_a_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, tmp_path: Path) -> None:
     tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
