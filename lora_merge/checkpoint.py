@@ -207,7 +207,7 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
             "download the folder again, with its sub-folders",
         )
     tensors = {
-        f"{part}.{name}": info._replace(name=f"{part}.{name}", stored=info.stored or name)
+        f"{part}.{name}": replace(info, name=f"{part}.{name}", stored=info.stored or name)
         for part, index in parts.items()
         for name, info in index.tensors.items()
     }

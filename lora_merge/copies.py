@@ -51,7 +51,7 @@ class Seen:
 
     def put(self, key: str, info: TensorInfo) -> None:
         """This tensor of the adapter in the place of the base's."""
-        self.other[key], self.base[key] = info, self.base[key]._replace(shape=info.shape)
+        self.other[key], self.base[key] = info, replace(self.base[key], shape=info.shape)
         if self.tied is not None and self.tied.info.name == key:
             self.tied = replace(self.tied, info=self.base[key])
 

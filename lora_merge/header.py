@@ -16,11 +16,11 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 from .algorithms import Shape
 from .errors import InputError
@@ -40,7 +40,8 @@ HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
 U64: Final = 1 << 64
 
 
-class TensorInfo(NamedTuple):
+@dataclass(frozen=True)
+class TensorInfo:
     """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
 
     `stored` is its name inside `file`, where that differs from `name` (parts of a pipeline, unwrapped
@@ -54,7 +55,7 @@ class TensorInfo(NamedTuple):
     offset: int
     nbytes: int
     stored: str = ""
-    data: memoryview | None = None
+    data: memoryview | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

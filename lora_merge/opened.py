@@ -71,5 +71,4 @@ def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
         raise InputError("the base is itself an adapter", str(base.path),
                          "name the base model first and the adapter after it")  # fmt: skip
-    if base.quantised.holds(""):
-        base.quantised.check(base.path, "keep", [""])
+    base.quantised.check(base.path, "keep", [""])  # all of it

@@ -24,7 +24,7 @@ def by_rows(module: Module, view: View) -> tuple[Module, View]:
     info = module.slots.get("diff")
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
         return module, view
-    slots = {**module.slots, "diff": info._replace(shape=view.matrix)}
+    slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
     return replace(module, slots=slots), View(view.pieces, view.matrix)
 
 

@@ -45,7 +45,7 @@ class Heads:
         self._head, self._shared = (base.head, base.info.name) if base else (LM_HEAD, "")
         self._sources = base.sources if base else {}
         self._weight = next(iter(self._sources), "")  # of a head of its own
-        self.own = {key: info._replace(name=key) for key, info in self._sources.items()}
+        self.own = {key: replace(info, name=key) for key, info in self._sources.items()}
         named = {part for key in patcher.adapter.index.tensors for part in key.split(".")}
         self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
         self._both: dict[str, str] = {}  # what changes both ends, though the adapter may mean one → their tensor

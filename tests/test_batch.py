@@ -89,6 +89,24 @@ def strays(folder: Path) -> list[str]:
     return [p.name for p in folder.rglob("*") if p.name.startswith(".")]
 
 
+def test_jobs_made_together_on_a_pickle_whose_tensors_are_put_in_order_in_memory(models: Path) -> None:
+    """Of such tensors the bytes are at hand, and no part of what tells layouts apart."""
+    base = load(models / "base.safetensors")
+    turned = next(name for name, value in base.items() if value.ndim == 2)
+    base[turned] = base[turned].t().contiguous().t()
+    torch.save(base, models / "base.ckpt")
+    jobs = [
+        {**job(models, f"{n}.safetensors", f"ink.safetensors:{n / 8}"), "base": str(models / "base.ckpt")}
+        for n in (1, 2)
+    ]
+    assert fates(run(jobs)) == ["merged"] * 2
+    for n in (1, 2):
+        exact = expected(base, [(load(models / "ink.safetensors"), n / 8)])
+        got = load(models / "out" / f"{n}.safetensors")
+        for key in got:
+            assert_rounded(got[key], exact[key])
+
+
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, dtype: str) -> None:
     jobs = [
