@@ -9,6 +9,7 @@ from typing import Final
 from .adapter import Values
 from .errors import InputError
 from .patching import Patch
+from .prefixes import prefixed
 
 EMBEDDINGS: Final = (
     *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
@@ -18,15 +19,26 @@ EMBEDDINGS: Final = (
 """Where transformers' models keep the input embeddings that a tied head uses."""
 
 TIED: Final = re.compile(
-    r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared|wte|decoder$)(?:[._]|$)"
+    r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared$|wte|decoder$)(?:[._]|$)"
     r"|(?:^|\.)embeddings?$"
 )
 """Names of tables of tokens and of heads that may share their weight: two of them are two modules, both meant.
 
-No other embeddings: `x_embedder` and `pos_embed.proj` are layers of which a second name means the same one.
+No other embeddings: `x_embedder` and `pos_embed.proj` are layers of which a second name means the same one, and so
+is `shared_experts`.
 """
 
 TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
+
+
+def _tied(one: str, two: str) -> bool:
+    """Whether two names are those of two modules, both meant, that share a table; not of one behind two prefixes."""
+    found = TIED.search(one) or TIED.search(two)
+    return found is not None and _innermost(one) != _innermost(two)
+
+
+def _innermost(name: str) -> str:
+    return list(prefixed(name))[-1][1].replace(".", "_")
 
 
 class Doubles:
@@ -46,7 +58,7 @@ class Doubles:
             others = self._taken.setdefault(piece.key, [])
             for start, stop, other in others:
                 by = other.module.name
-                if by == name or piece.stop <= start or stop <= piece.start or TIED.search(by) or TIED.search(name):
+                if by == name or piece.stop <= start or stop <= piece.start or _tied(by, name):
                     continue
                 if self._equal(patch, other):
                     return True

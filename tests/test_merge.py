@@ -500,6 +500,7 @@ def test_an_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_
 @pytest.mark.parametrize("name", [
     "x_embedder", "context_embedder", "pos_embed.proj", "time_text_embed.timestep_embedder.linear_1", "patch_embedding",
     "time_embedding.linear_1", "condition_embedder.time_proj", "distilled_embed.0", "adaln_single.emb.linear",
+    "blocks.0.ff_i.shared_experts.w1", "shared", "embed_tokens", "lm_head",  # behind two prefixes
 ])  # fmt: skip
 def test_layers_called_after_embeddings_are_no_tied_tables(tmp_path: Path, name: str) -> None:
     base, adapter = twice(tmp_path, name)
