@@ -40,6 +40,10 @@ SIGNS: Final = (
 """Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
+CODES: Final = frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))
+SCALE: Final = "scale"
+"""What SDNQ calls the scales beside a `weight` of such numbers; https://github.com/Disty0/sdnq. Norms have one too."""
+
 METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
     "quantization_config": "SVDQuant (nunchaku)",
@@ -53,6 +57,8 @@ class _Index(Protocol):
     def metadata(self) -> Mapping[str, str]: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
+    @property
+    def components(self) -> Mapping[str, _Index]: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,12 @@ class Quantised:
 
 
 def quantised(index: _Index) -> Quantised:
-    """What of the checkpoint is quantised."""
+    """What of the checkpoint is quantised; of a pipeline, in any of its components."""
+    if index.components:
+        made = {name: quantised(component) for name, component in index.components.items()}
+        parts = {f"{name}.{part}".removesuffix(".") for name, one in made.items() for part in one.parts}
+        how = (f"{one.how}, in {name}" for name, one in made.items() if one.parts)
+        return Quantised(next(how, ""), frozenset(parts))
     signs = dict(SIGNS)
     found: dict[str, str] = {}
     for name, info in index.tensors.items():
@@ -109,6 +120,8 @@ def quantised(index: _Index) -> Quantised:
             found.setdefault(module, f"{signs[last]}, it has {name}")
         elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
             found.setdefault("", f"{info.dtype} numbers, as in {name}")
+        elif last == SCALE and (weight := index.tensors.get(f"{path}.weight")) and weight.dtype in CODES:
+            found.setdefault(path, f"SDNQ, it has {name}")
     if found:
         return Quantised(next(iter(found.values())), frozenset(found))
     for key, what in METADATA.items():

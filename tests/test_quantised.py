@@ -96,3 +96,53 @@ def test_a_quantised_text_encoder_beside_a_plain_unet(tmp_path: Path) -> None:
         assert_rounded(out[key], exact[key])
     for key, stored in codes.items():
         assert torch.equal(out[key].view(torch.uint8), stored.view(torch.uint8))
+
+
+LAYER = "layers.0.attention.to_q"
+
+
+def sdnq(path: Path, config: dict[str, object]) -> Tensors:
+    """A transformer as SDNQ stores it: codes and their scales, but for the last layer; and its folder's config.json."""
+    path.parent.mkdir(parents=True)
+    stored = {
+        f"{LAYER}.weight": rand(16, 8).to(torch.float8_e4m3fn),
+        f"{LAYER}.scale": torch.full((16, 1), 0.01),
+        "final.weight": rand(16, 8),
+        "norm.weight": rand(8),
+        "norm.scale": rand(8),
+    }
+    save(stored, path)
+    (path.parent / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "sdnq"}}], ids=["scales", "config"])
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_codes_beside_scales_are_quantised(tmp_path: Path, config: dict[str, object], *, pipeline: bool) -> None:
+    """In a file by itself, and in a component of a pipeline; what else is there can be merged into."""
+    folder = tmp_path / "base" / "transformer"
+    sdnq(folder / "model.safetensors", config)
+    (tmp_path / "base" / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "Model"]}))
+    base, out = (tmp_path / "base", "out") if pipeline else (folder / "model.safetensors", "out.safetensors")
+    with pytest.raises(InputError, match="quantised: SDNQ"):
+        lora_merge.plan(base, [peft(tmp_path / "lora.safetensors", LAYER)], tmp_path / out)
+    lora_merge.plan(base, [peft(tmp_path / "other.safetensors", "final")], tmp_path / out)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp16"])
+def test_a_component_whose_configuration_says_so_is_quantised(tmp_path: Path, dtype: str) -> None:
+    """Its tensors may look like any others."""
+    for part, config in {"transformer": {"quantization_config": {"quant_method": "x"}}, "vae": {}}.items():
+        (tmp_path / "base" / part).mkdir(parents=True)
+        save({f"{part}_in.weight": rand(16, 8)}, tmp_path / "base" / part / "model.safetensors")
+        (tmp_path / "base" / part / "config.json").write_text(json.dumps(config))
+    index = {part: ["diffusers", "Model"] for part in ("transformer", "vae")}
+    (tmp_path / "base" / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"quantised: x, says its .*, in transformer"):
+        lora_merge.plan(tmp_path / "base", [peft(tmp_path / "a.safetensors", "transformer_in")], tmp_path / "out")
+    adapter = peft(tmp_path / "b.safetensors", "vae_in")
+    if dtype == "keep":
+        lora_merge.plan(tmp_path / "base", [adapter], tmp_path / "out")
+        return
+    with pytest.raises(InputError, match="quantised: x"):
+        lora_merge.plan(tmp_path / "base", [adapter], tmp_path / "out", dtype=dtype)
