@@ -100,7 +100,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
             ranks[shape[-1 if "lora_transposed" in complete else 0]] += 1
         if "alpha" in module.shared:
             alphas[FileValues().numbers(module.shared["alpha"])[0]] += 1
-    for table in (file.index.config, _json(file.index, "lora_adapter_metadata")):
+    for table in (file.index.config, *(_json(file.index, entry) for entry in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     dora = sum("magnitude" in m.shared for m in file.modules)
     return {

@@ -1,8 +1,8 @@
 """What a PEFT configuration means for a merge: `rules(config, where, metadata)`. No torch.
 
-A configuration is `adapter_config.json`, or the `lora_adapter_metadata` that diffusers writes into a file's header.
-It decides what no tensor tells. Without one the rules say nothing, and the file's own numbers hold. How a plan uses
-them:
+A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers or `lora_config` of
+finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what no tensor tells. Without one the rules say
+nothing, and the file's own numbers hold. How a plan uses them:
 
 1. `plain(key)`, for every key of the file: what a tensor is that belongs to no algorithm: the new value of a
    parameter or of some of its rows, or a copy that is not needed. None: not one of these; `conventions.split` has its
@@ -41,6 +41,7 @@ from .prefixes import COMPONENTS, prefixed
 from .views import View
 
 METADATA: Final = "lora_adapter_metadata"
+FINETRAINERS: Final = "lora_config"
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
@@ -215,6 +216,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
         raise InputError("a PEFT configuration must be a JSON object", where, RETAKE)
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
+    if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
+        return _by_component(told, f"{where}: {FINETRAINERS}")
     fields = Fields(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return Rules(fields)
@@ -234,14 +237,30 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     return Rules(fields, kind)
 
 
+def _finetrainers(text: str) -> dict[str, Any]:
+    """The configuration as diffusers would write it, which is the transformer's; other tools mean something else by
+    this entry, then {}."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(config, dict) and {"r", "lora_alpha"} <= config.keys()
+    return {f"transformer.{name}": value for name, value in config.items()} if whole else {}
+
+
 def _from_metadata(text: str, where: str) -> Rules:
-    """Rules per component; fields without one hold for the whole file."""
+    """Rules per component, of diffusers' text."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
     if not isinstance(config, dict):
         raise InputError("the configuration is no JSON object", where, "save the file again")
+    return _by_component(config, where)
+
+
+def _by_component(config: Mapping[str, Any], where: str) -> Rules:
+    """Rules per component; fields without one hold for the whole file."""
     parts: dict[str, dict[str, Any]] = {}
     for key, value in config.items():
         component, _, name = key.rpartition(".")

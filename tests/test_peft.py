@@ -433,6 +433,30 @@ def test_metadata_is_used_by_a_merge(tmp_path: Path) -> None:
     torch.testing.assert_close(done, base + 2 * up @ down)
 
 
+@pytest.mark.parametrize(
+    ("name", "alpha", "told", "scale"),
+    [
+        ("transformer.a", None, {"r": 4, "lora_alpha": 8}, 2.0),
+        ("transformer.a", None, {"r": 4, "lora_alpha": 8, "alpha_pattern": {"a": 12}, "target_modules": ["a"]}, 3.0),
+        ("diffusion_model.a", None, {"r": 4, "lora_alpha": 8}, 2.0),
+        ("diffusion_model.a", 4.0, {"r": 4, "lora_alpha": 8}, 1.0),  # converted, with an alpha of its own
+        ("transformer.a", None, {"rank": 4, "alpha": 8}, 1.0),  # another tool's
+        ("transformer.a", None, ["r", "lora_alpha"], 1.0),
+    ],
+)
+def test_finetrainers_header_tells_alpha(
+    tmp_path: Path, name: str, alpha: float | None, told: object, scale: float
+) -> None:
+    """What its trainers write, trainer/{sft,control}_trainer/trainer.py, and its loader reads back."""
+    up, down, base = torch.randn(6, 4), torch.randn(4, 5), torch.randn(6, 5)
+    tensors = {f"{name}.lora_B.weight": up, f"{name}.lora_A.weight": down}
+    tensors |= {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(tensors, path, {"format": "pt", "lora_config": json.dumps(told, indent=4)})
+    done = lora_merge.merge_state_dict({"a.weight": base}, path)["a.weight"]
+    torch.testing.assert_close(done, base + scale * up @ down)
+
+
 def test_configuration_beside_a_file_counts_when_the_file_is_named(tmp_path: Path) -> None:
     base = torch.zeros(6, 5)
     told = folder(tmp_path, LORA)
