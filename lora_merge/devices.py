@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from threading import Lock
 from typing import Final
 
@@ -33,13 +35,21 @@ def place(device: str, dtype: str) -> Placement:
     except RuntimeError as e:
         raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
-        names = ", ".join(k for k in KINDS if _count(k))
-        raise ResourceError(f"no device {found!r} here", "--device", f"use one of: auto, {names}")
+        names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
+        raise ResourceError(f"no device {found!r} here", f"--device: {why}" if why else "--device",
+                            f"use one of: auto, {names}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):
         raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):
         raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
-    return Placement(where, TORCH_DTYPES[dtype])
+    return Placement(_numbered(where), TORCH_DTYPES[dtype])
+
+
+def _numbered(where: torch.device) -> torch.device:
+    """The device with its number: without one torch takes the current device, and each thread has its own."""
+    if where.index is None and where.type in {"cuda", "xpu"}:
+        return torch.device(where.type, torch.get_device_module(where.type).current_device())
+    return where
 
 
 def passed_over(device: str, dtype: str) -> list[str]:
@@ -57,7 +67,21 @@ def _tried(dtype: str) -> list[tuple[str, str]]:
             tried.append((kind, why))
             if not why:
                 return tried
+        elif why := _refusal(kind):
+            tried.append((kind, why))
     return [*tried, ("cpu", "")]
+
+
+@cache
+def _refusal(kind: str) -> str:
+    """Why CUDA finds no device where it is not for want of one: its driver is too old, or broken. torch only warns of
+    that, once in a process."""
+    if kind != "cuda":
+        return ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.is_available()
+    return next((str(w.message).splitlines()[0].partition(" (Triggered")[0] for w in said), "")
 
 
 def unusable(where: torch.device) -> str:
@@ -67,13 +91,14 @@ def unusable(where: torch.device) -> str:
         return ""
     try:
         torch.ones(1, device=where).add_(1).item()
-    except RuntimeError as e:
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as e:  # the last two as CUDA is started
         return next(iter(str(e).splitlines()), type(e).__name__)
     return ""
 
 
 def _count(kind: str) -> int:
     """How many devices of a kind are here."""
+    _refusal(kind)  # before torch warns of it
     if kind in ("cuda", "xpu"):
         module = torch.cuda if kind == "cuda" else torch.xpu
         return module.device_count() if module.is_available() else 0
@@ -124,7 +149,8 @@ def present() -> list[str]:
 
 
 def nth_device(device: str, number: int) -> str:
-    """The device for the n-th of several workers: GPUs go round, whatever names one device stays."""
-    if device not in ("auto", "cuda") or torch.cuda.device_count() < 2:
-        return device
-    return f"cuda:{number % torch.cuda.device_count()}"
+    """The device for the n-th of several workers: GPUs go round, whatever names one device stays. `auto` takes its own
+    way where this one's GPU is of no use."""
+    count = _count("cuda") if device in {"auto", "cuda"} else 0
+    own = f"cuda:{number % count}" if count > 1 else device
+    return device if own != device and device == "auto" and unusable(torch.device(own)) else own

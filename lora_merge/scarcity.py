@@ -22,9 +22,13 @@ SCARCE: Final = (
 FULL: Final = "end what else uses the device, or use --device cpu"
 """What to do about a device without memory."""
 
-DEVICE_SIGNS: Final = ("out of memory", "_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-"""What errors of devices say of too little of their memory: torch's allocators, drivers, CUDA's libraries (cuBLAS
-says so where there is no memory for its workspace). Not all of them are torch's OutOfMemoryError."""
+DEVICE_SIGNS: Final = (
+    "out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "BLAS_STATUS_NOT_INITIALIZED", "cusolverDnCreate",
+    "OUT_OF_DEVICE_MEMORY", "OUT_OF_RESOURCES",
+)  # fmt: skip
+"""What errors of devices say of too little of their memory: torch's allocators, drivers, the libraries of CUDA and ROCm
+(BLAS and cuSOLVER say so where there is no memory for a handle or its workspace, cuFFT for a plan), Level Zero of XPUs.
+Not all of them are torch's OutOfMemoryError."""
 
 
 def device_full(e: Exception) -> str:
