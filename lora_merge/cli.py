@@ -19,7 +19,7 @@ from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, needs, remarks, silent
-from .stopping import on_stop
+from .stopping import heed, on_stop
 
 if TYPE_CHECKING:
     from .planning import Plan
@@ -266,7 +266,7 @@ def main() -> None:
     collect_rarely()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
-        app()
+        _run()
     except _Stopped as stop:
         _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
     except Exception as error:
@@ -277,6 +277,15 @@ def main() -> None:
             raise
         where = error.filename or "an input or output"
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
+
+
+def _run() -> None:
+    """The command. What a library made of a signal (pydantic: an error of its own) is the signal all the same."""
+    try:
+        app()
+    except Exception:
+        heed()
+        raise
 
 
 def _fail(text: str, code: int) -> None:

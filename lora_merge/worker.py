@@ -31,8 +31,17 @@ class Task:
 
 
 def main() -> None:
-    """Work until stdin ends. What anything prints goes to stderr, so that stdout carries reports alone."""
+    """Work until stdin ends, or a signal does it; see `cli._run`."""
     on_stop(_stop)
+    try:
+        _work()
+    except Exception:
+        heed()
+        raise
+
+
+def _work() -> None:
+    """What anything prints goes to stderr, so that stdout carries reports alone."""
     from .opened import Opened
     from .passes import carry_out
     from .preload import preload

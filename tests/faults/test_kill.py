@@ -183,8 +183,9 @@ def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Si
     assert scene.strays() == []
 
 
-def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene) -> None:
-    assert interrupted_at_import("lora_merge.worker", [], "yaml.", signal.SIGINT, scene) == (1, "")
+@pytest.mark.parametrize("module", ["yaml.", "pydantic_core."])
+def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
+    assert interrupted_at_import("lora_merge.worker", [], module, signal.SIGINT, scene) == (1, "")
 
 
 AT = """
@@ -277,4 +278,32 @@ def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: sig
     assert "Exception ignored in" in scene.log()
     assert code == 128 + number, scene.log()
     scene.check(finished=False, quiet=False)
+    assert scene.strays() == []
+
+
+TURNED = """
+    import os, time
+    from lora_merge import planning
+    from lora_merge.__main__ import start
+
+    def make_plan(job):
+        try:
+            os.kill(os.getpid(), NUMBER)
+            time.sleep(1)  # here the handler raises
+        except BaseException as e:
+            raise ValueError("in the words of a library") from e
+
+    planning.make_plan = make_plan
+    start()
+"""
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_interrupted_where_a_library_makes_an_error_of_its_own_of_it(scene: Scene, number: signal.Signals) -> None:
+    """As pydantic does while it builds its models, at the beginning of a batch."""
+    scene.reset()
+    code = scene.run(code=textwrap.dedent(TURNED).replace("NUMBER", str(int(number))))
+    assert code == 128 + number, scene.log()
+    assert "Traceback" not in scene.log()
+    scene.check(finished=False)
     assert scene.strays() == []
