@@ -137,9 +137,11 @@ _loaded: list[torch.device] = []
 
 
 def release(at: Sequence[Placement]) -> None:
-    """Give memory that nobody uses any more back to the devices."""
+    """Give memory that nobody uses any more back to the devices, and pinned memory to the system."""
     for kind in {p.device.type for p in at} & set(KINDS[1:]):
         torch.get_device_module(kind).empty_cache()
+        if kind == "cuda" and hasattr(torch._C, "_host_emptyCache"):  # newer ones have a public name for it
+            torch._C._host_emptyCache()
 
 
 def present() -> list[str]:

@@ -134,9 +134,14 @@ class Folder:
     def _lane(self) -> Lane:
         """The calling thread's lane; threads share the placements out among them."""
         if not hasattr(self._own, "lane"):
-            self._own.lane = Lane(self.at[next(self._lanes) % len(self.at)])
+            number, which = divmod(next(self._lanes), len(self.at))
+            self._own.lane = Lane(self.at[which], number)
         lane: Lane = self._own.lane
         return lane
+
+    def leave(self) -> None:
+        """Give up the calling thread's lane, with its memory."""
+        self._own.__dict__.clear()
 
     def _note(self, text: str) -> None:
         text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"

@@ -19,7 +19,7 @@ from .blocks import Slice, blocks
 from .checkpoint import Index, Reader, open_checkpoint
 from .devices import place, places, release
 from .errors import InputError, UsageError
-from .factors import Factors, check_finite
+from .factors import Factors, Kept, check_finite
 from .folding import Folder, Item
 from .header import TensorInfo
 from .job import COMPUTE_DTYPES, Adapter, expand, make_job
@@ -68,11 +68,14 @@ def merge_state_dict(
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
         factors = held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
-        folder = Folder(at, lambda info: held.fetch(info, factors), values(base, matched))
+        kept = Kept()
+        folder = Folder(at, lambda i: held.fetch(i, factors), values(base, matched), None, job.max_vram, kept)
         stack.callback(release, at)
+        stack.callback(folder.leave)
         for _, target in outputs(job, base, matched):
             merged[target.name] = _merged(target, held, folder, factors)
             factors.forget()
+            kept.clear()
     parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
     for one, other in parted + held.head * any(m.untied for m in matched):
         warnings.warn(f"{one} and {other} were tied and now differ: load them into a model that does not tie them, "

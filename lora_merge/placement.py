@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import prod
 from typing import Any, Final
 
@@ -45,6 +46,13 @@ def _queues(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
+@cache
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """The stream of a device's n-th lane, the same for all merges of a process: cuBLAS keeps a workspace for every
+    stream that it has seen, of 32 MiB on an H100, and torch has 32 to hand out in turn."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Lane:
     """One thread's way to a device: memory that is kept from block to block, and on CUDA a stream of its own.
 
@@ -52,9 +60,9 @@ class Lane:
     lane's bytes go up while another computes and a third's come down; transfers need pinned memory for that.
     """
 
-    def __init__(self, at: Placement) -> None:
+    def __init__(self, at: Placement, number: int = 0) -> None:
         self.at = at
-        self.stream = torch.cuda.Stream(at.device) if _queues(at.device) else None  # type: ignore[no-untyped-call]
+        self.stream = _stream(at.device, number) if _queues(at.device) else None
         self._memory: dict[str, Tensor] = {}
         self._held: list[Tensor] = []
 
@@ -65,7 +73,8 @@ class Lane:
             yield
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.at.device))  # it may be making the tensors given to us
-        with torch.cuda.stream(self.stream):
+        # Out of its turn, the stream alone would go back to the thread's device, and start that up: half a GB of GPU 0.
+        with torch.cuda.device(self.at.device), torch.cuda.stream(self.stream):
             try:
                 yield
             finally:
@@ -88,8 +97,16 @@ class Lane:
         """Uninitialised [shape] on the host; what an earlier call gave for this use is overwritten."""
         count, old = prod(shape), self._memory.get(use)
         if old is None or old.numel() < count or old.dtype != dtype:
-            old = self._memory[use] = torch.empty(count, dtype=dtype, pin_memory=self.stream is not None)
+            old = self._memory[use] = _pinned(count, dtype) if self.stream else torch.empty(count, dtype=dtype)
         return old[:count].view(*shape)
+
+
+def _pinned(count: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [count] in pinned memory; where the system gives none of it, in any, which copies wait for."""
+    try:
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(count, dtype=dtype)
 
 
 def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) -> Tensor:
@@ -100,9 +117,11 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
     shape = (len(tensors), *tensors[0].shape)
     if at.device.type == "cpu":
         out = lane.host("values", shape, at.dtype) if lane else torch.empty(shape, dtype=at.dtype)
-    elif lane is None or lane.stream is None:
+    elif lane is None or lane.stream is None or tensors[0].device == at.device:
         held = [t if _holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
-        return torch.stack([t.to(at.device).to(at.dtype) for t in held])
+        there = [t.to(at.device).to(at.dtype) for t in held]
+        one = there[0]
+        return torch.stack(there) if len(there) > 1 or one is tensors[0] else one.contiguous().unsqueeze(0)
     else:
         out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out.unbind(), tensors, strict=True):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge import factors
 from lora_merge.kernels import Stack, fold
-from lora_merge.placement import Lane, Placement, land, stage
+from lora_merge.placement import Lane, Placement, _pinned, _stream, land, stage
+from lora_merge.sharing import stack_size
 
 from .support import rand, save
 
@@ -129,7 +131,7 @@ class Watching(TorchDispatchMode):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A fake device under real lanes."""
     found = Device()
     caller = Stream(found)
@@ -142,9 +144,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.placement._queues", lambda device: device.type == "meta")
-    for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller}.items():
+    for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,
+                        "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    return found
+    _stream.cache_clear()
+    yield found
+    _stream.cache_clear()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("lora", 9), ("oft", 9), ("lora", 1)])
@@ -187,7 +192,7 @@ def test_lanes_share_factors_without_races(
 
 def test_the_watch_sees_what_it_is_for(device: Device) -> None:
     """Memory freed under another lane's work, read before it is made, overwritten on its way up, read on its way down."""
-    one, other = Lane(META), Lane(META)
+    one, other = Lane(META), Lane(META, 1)
     host = torch.zeros(1, 4)
 
     def made(lane: Lane) -> Tensor:
@@ -220,3 +225,87 @@ def test_the_watch_sees_what_it_is_for(device: Device) -> None:
         one.host("down", (1, 4), torch.float32).copy_(up, non_blocking=True)
         one.host("down", (1, 4), torch.float32).add_(1)
         assert len(device.races) == 1
+
+
+def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream's own way back, from another device's, starts that device up: half a gigabyte for nothing."""
+    order: list[str] = []
+
+    @contextmanager
+    def recorded(what: str, _at: object) -> Iterator[None]:
+        order.append(what)
+        yield
+        order.append(f"{what} left")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda at, name=name: recorded(name, at))
+    lane = Lane(Placement(torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    lane.stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)  # type: ignore[assignment]
+    with lane.turn():
+        order.append("work")
+    assert order == ["device", "stream", "work", "stream left", "device left"]
+
+
+def test_one_merge_after_the_other_uses_the_same_streams(device: Device) -> None:
+    """cuBLAS keeps a workspace for every stream that it has seen."""
+    for _ in range(3):
+        lanes = [Lane(META, n) for n in range(3)]
+    assert len({id(lane.stream) for lane in lanes}) == 3
+    assert len(device.streams) == 4, "the caller's, and three"
+
+
+class Logged(TorchDispatchMode):
+    """Where tensors are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [t.device.type for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+def test_what_is_on_the_device_never_comes_down_to_go_up_again(device: Device) -> None:
+    for kept, dtype in ((torch.float16, torch.float32), (torch.float32, torch.float32)):
+        given = [torch.empty(4, 6, dtype=kept, device="meta") for _ in range(2)]
+        with Logged() as log:
+            staged = stage(given, Placement(torch.device("meta"), dtype), Lane(META))
+            assert "cpu" not in log.made
+        assert (staged.shape, staged.dtype) == ((2, 4, 6), dtype)
+        one = stage(given[:1], Placement(torch.device("meta"), dtype))
+        assert one.untyped_storage()._cdata != given[0].untyped_storage()._cdata, "folds overwrite it"
+
+
+def test_without_pinned_memory_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.empty
+
+    def none(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return made(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", none)
+    assert _pinned(5, torch.float16).shape == (5,)
+
+
+def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[tuple[int, ...]] = []
+    bounds: list[object] = []
+
+    def counted(tensors: Sequence[Tensor], *more: Any) -> Tensor:
+        staged.extend(tuple(t.shape) for t in tensors)
+        return stage(tensors, *more)
+
+    def sized(at: Placement, max_vram: int | None, rows: int, cols: int) -> int:
+        bounds.append(max_vram)
+        return stack_size(at, max_vram, rows, cols)
+
+    monkeypatch.setattr("lora_merge.folding.stage", counted)
+    monkeypatch.setattr("lora_merge.folding.stack_size", sized)
+    factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
+    lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
+    assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]
+    assert set(bounds) == {2**26}
