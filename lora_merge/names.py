@@ -39,7 +39,12 @@ EXPERTS: Final = {
 kind, is taken for."""
 
 REWRITES: Final = (
-    (re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."), ""),
+    (
+        re.compile(
+            r"(?:^|(?<=\.))(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."
+        ),
+        "",
+    ),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),

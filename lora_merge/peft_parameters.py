@@ -16,6 +16,10 @@ from .algorithms import DoesNotFit
 from .peft_config import Fields
 
 PREFIX: Final = "base_model.model."
+TRAINING: Final = re.compile(
+    r"(?:^|(?<=\.))(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Levels that training puts around layers after PEFT wrapped them, and that stay in states gathered by hand."""
 WRAPPER: Final = ".base_layer"
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Expert parameters in the order in which transformers' modules register them."""
@@ -44,8 +48,9 @@ def in_out(modules: Iterable[str]) -> frozenset[str]:
 
 
 def bare(module: str) -> str:
-    """The module's path in the model that PEFT wrapped."""
-    return module.removeprefix(PREFIX)
+    """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
+    path = TRAINING.sub("", module) if "_mod" in module else module  # all of them have that
+    return path.removeprefix("module." if path.startswith(f"module.{PREFIX}") else "").removeprefix(PREFIX)
 
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:

@@ -116,6 +116,12 @@ def test_oft_without_its_switch_is_refused() -> None:
     ({"alpha_pattern": {"^b": 12}}, "x.b", 2.0),
     ({"alpha_pattern": {r"layers\.[01]\.(q|k)": 12, "q": 99}}, "layers.1.q", 3.0),
     ({"alpha_pattern": {r"layers\.[01]\.(q|k)": 12, "q": 100}}, "layers.2.q", 25.0),
+    # levels that training put around PEFT's model, and inside it
+    *(({"alpha_pattern": {"^x.b": 12}}, f"{wrapper}base_model.model.x.b", 3.0)
+      for wrapper in ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.module.")),
+    *(({"alpha_pattern": {"x.b": 12}}, f"base_model.model.x.{inside}.b", 3.0)
+      for inside in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module._orig_mod")),
+    ({"alpha_pattern": {"^module.b": 12}}, "base_model.model.module.b", 3.0),  # the model's own
     ({}, "base_model.model.attn.base_layer.out_proj", 4.0),  # MultiheadAttention, PEFT 0.21
 ])  # fmt: skip
 def test_scale_of_a_lora(more: dict[str, Any], module: str, scale: float) -> None:
