@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import InputError
-from .folders import (
-    Weights,
-    choose,
-    components,
-    entries,
-    listed,
-    require_all,
-    shard_of,
-    weights_in,
-)
+from .folders import Weights, choose, components, entries, listed, require_all, shard_of, weights_in
 from .header import (
     ITEM_BITS,
     ITEM_BYTES,
@@ -47,6 +38,7 @@ __all__ = [
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
+PEFT_NAMES: Final = "base_model.model."  # in those of PEFT's tensors, perhaps behind what training wrapped around it
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Where LLaVA's and LongLoRA's trainers put what else they trained, beside the adapter: whole parameters."""
 
@@ -113,16 +105,38 @@ def _opened(path: Path) -> Index:
     shard = shard_of(path)
     if shard and shard[1] > 1:
         notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
+    if path.name in PEFT_FILES and (whole := _trained_whole(path.parent)):
+        raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
+                         f"give the folder, {path.parent}, which is all of it")  # fmt: skip
     beside = configuration(path)
+    if beside and not _is_called_trained(path):
+        notes = (*notes, f"read with the {beside.name} beside it")
     return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes))
 
 
 def configuration(path: Path) -> Path | None:
-    """The configuration that is read with the folder or PEFT file at `path`; None where there is none."""
+    """The configuration that is read with the folder or PEFT file at `path`; None where there is none.
+
+    PEFT's tensors tell no alpha, whatever their file is called: DeepSpeed's zero_to_fp32 writes pytorch_model.bin.
+    """
     folder = path if path.is_dir() else path.parent
-    trained = path.name in PEFT_FILES or path.name.endswith(MLX_FILE)
-    names = CONFIGS if path.is_dir() else CONFIGS[:1] if trained else ()
-    return next((folder / name for name in names if (folder / name).exists()), None)
+    found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
+    if (
+        path.is_dir()
+        or not found
+        or _is_called_trained(path)
+        or any(PEFT_NAMES in key for key in _header(path).tensors)
+    ):
+        return next(iter(found), None)
+    return None
+
+
+def _is_called_trained(path: Path) -> bool:
+    return path.name in PEFT_FILES or path.name.endswith(MLX_FILE)
+
+
+def _trained_whole(folder: Path) -> list[Path]:
+    return [folder / name for name in TRAINED_WHOLE if (folder / name).exists()]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -188,24 +202,18 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
     """An adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
     for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
-            whole = [path / other for other in TRAINED_WHOLE if (path / other).exists()]
-            return _of_files(path, [path / name, *whole], config=config)
-    raise InputError(
-        f"adapter_config.json without {PEFT_FILES[0]}",
-        str(path),
-        "download the folder again",
-    )
+            return _of_files(path, [path / name, *_trained_whole(path)], config=config)
+    others = listed(weights.label for weights in weights_in(path))
+    fix = f"if {others} is the adapter, name that file; if it is a whole model, take adapter_config.json away"
+    fix = fix if others else "download the folder again"
+    raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
 
 
 def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
     """A diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
-        raise InputError(
-            "the pipeline holds no weights",
-            str(path),
-            "download the folder again, with its sub-folders",
-        )
+        raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
     tensors = {
         f"{part}.{name}": replace(info, name=f"{part}.{name}", stored=info.stored or name)
         for part, index in parts.items()
@@ -254,11 +262,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
 
 
 def _bad_index(path: Path, why: str) -> InputError:
-    return InputError(
-        "index and shards do not agree",
-        f"{path}: {why}",
-        "download the folder again, all files of it",
-    )
+    return InputError("index and shards do not agree", f"{path}: {why}", "download the folder again, all files of it")
 
 
 def _of_files(
@@ -276,11 +280,8 @@ def _of_files(
         for name, info in header.tensors.items():
             other = tensors.setdefault(name, info)
             if other is not info:
-                raise InputError(
-                    f"the tensor {quoted(name)} is in two files",
-                    f"{other.file} and {file.name}",
-                    "keep the right one of them in the folder",
-                )
+                raise InputError(f"the tensor {quoted(name)} is in two files", f"{other.file} and {file.name}",
+                                 "keep the right one of them in the folder")  # fmt: skip
         notes = (*notes, *header.notes)
     metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
     return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
+from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.peft import KINDS, SHARED, Plain, Rules, rules
 from lora_merge.peft_config import REFUSED, REFUSED_INIT, REFUSED_LORA
@@ -469,6 +470,39 @@ def test_configuration_beside_a_file_counts_when_the_file_is_named(tmp_path: Pat
     whole = lora_merge.merge_state_dict({"a.weight": base}, told)["a.weight"]
     named = lora_merge.merge_state_dict({"a.weight": base}, told / "adapter_model.safetensors")["a.weight"]
     assert torch.equal(whole, named) and whole.abs().max() > 0
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "epoch-3.safetensors"])
+def test_configuration_counts_for_files_of_peft_by_other_names(name: str, wrapper: str, tmp_path: Path) -> None:
+    base = {"a.weight": torch.zeros(6, 5)}
+    told = folder(tmp_path, LORA)
+    whole = lora_merge.merge_state_dict(base, told)["a.weight"]
+    tensors = {wrapper + key: value for key, value in load_file(told / "adapter_model.safetensors").items()}
+    (told / "adapter_model.safetensors").unlink()
+    (torch.save if name.endswith(".bin") else save_file)(tensors, told / name)
+    assert torch.equal(lora_merge.merge_state_dict(base, told / name)["a.weight"], whole)
+    assert "read with the adapter_config.json beside it" in open_checkpoint(told / name).notes
+    with pytest.raises(InputError, match=f"if {name} is the adapter, name that file"):
+        lora_merge.merge_state_dict(base, told)
+
+
+def test_configuration_beside_a_file_of_another_trainer_does_not_count(tmp_path: Path) -> None:
+    """An alpha of its own, which PEFT's files have not, and which those numbers would replace."""
+    pair = {"a.lora_up.weight": torch.randn(6, 4), "a.lora_down.weight": torch.randn(4, 5)}
+    path = folder(tmp_path, LORA) / "kohya.safetensors"
+    save_file(pair | {"a.alpha": torch.tensor(3.0)}, path)
+    done = lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, path)["a.weight"]
+    torch.testing.assert_close(done, 0.75 * pair["a.lora_up.weight"] @ pair["a.lora_down.weight"])
+
+
+@pytest.mark.parametrize("beside", ["non_lora_trainables.bin", "trainable_params.bin"])
+def test_the_file_alone_is_refused_where_more_was_trained(beside: str, tmp_path: Path) -> None:
+    told = folder(tmp_path, LORA)
+    torch.save({"base_model.model.norm.weight": torch.ones(5)}, told / beside)
+    with pytest.raises(InputError, match="more of what was trained lies beside") as e:
+        lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, told / "adapter_model.safetensors")
+    assert beside in e.value.where and str(told) in e.value.fix
 
 
 # Odd and hostile configurations
