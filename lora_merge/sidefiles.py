@@ -28,7 +28,10 @@ LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-
 MODULES: Final = "modules.json"
 """Where sentence-transformers lists the parts of a model: its transformer, a pooling, perhaps dense layers."""
 
-EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared)\.weight")
+EMBEDDING: Final = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
+    r"\.weight"
+)
 PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
 """Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""

@@ -198,3 +198,25 @@ def indexed(model: Path, inside: Any) -> Path:
 @pytest.mark.parametrize("content", [b"[1]", b"5", b"[" * 100_000, b"\xff"])
 def test_a_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None:
     assert configured(content, "F16", {NAME: (torch.Size([1]), torch.Size([2]))}) == content
+
+
+@pytest.mark.parametrize("name", [
+    "model.embed_tokens", "language_model.model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "shared",
+    "bert.embeddings.word_embeddings",
+    "model.embeddings.tok_embeddings",  # ModernBERT
+    "backbone.embeddings",  # Mamba, Nemotron-H
+    "rwkv.embeddings", "transformer.tokens_embed", "transformer.w",  # RWKV, GPT, CTRL
+])  # fmt: skip
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_configuration_tells_the_size_of_a_resized_vocabulary(name: str, inside: bool) -> None:  # noqa: FBT001
+    content = json.dumps({"text_config": {"vocab_size": 9}} if inside else {"vocab_size": 9}).encode()
+    made = json.loads(configured(content, None, {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}))
+    assert made == json.loads(content.replace(b"9", b"12"))
+
+
+@pytest.mark.parametrize(
+    "name", ["embeddings.position_embeddings", "transformer.wpe", "embeddings.token_type_embeddings"]
+)
+def test_a_table_of_places_is_no_vocabulary(name: str) -> None:
+    resized = {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}
+    assert json.loads(configured(b'{"vocab_size": 9}', None, resized)) == {"vocab_size": 9}
