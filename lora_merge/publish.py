@@ -62,13 +62,14 @@ def replacing(
             _sync(part)
             if overwrite:  # what others have put there meanwhile is not lost
                 check_output(target, overwrite=True, folder=folder, contents=contents)
+            sync_folder(target.parent)  # a disk that fails at this had better do so before
             too_late()
-            _publish(part, target, overwrite=overwrite)
-            sync_folder(target.parent)
+            _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
             done = True
     finally:
         if lock >= 0:
-            os.close(lock)
+            with suppress(OSError):
+                os.close(lock)
         if part != target:
             _remove(part)
         if not done:
@@ -107,6 +108,9 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             os.close(lock)  # another run took it for a stale one before it was locked, and removes it
         except FileNotFoundError:
             continue
+        except OSError:
+            _remove(part)
+            raise
 
 
 def try_lock(fd: int) -> bool | None:
@@ -149,10 +153,12 @@ def remove_stale(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Gone, or left to the next run: what has been done does not fail for it."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _sync(part: Path) -> None:
@@ -183,25 +189,48 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(part: Path, target: Path, *, overwrite: bool) -> None:
-    """Give `part` its name. Without `overwrite`, never over something that appeared meanwhile."""
+def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> None:
+    """Give `part` its name, on the disk. Without `overwrite`, never over something that appeared meanwhile.
+
+    If the disk fails at the last moment, that is undone, but for a file that was replaced.
+    """
+    if overwrite and target.exists():
+        _keep_modes(target, part)
     if part.is_dir():
         _publish_folder(part, target, overwrite=overwrite)
     elif overwrite:
-        if target.exists():
-            part.chmod(stat.S_IMODE(target.stat().st_mode))
         part.replace(target)
     else:
-        try:
-            os.link(part, target)  # unlike a rename, it fails where the name is taken
-        except FileExistsError as e:
+        _publish_new(part, target)
+    try:
+        sync_folder(target.parent)
+    except OSError:
+        if not replaces:
+            target.rename(part)
+        elif os.path.lexists(part):  # the folder that it was swapped with
+            _exchange(part, target)
+        raise
+
+
+def _publish_new(part: Path, target: Path) -> None:
+    try:
+        os.link(part, target)  # unlike a rename, it fails where the name is taken
+    except FileExistsError as e:
+        raise _appeared(target) from e
+    except OSError as e:  # no links on this file system (exFAT, some networks)
+        if os.path.lexists(target):
             raise _appeared(target) from e
-        except OSError as e:  # no links on this file system (exFAT, some networks)
-            if os.path.lexists(target):
-                raise _appeared(target) from e
-            part.rename(target)
-        else:
-            part.unlink()
+        part.rename(target)
+    else:
+        _remove(part)
+
+
+def _keep_modes(old: Path, new: Path) -> None:
+    """The permissions of what is replaced: a private file, or folder, stays private."""
+    for path in (new, *new.rglob("*")):
+        there = old / path.relative_to(new)
+        if there.exists() and (mode := stat.S_IMODE(there.stat().st_mode)) != stat.S_IMODE(path.stat().st_mode):
+            path.chmod(mode)
 
 
 def _appeared(target: Path) -> MergeError:

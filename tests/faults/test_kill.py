@@ -112,7 +112,7 @@ def test_an_interrupted_merge_leaves_nothing(scene: Scene, stage: str) -> None:
         assert number.name in scene.log()
 
 
-@pytest.mark.parametrize(("call", "at", "path"), [("name", 0, PART), ("fsync", 2, "work")])
+@pytest.mark.parametrize(("call", "at", "path"), [("name", 0, PART), ("fsync", 2, "work"), ("fsync", 3, "work")])
 @pytest.mark.parametrize("number", STOPS)
 def test_interrupted_while_it_gets_its_name(
     scene: Scene, number: signal.Signals, call: str, at: int, path: str
