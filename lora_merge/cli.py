@@ -18,7 +18,7 @@ from .cli_proof import add_to
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
-from .showing import carry_out, conclude, describe, dry, needs, remarks, silent
+from .showing import carry_out, conclude, describe, dry, echo, needs, remarks, silent
 from .stopping import heed, on_stop
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         from . import __version__
 
-        typer.echo(f"lora-merge {__version__}")
+        echo(f"lora-merge {__version__}")
         raise typer.Exit
 
 
@@ -155,7 +155,7 @@ def merge(
         preload()
     plan = make_plan(job)
     told = ReportFile(report, [*sources(job), *plan.inputs], [job.output]) if report is not None else None
-    say = silent if as_json or quiet else typer.echo
+    say = silent if as_json or quiet else echo
     describe(plan, say, verbose=verbose)
     if dry_run:
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
@@ -164,7 +164,7 @@ def merge(
     if told is not None:
         told.replace(done.to_json())
     if as_json:
-        typer.echo(done.to_json())
+        echo(done.to_json())
     else:
         conclude(done, say, plan.base.notes)
 
@@ -177,12 +177,12 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool,
     require_device(plan.job)
     say(needs(plan))
     for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
-        typer.echo(remark, err=True)
+        echo(remark, err=True)
     found = json.dumps(dry(plan), ensure_ascii=False)
     if told is not None:
         told.replace(found)
     if as_json:
-        typer.echo(found)
+        echo(found)
 
 
 @app.command()
@@ -197,7 +197,7 @@ def inspect(
     from .job import expand
 
     facts = look(expand(file), expand(adapter) if adapter else None)
-    typer.echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
+    echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
 
 
 @app.command()
@@ -208,7 +208,7 @@ def demo(
     from .demo import demo as run_demo
     from .job import expand
 
-    run_demo(expand(folder), typer.echo)
+    run_demo(expand(folder), echo)
 
 
 add_to(app)

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import BatchFailed, UsageError
-from .showing import remarks
+from .showing import echo, remarks
 from .showing import size as _size
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def batch(
     if schema:
         from .jobs_schema import JobsFile
 
-        typer.echo(json.dumps(JobsFile.model_json_schema(), indent=2))
+        echo(json.dumps(JobsFile.model_json_schema(), indent=2))
         return
     if jobs is None:
         raise UsageError("no jobs file was given", "lora-merge batch", "lora-merge batch JOBS.yaml")
@@ -69,7 +69,7 @@ def batch(
             if told is not None:
                 told.append(one.to_json())
             if as_json:
-                typer.echo(one.to_json())
+                echo(one.to_json())
             elif not quiet or not one.ok:
                 _write(_line(one, len(made.sketches)), *_remarks(one))
             else:
@@ -89,7 +89,7 @@ def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
 def _announce(made: Batch, *, quiet: bool) -> None:
     if not quiet:
         runs = [s for s in made.sketches if s.runs]
-        typer.echo(f"{len(made.sketches)} jobs: {len(runs)} to run ({_size(made.size)} to write), "
+        echo(f"{len(made.sketches)} jobs: {len(runs)} to run ({_size(made.size)} to write), "
                    f"{sum(s.done for s in made.sketches)} done already, {_broken(made)} that cannot run")  # fmt: skip
 
 
@@ -103,15 +103,15 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
         if told is not None:
             told.append(line)
         if as_json:
-            typer.echo(line)
+            echo(line)
         elif not quiet or s.error is not None:
-            typer.echo(f"[{s.entry.number}/{len(made.sketches)}] {_fate(s)}  {s.entry.job.output}  {_recipe(s)}")
+            echo(f"[{s.entry.number}/{len(made.sketches)}] {_fate(s)}  {s.entry.job.output}  {_recipe(s)}")
             if s.error is not None:
-                typer.echo(_indented(s.error))
+                echo(_indented(s.error))
     if not (as_json or quiet):
         _announce(made, quiet=False)
         for path, size in disk_needs(made.sketches, workers):
-            typer.echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")
+            echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")
     if _broken(made):
         raise _failure(_broken(made), len(made.sketches), "planned")
     check_space(made.sketches, workers)

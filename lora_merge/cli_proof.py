@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .arguments import DEVICES
-from .showing import carry_out, conclude, describe, show_proof, silent
+from .showing import carry_out, conclude, describe, echo, show_proof, silent
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,9 +36,9 @@ def verify(
     pairs = [(a, None) if exists(a) else split_strength(a) for a in adapter or []]
     proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full)
     if as_json:
-        typer.echo(json.dumps(proof, ensure_ascii=False))
+        echo(json.dumps(proof, ensure_ascii=False))
     else:
-        show_proof(proof, typer.echo)
+        show_proof(proof, echo)
 
 
 def replay(
@@ -56,11 +56,11 @@ def replay(
 
     folders = [expand(p) for p in search or []]
     plan = plan_again(expand(made), output, folders, device=device, overwrite=overwrite)
-    say = silent if as_json or quiet else typer.echo
+    say = silent if as_json or quiet else echo
     describe(plan, say, verbose=False)
     done = carry_out(plan, quiet=quiet)
     if as_json:
-        typer.echo(done.to_json())
+        echo(done.to_json())
     else:
         conclude(done, say)
 
@@ -86,5 +86,5 @@ def doctor(
 
     found = examine(expand(folder))
     for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
-        typer.echo(line)
+        echo(line)
     raise typer.Exit(1 if found["problems"] else 0)

@@ -19,6 +19,13 @@ COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """A line for whoever listens. Typer would go around a stream that is ASCII, and write ? for other letters."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
 def silent(_: str) -> None:
     """Say nothing but what `conclude` has to."""
 
