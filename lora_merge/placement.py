@@ -120,8 +120,8 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) ->
     elif lane is None or lane.stream is None or tensors[0].device == at.device:
         held = [t if _holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
         there = [t.to(at.device).to(at.dtype) for t in held]
-        one = there[0]
-        return torch.stack(there) if len(there) > 1 or one is tensors[0] else one.contiguous().unsqueeze(0)
+        alone = len(there) == 1 and there[0] is not tensors[0] and there[0].is_contiguous()
+        return there[0].unsqueeze(0) if alone else torch.stack(there)
     else:
         out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out.unbind(), tensors, strict=True):
