@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from .arguments import DEVICES
 from .cli_batch import batch
 from .cli_proof import add_to
+from .cli_values import adapter_pairs, one_setting, part
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
@@ -22,6 +23,7 @@ from .showing import carry_out, conclude, describe, dry, echo, needs, remarks, s
 from .stopping import heed, on_stop
 
 if TYPE_CHECKING:
+    from .job import Job
     from .planning import Plan
     from .telling import ReportFile
 
@@ -141,20 +143,28 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from .destination import sources
     from .job import make_job
-    from .planning import make_plan
-    from .preload import preload
-    from .telling import ReportFile
+    from .telling import reporting
 
     job = make_job(
-        base, _pairs(adapters), output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
-        device=device, strength_for=[_part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
+        base, adapter_pairs(adapters), output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
+        device=device, strength_for=[part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
         max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
-        setting=[_setting(s) for s in setting or []],
+        setting=[one_setting(s) for s in setting or []],
     )  # fmt: skip
+    with reporting(report, sources(job), [job.output]) as told:
+        _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+    from .planning import make_plan
+    from .preload import preload
+
     if not dry_run:
         preload()
     plan = make_plan(job)
-    told = ReportFile(report, [*sources(job), *plan.inputs], [job.output]) if report is not None else None
+    if told is not None:
+        told.spare(plan.inputs)
+        told.begin()
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=verbose)
     if dry_run:
@@ -214,46 +224,12 @@ def demo(
 add_to(app)
 
 
-def _pairs(adapters: list[str]) -> list[str | tuple[str, float]]:
-    """Adapters, those that are named `PATH:0.8` with their strengths."""
-    from .job import exists, split_strength
-
-    found: list[str | tuple[str, float]] = []
-    for text in adapters:
-        path, strength = (text, None) if exists(text) else split_strength(text)
-        found.append(path if strength is None else (path, strength))
-    return found
-
-
-def _part(text: str) -> tuple[str, float]:
-    part, equals, value = text.rpartition("=")
-    try:
-        return (part, float(value)) if equals else _no_part(text)
-    except ValueError:
-        return _no_part(text)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _no_part(text: str) -> tuple[str, float]:
-    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
-
-
 class _Stopped(BaseException):
     """SIGINT or SIGTERM arrived; unwinds everything, so that everything is cleaned up."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -268,7 +244,7 @@ def main() -> None:
     try:
         _run()
     except _Stopped as stop:
-        _fail(f"stopped by {signal.Signals(stop.number).name}; nothing was left behind", 128 + stop.number)
+        _fail(f"{stop}; nothing was left behind", stop.exit_code)
     except Exception as error:
         told = scarcity(error) or error
         if isinstance(told, MergeError):

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import BatchFailed, UsageError
+from .errors import BatchFailed, UsageError, error_dict
 from .showing import echo, remarks
 from .showing import size as _size
 
@@ -129,8 +129,6 @@ def _fate(s: Sketch) -> str:
 
 
 def _sketch(s: Sketch) -> dict[str, Any]:
-    from .outcome import error_dict
-
     job = s.entry.job
     return {
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),

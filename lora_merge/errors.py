@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MergeError(Exception):
     """Base class; the command line prints it and exits with `exit_code`."""
@@ -68,3 +70,10 @@ class BatchFailed(MergeError):
     """Some jobs of a batch failed."""
 
     exit_code = 7
+
+
+def error_dict(e: BaseException) -> dict[str, Any]:
+    """Kind, what, where, fix and exit code of a failure, as reports have them; also of one that is none of ours."""
+    told = {name: getattr(e, name, "") for name in ("what", "where", "fix")}
+    told["what"] = told["what"] or str(e)
+    return {"kind": type(e).__name__.lstrip("_"), **told, "exit_code": getattr(e, "exit_code", 1)}

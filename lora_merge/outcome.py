@@ -6,11 +6,10 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from .errors import MergeError
+from .errors import MergeError, error_dict
 from .jobs_file import Entry
 from .report import Report
 from .scarcity import scarcity
@@ -51,11 +50,6 @@ class JobReport:
     def to_json(self) -> str:
         """One JSON object on one line."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
-
-
-def error_dict(e: MergeError) -> Mapping[str, Any]:
-    """What, where, fix, kind and exit code of a failure."""
-    return {"kind": type(e).__name__, "what": e.what, "where": e.where, "fix": e.fix, "exit_code": e.exit_code}
 
 
 def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

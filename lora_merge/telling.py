@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import codecs
 import errno
+import json
 import os
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from .errors import UsageError
+from .errors import UsageError, error_dict
+from .scarcity import scarcity
 from .volumes import same
 
 ELSEWHERE: Final = "choose another file"
@@ -86,17 +89,36 @@ class ReportFile:
         from .job import expand
 
         self.path = expand(text)
-        for role, paths in (("an input", inputs), ("an output", outputs)):
-            if any(self._hits(path, new=role == "an output") for path in paths):
-                raise UsageError(f"the report would be written over {role}", f"--report {text}", ELSEWHERE)
+        self.spare(inputs, outputs)
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
             raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
+
+    def spare(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
+        """UsageError if one of these is meant."""
+        for role, paths in (("an input", inputs), ("an output", outputs)):
+            if any(self._hits(path, new=role == "an output") for path in paths):
+                raise UsageError(f"the report would be written over {role}", f"--report {self.path}", ELSEWHERE)
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
         here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
         inside = there in here.parents and (new or present)
         return here == there or inside or (present and same(self.path, path))
+
+    def begin(self) -> None:
+        """What an earlier run reported goes, should this one be killed."""
+        if self.path.is_file():
+            self._put("", "w")
+
+    def fail(self, e: BaseException) -> None:
+        """Report a failure, unless something else than a report is there: maybe not all inputs are known yet."""
+        with suppress(OSError):
+            if not self.path.exists() or (self.path.is_file() and self._is_report()):
+                self.replace(json.dumps({"error": error_dict(e)}, ensure_ascii=False))
+
+    def _is_report(self) -> bool:
+        with self.path.open("rb") as f:
+            return f.read(2) in (b"", b'{"')
 
     def replace(self, line: str) -> None:
         """The line is all of the report."""
@@ -109,6 +131,18 @@ class ReportFile:
     def _put(self, line: str, mode: str) -> None:
         try:
             with self.path.open(mode, encoding="utf-8", errors=ESCAPED) as f:
-                f.write(line + "\n")
+                f.write(line and line + "\n")
         except OSError as e:
             print(f"warning: the report could not be written: {e.strerror} ({self.path})", file=sys.stderr)  # noqa: T201
+
+
+@contextmanager
+def reporting(text: str | None, inputs: Iterable[Path], outputs: Iterable[Path]) -> Iterator[ReportFile | None]:
+    """The file for the report of what is done in the block, if one is wanted; a failure is reported there too."""
+    told = None if text is None else ReportFile(text, inputs, outputs)
+    try:
+        yield told
+    except BaseException as e:
+        if told is not None:
+            told.fail((isinstance(e, Exception) and scarcity(e)) or e)
+        raise

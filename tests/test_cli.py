@@ -529,6 +529,42 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(run: Run, tmp_path: Pa
         assert "error: file not found" in err
 
 
+def test_a_failure_is_reported_in_place_of_an_earlier_success(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, place = tmp_path / "o.safetensors", tmp_path / "r.json"
+    arguments = [style, "-o", out, "--report", place]
+    assert run(model, *arguments)[0] == 0
+    assert json.loads(place.read_text())["written"] == out.stat().st_size
+    code, _, err = run(model, *arguments)
+    told = json.loads(place.read_text())["error"]
+    assert (code, told["exit_code"], told["kind"]) == (2, 2, "UsageError")
+    assert told["what"] in err and told["where"] == str(out) and told["fix"] in err
+    assert run(tmp_path / "absent.safetensors", *arguments)[0] == 3
+    assert json.loads(place.read_text())["error"]["exit_code"] == 3
+    out.unlink()
+    seen = []
+
+    def broken(*_: object, **__: object) -> None:
+        seen.append(place.read_text())  # what would be there if the process were killed
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(program, "carry_out", broken)
+    assert run(model, *arguments)[0] == 5
+    assert seen == [""]
+    assert json.loads(place.read_text())["error"]["kind"] == "ResourceError"
+
+
+def test_a_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """A folder's links, as in the cache of huggingface_hub, lead to inputs that are not known before it is read."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").symlink_to(model)
+    (tmp_path / "folder" / "config.json").write_text("{")
+    before = model.read_bytes()
+    assert run(tmp_path / "folder", tmp_path / "absent", "-o", tmp_path / "o", "--report", model)[0] == 3
+    assert model.read_bytes() == before
+
+
 def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     before = model.read_bytes(), style.read_bytes()

@@ -1,0 +1,43 @@
+"""Values of options on the command line, taken apart."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .errors import UsageError
+
+
+def adapter_pairs(adapters: list[str]) -> list[str | tuple[str, float]]:
+    """Adapters, those that are named `PATH:0.8` with their strengths."""
+    from .job import exists, split_strength
+
+    found: list[str | tuple[str, float]] = []
+    for text in adapters:
+        path, strength = (text, None) if exists(text) else split_strength(text)
+        found.append(path if strength is None else (path, strength))
+    return found
+
+
+def part(text: str) -> tuple[str, float]:
+    """("te", 0.5) for "te=0.5"."""
+    name, equals, value = text.rpartition("=")
+    try:
+        return (name, float(value)) if equals else _no_part(text)
+    except ValueError:
+        return _no_part(text)
+
+
+def one_setting(text: str) -> tuple[str, Any]:
+    """("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _no_part(text: str) -> tuple[str, float]:
+    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
