@@ -55,6 +55,7 @@ class Folder:
     max_vram: int | None = None
     kept: Kept | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
+    spare: Placement | None = None  # for what does not fit, even alone
     room: Room = field(default_factory=Room)
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
@@ -85,9 +86,11 @@ class Folder:
                 with self.room.alone():
                     self._relieve()  # of what other lanes have left
                     short = self._attempt(group)
-                if short:
+                if short and self.spare is None:
                     raise ResourceError("the device is out of memory", f"{name}: {short}", FULL)
-                self._note("a block did not fit beside others' work")
+                self._note("a block was folded on the CPU" if short else "a block did not fit beside others' work")
+                if short and self.spare is not None:
+                    short = self._attempt(group, Lane(self.spare))
             if not short:
                 return
             self.room.most = min(self.room.most, numbers // 2)
@@ -96,10 +99,10 @@ class Folder:
         self._fold(group[:half])
         self._fold(group[half:])
 
-    def _attempt(self, group: Sequence[Item]) -> str:
+    def _attempt(self, group: Sequence[Item], lane: Lane | None = None) -> str:
         """Fold them in one call; what the device says where it is short of memory, nothing where all is done."""
         try:
-            lane = self._lane()
+            lane = lane or self._lane()
             with torch.no_grad(), exact_products(), lane.turn():
                 self._fold_at(group, _precise(lane.at, group[0].block), lane)
         except DoesNotFit as e:  # what only values tell: indices that point outside, …

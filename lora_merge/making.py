@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .checkpoint import Reader
-from .devices import passed_over, places, release
+from .devices import passed_over, places, release, spare
 from .factors import Factors, Kept, view_bytes
 from .folding import Folder, Item, settle
 from .job import COMPUTE_DTYPES
@@ -28,7 +28,8 @@ class Making:
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.kept = Kept()
         notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
-        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes)
+        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
+                             spare=spare(job.device, at))  # fmt: skip
 
     def begin(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""

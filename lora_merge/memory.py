@@ -17,7 +17,7 @@ from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .checkpoint import Index, Reader, open_checkpoint
-from .devices import place, places, release
+from .devices import place, places, release, spare
 from .errors import InputError, UsageError
 from .factors import Factors, Kept, check_finite
 from .folding import Folder, Item
@@ -69,7 +69,8 @@ def merge_state_dict(
         factors = held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
         kept = Kept()
-        folder = Folder(at, lambda i: held.fetch(i, factors), values(base, matched), None, job.max_vram, kept)
+        folder = Folder(at, lambda i: held.fetch(i, factors), values(base, matched), None, job.max_vram, kept,
+                        spare=spare(job.device, at))  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
         for _, target in outputs(job, base, matched):

@@ -28,9 +28,10 @@ from lora_merge.kernels import Stack, fold
 from lora_merge.placement import Lane, Placement, _pinned, _stream, land, stage
 from lora_merge.sharing import stack_size
 
-from .support import rand, save
+from .support import load, rand, save
 
 META = Placement(torch.device("meta"), torch.float32)
+LORA = {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32)}
 aten = torch.ops.aten
 
 
@@ -187,6 +188,32 @@ def test_lanes_share_factors_without_races(
     caller, *lanes = device.streams
     assert len(lanes) > 1 and all(lane.waited for lane in lanes) and not caller.queued
     assert device.numbers > 40
+    assert not device.races
+
+
+def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who names the device is told."""
+    files = (
+        save({f"m.{n}.weight": rand(64, 32, seed=n) for n in range(3)}, tmp_path / "b"),
+        save({f"m.{n}.{k}": rand(*s) for n in range(3) for k, s in LORA.items()}, tmp_path / "a"),
+    )
+    lora_merge.merge(*files, tmp_path / "want", device="cpu")
+
+    def full(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+        if base.is_meta:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return fold(base, stacks)
+
+    monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.folding.fold", full)
+    report = lora_merge.merge(*files, tmp_path / "o")
+    assert "meta was short of memory: a block was folded on the CPU" in report.notes
+    assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()
+    assert all(torch.equal(t, load(tmp_path / "want")[k]) for k, t in load(tmp_path / "o").items())
+    with pytest.raises(lora_merge.MergeError, match="the device is out of memory"):
+        lora_merge.merge(*files, tmp_path / "p", device="cuda")
     assert not device.races
 
 
