@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
+from .arguments import shown
 from .child import command
 from .errors import MergeError, UsageError
 from .jobs_file import Entry
@@ -76,8 +77,8 @@ EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
 
 def executor(name: str) -> Executor:
     """The row of the table; UsageError if there is none, or if it cannot be used here."""
-    if name not in [*EXECUTORS]:
-        raise UsageError(f"no executor is called {name!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
+    if not isinstance(name, str) or name not in EXECUTORS:
+        raise UsageError(f"no executor is called {shown(name)!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
     EXECUTORS[name].check()
     return EXECUTORS[name]
 

@@ -136,7 +136,8 @@ def make_job(
     """
     check_options(options, ["strength", "strength_for", *(f.name for f in fields(Job)[3:])])
     single = isinstance(adapters, str | PathLike | Adapter) or _is_pair(adapters)
-    adapters = [adapters] if single else a_list(adapters or (), "the list of adapters", "a path, or a list of them,")
+    wanted = "a path, or a list of them,"
+    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
@@ -145,10 +146,11 @@ def make_job(
     base = expand(base)
     for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
         options[name] = dtype_name(options.get(name, table[0]), name, table)
-    if options.get("unmatched", "error") not in ("error", "skip"):
-        raise UsageError(f"unmatched={options['unmatched']!r}", "--unmatched", "use error or skip")
+    unmatched = options.get("unmatched", "error")
+    if not isinstance(unmatched, str) or unmatched not in ("error", "skip"):
+        raise UsageError(f"unmatched={shown(unmatched)}", "--unmatched", "use error or skip")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
-    options["setting"] = _settings(options.get("setting") or {})
+    options["setting"] = _settings({} if options.get("setting") is None else options["setting"])
     if options.get("max_vram") is not None:
         options["max_vram"] = parse_size(options["max_vram"], "--max-vram")
     if options.get("map") is not None:

@@ -240,7 +240,7 @@ class LoadedAdapter:
 
     def _module(self, name: str) -> Module:
         for module in self.file.modules:
-            if module.name == name:
+            if isinstance(name, str) and module.name == name:
                 return module
         raise UsageError(f"the adapter has no module {name!r}", str(self.path), "see .modules for the names")
 

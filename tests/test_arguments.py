@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"strength_for": [("te", None)]}, {"strength_for": [(1, 0.5)]}, {"strength_for": {"te": True}}, {"strength_for": None},
     {"setting": 3}, {"setting": "alpha"}, {"setting": [("alpha",)]}, {"setting": {"alpha": object()}}, {"setting": {3: 4}},
     {"strength": 0.5}, {"strength": []}, {"strength": [0.5, 1]}, {"strength": ["x"]}, {"strength": "1"}, {"dtpe": "bf16"}, {"workers": 2},
+    {"unmatched": np.array([1, 2])}, {"setting": torch.zeros(2)}, {"strength": torch.zeros(2)}, {"dtype": np.array([1, 2])},
 ]  # fmt: skip
 
 ADAPTERS: list[Any] = [
@@ -32,6 +34,7 @@ ADAPTERS: list[Any] = [
     [("a.safetensors", True)], [("a.safetensors", 1, 2)], [(3, 0.5)], [["a.safetensors", 0.5]], object(),
     lora_merge.Adapter("a.safetensors", "x"), lora_merge.Adapter(3), lora_merge.Adapter("a.safetensors", None),  # type: ignore[arg-type]
     lora_merge.Adapter("a.safetensors", 1.0, "te"), lora_merge.Adapter("a.safetensors", 1.0, (("te", "x"),)),  # type: ignore[arg-type]
+    np.array([1, 2]), torch.zeros(2),
 ]  # fmt: skip
 
 PATHS: list[Any] = [3, 0, 1.5, True, False, b"base.safetensors", ["base.safetensors"], {}, object(), "a\0b", "a\ud800b"]
@@ -144,6 +147,7 @@ def test_job_objects_made_by_hand(files: Path, tmp_path: Path, wrong: dict[str, 
         {"executor": 3},
         {"executor": None},
         {"executor": ["local"]},
+        {"executor": np.array(["local", "ray"])},
     ],
 )
 def test_how_a_batch_is_run(options: Mapping[str, Any]) -> None:
