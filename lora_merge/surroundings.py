@@ -29,7 +29,8 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32, also where the user has allowed TF32 or bf16, whose few bits lose small changes.
+    """fp32 products in fp32, also where the user has allowed TF32 or bf16, whose few bits lose small changes; and
+    products at all where he asks for deterministic algorithms: on CUDA an error, unless cuBLAS has been told before.
 
     The switch is the process's: it is turned only where it has to be, and turned back when nobody needs it any more.
     """
@@ -47,6 +48,20 @@ def exact_products() -> Iterator[None]:
 
 
 def _turn() -> Callable[[], None]:
+    """Make products exact and possible; what is returned puts everything back as the user has it."""
+    back, mode = _make_exact(), torch.get_deterministic_debug_mode()
+    if not mode:
+        return back
+    torch.set_deterministic_debug_mode(0)
+
+    def both() -> None:
+        torch.set_deterministic_debug_mode(mode)
+        back()
+
+    return both
+
+
+def _make_exact() -> Callable[[], None]:
     """Make fp32 products exact; what is returned puts everything back as the user has it."""
     own = [(b, b.fp32_precision) for b in _PRODUCTS if b is not None and hasattr(b, "fp32_precision")]
     try:

@@ -62,6 +62,19 @@ def test_products_are_exact_within_ours_and_as_they_were_when_all_are_done(turn:
         assert settings() == before
 
 
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_products_are_possible_where_the_caller_wants_what_is_deterministic(mode: str) -> None:
+    """CUDA refuses all of them otherwise, unless the environment has a variable, and sums at places on any account."""
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        before = torch.get_deterministic_debug_mode()
+        with exact_products():
+            assert torch.get_deterministic_debug_mode() == 0
+        assert torch.get_deterministic_debug_mode() == before > 0
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
 @contextmanager
 def default(device: str) -> Iterator[None]:
     torch.set_default_device(device)
