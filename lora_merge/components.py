@@ -127,7 +127,7 @@ def _identified(component: Component, shapes: Mapping[str, Shape], extra: Archit
         key = keys.get(body)
         return None if key is None else shapes[key]
 
-    if hit := _one(shape_of, [a for a in shipped() if _role(a) == component.role], extra):
+    if hit := _one(shape_of, [a for a in shipped() if _may_be(a, component.role)], extra):
         component.architecture, component.layout = hit
         component.kind = component.kind or _kind(hit[0], component, shapes)
     if component.label == "denoiser":
@@ -135,6 +135,11 @@ def _identified(component: Component, shapes: Mapping[str, Shape], extra: Archit
     if component.role == "te" and not component.kind:
         component.kind = "unknown"
     return component
+
+
+def _may_be(architecture: Architecture, role: str) -> bool:
+    """Whether a network in this role can be of the architecture: an encoder can be any language model."""
+    return _role(architecture) == role or (role == "te" and architecture.component == "model")
 
 
 def _role(architecture: Architecture) -> str:

@@ -570,6 +570,25 @@ def test_a_text_encoder_by_itself_answers_to_whatever_a_pipeline_calls_it(name: 
     assert found.find("lora_unet_double_blocks_0_img_attn_qkv") is None
 
 
+@pytest.mark.parametrize("prefix", ["text_encoders.qwen25_7b.transformer.", "text_encoder."])
+def test_a_text_encoder_within_answers_to_the_names_of_its_model(prefix: str) -> None:
+    """Qwen2.5-VL as transformers 4 stored it, in a checkpoint of Qwen-Image; transformers 5 has other names in memory."""
+    stored = {"model.embed_tokens.weight": (9, 8), "visual.patch_embed.proj.weight": (8, 3, 2, 4, 4)}
+    stored |= {"model.layers.0.mlp.up_proj.weight": (6, 8), "visual.blocks.0.attn.qkv.weight": (24, 8)}
+    image = header("diffusers/qwen-image")
+    if prefix == "text_encoder.":
+        found = names(pipeline(transformer=image, text_encoder=stored))
+    else:
+        whole = {f"model.diffusion_model.{k}": s for k, s in image.items()} | {prefix + k: s for k, s in stored.items()}
+        found = names(index(whole))
+    for name, key in {"model.language_model.layers.0.mlp.up_proj": "model.layers.0.mlp.up_proj",
+                      "model.visual.blocks.0.attn.qkv": "visual.blocks.0.attn.qkv"}.items():  # fmt: skip
+        for module in (f"text_encoder.{name}", f"text_encoder.{key}", f"lora_te_{name.replace('.', '_')}"):
+            view = found.find(module)
+            assert view is not None
+            assert view.pieces[0].key == f"{prefix}{key}.weight", module
+
+
 def test_neither_of_two_text_encoders_is_the_only_one() -> None:
     both = {"text_encoder": narrow_clip(32), "text_encoder_2": narrow_clip(48)}
     found = names(pipeline(unet=header("diffusers/sdxl"), **both))
