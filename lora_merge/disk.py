@@ -22,7 +22,7 @@ from .cloning import clone, clone_range
 from .errors import MergeError, ResourceError, UsageError
 from .header import open_regular
 from .pages import PAGE, address, aligned_buffer
-from .volumes import RESERVES, Mode, file_system, free_bytes, goes_direct
+from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direct
 
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
 # Tried for bytes that go out as they came in: copy_file_range. On ext4 it takes as long as a read and a direct write
@@ -111,19 +111,23 @@ class Writer:
             self.direct = goes_direct(path, size, mode) and self._open_direct()
             if not self.direct:
                 self._fd = os.open(path, os.O_WRONLY | _BINARY)
-            if size and file_system(path) in RESERVES:
-                self._reserve(size)
+            kind = file_system(path) if size else ""
+            if kind in RESERVES:
+                self._reserve(size, sharing=kind in CLONES)
         except OSError as e:
             if self._fd >= 0:
                 os.ftruncate(self._fd, 0)  # gives back what was reserved, so that the message tells what is free
             self.close()
             raise failure(e, path, size) from e
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, size: int, *, sharing: bool) -> None:
+        """All of it; a file that may get blocks of another's does without."""
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as ext4 refuses it for files without extents
+            if sharing and e.errno == errno.ENOSPC:
+                os.ftruncate(self._fd, 0)
+            elif e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as ext4 refuses it for files without extents
                 raise
 
     def _open_direct(self) -> bool:

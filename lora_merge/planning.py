@@ -145,13 +145,15 @@ def make_plan(job: Job) -> Plan:
 
 def placed(plan: Plan) -> Plan:
     """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
+    from .windows import disk_bytes  # they are made of plans
+
     job = plan.job
     window_room(job)
     check_output(
         job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
         spared=plan.spared,
     )  # fmt: skip
-    require_space(job.output, plan.size)
+    require_space(job.output, disk_bytes(plan))
     return plan
 
 

@@ -101,10 +101,10 @@ def conclude(done: Report, say: Any, said: Sequence[str] = ()) -> None:
 def needs(plan: Plan) -> str:
     """The line about memory and disk of a dry run."""
     from .volumes import free_bytes
-    from .windows import buffer_bytes
+    from .windows import buffer_bytes, disk_bytes
 
     memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
-    return f"needs    {memory}; {size(plan.size)} of disk, of {size(free_bytes(plan.job.output))} free"
+    return f"needs    {memory}; {size(disk_bytes(plan))} of disk, of {size(free_bytes(plan.job.output))} free"
 
 
 def dry(plan: Plan) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from .jobs_file import Entry
 from .opened import Opened
 from .planning import draw
 from .resume import Hashes, done
-from .volumes import ignores_case
-from .windows import layout_key, window_bytes
+from .volumes import CLONES, file_system, ignores_case, share_blocks
+from .windows import layout_key, unshared_bytes, window_bytes
 
 TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
 
@@ -34,6 +34,7 @@ class Sketch:
     level: int = 0  # 0: all inputs are there; n: some input is the output of a job of level n − 1
     needs: int | None = None  # number of the job whose output is its base, where that has to be made first
     size: int = 0  # bytes of its output
+    needs_disk: int = 0  # those of them that take space: the others are blocks of the base
     replaces: int = 0  # bytes of what is there now and will be replaced
     together: Any = None  # equal for jobs that can share one read of their base
     done: bool = False
@@ -122,6 +123,7 @@ class _Outline:
     """What is the same for all jobs that differ in strength and output alone; a plan would keep its base alive."""
 
     size: int
+    unshared: int  # bytes of its own where it can share blocks with its base
     folder: bool
     inputs: tuple[Path, ...]
     spared: tuple[Path, ...]
@@ -136,6 +138,7 @@ class _Surveyor:
         self.outlines: dict[Any, _Outline | MergeError] = {}
         self.sketches: dict[int, Sketch] = {}
         self.grounded: dict[int, Job] = {}
+        self.shares: dict[tuple[Path, Path], bool] = {}
 
     def sketch(self, entry: Entry, level: int) -> None:
         """Plan one job; those whose outputs it reads have been sketched."""
@@ -154,9 +157,17 @@ class _Surveyor:
             return
         bounds = (job.max_memory, job.max_vram)
         together = (level, job.base, job.compute_dtype, job.device, bounds, outline.layout)
+        needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         self.sketches[entry.number] = replace(
-            blank, size=outline.size, replaces=_size(job.output), together=together, done=complete
-        )
+            blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
+            done=complete,
+        )  # fmt: skip
+
+    def _shares(self, folder: Path, base: Path) -> bool:
+        """Asked once for thousands of jobs."""
+        if (folder, base) not in self.shares:
+            self.shares[folder, base] = share_blocks(folder, base)
+        return self.shares[folder, base]
 
     def _running(self, maker: Entry | None) -> Entry | None:
         return maker if maker is not None and not self.sketches[maker.number].done else None
@@ -194,13 +205,16 @@ class _Surveyor:
     def _planned(self, job: Job) -> _Outline | MergeError:
         try:
             plan = draw(replace(job, max_memory=job.max_memory // self.workers), self.opened)
+            unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
             window_bytes(plan)
         except ResourceError as e:
             share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
             return ResourceError(e.what, e.where + share, e.fix)
         except MergeError as e:
             return e
-        return _Outline(plan.size, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan)))
+        return _Outline(
+            plan.size, unshared, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan))
+        )
 
 
 def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:
@@ -214,7 +228,7 @@ def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path,
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
         kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
-        yield some[0].entry.job.output, sum(s.size - s.replaces for s in some) + sum(kept)
+        yield some[0].entry.job.output, sum(s.needs_disk - s.replaces for s in some) + sum(kept)
 
 
 def check_space(sketches: Sequence[Sketch], workers: int) -> None:

@@ -52,6 +52,12 @@ def file_system(path: Path) -> str:
     return kind
 
 
+def share_blocks(a: Path, b: Path) -> bool:
+    """Whether files at two paths, there or yet to be made, may share blocks: on one file system that can do that."""
+    one, two = (_existing(p).stat().st_dev for p in (a, b))
+    return one == two and file_system(a) in CLONES
+
+
 def goes_direct(path: Path, size: int, mode: Mode) -> bool:
     """Whether a file of `size` bytes is worth reading or writing past the page cache."""
     if not hasattr(os, "O_DIRECT") or mode == "buffered":

@@ -18,6 +18,7 @@ from .header import ITEM_BYTES, TensorInfo
 from .pages import PAGE
 from .planning import Plan, Target
 from .reader import MEMORY
+from .volumes import share_blocks
 
 STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
 
@@ -119,6 +120,17 @@ class Window:
 def window_bytes(plan: Plan) -> int:
     """How large a window may be under the job's memory bound; ResourceError if nothing fits."""
     return max(SMALLEST_WINDOW, int(window_room(plan.job) / _widening(plan)))
+
+
+def unshared_bytes(plan: Plan) -> int:
+    """Bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
+    untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
+    return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
+
+
+def disk_bytes(plan: Plan) -> int:
+    """How much space the output takes where it goes."""
+    return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
 def buffer_bytes(plan: Plan) -> int:

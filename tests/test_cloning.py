@@ -6,6 +6,7 @@ are asked to be shared, and that the output is the same with and without. Slow: 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,14 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_merge import disk, known_hashes, windows, writing
+import lora_merge
+from lora_merge import disk, known_hashes, survey, volumes, windows, writing
 from lora_merge.cloning import clone_range
+from lora_merge.errors import ResourceError
 from lora_merge.job import make_job
 from lora_merge.pages import PAGE
 from lora_merge.planning import make_plan
 from lora_merge.reader import Reader
 from lora_merge.run import run, run_together
 from lora_merge.volumes import file_system
+from lora_merge.windows import disk_bytes
 
 from .support import rand, save
 
@@ -142,6 +146,48 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (volumes, survey):
+        monkeypatch.setattr(place, "CLONES", {file_system(tmp_path)})
+    base, lora = inputs(tmp_path)
+    changed = 2 * ROWS * COLS
+    monkeypatch.setattr(disk, "free_bytes", lambda _: int(1.5 * changed))
+    jobs = [{"base": base, "adapters": [lora], "output": tmp_path / f"{n}.safetensors"} for n in range(2)]
+    assert changed < disk_bytes(make_plan(make_job(base, lora, tmp_path / "a.safetensors"))) < 1.5 * changed
+    assert [report.status for report in lora_merge.run_batch(jobs[:1])] == ["merged"]
+    assert sum(clones.sizes) > base.stat().st_size / 2
+    (tmp_path / "0.safetensors").unlink()
+    with pytest.raises(ResourceError, match="no space"):  # there is room for one of them
+        lora_merge.run_batch(jobs)
+    with pytest.raises(ResourceError, match="no space"):  # where another dtype leaves nothing as it is
+        make_plan(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
+    for place in (windows, survey):
+        monkeypatch.setattr(place, "share_blocks", lambda *_: False)  # on two disks
+    with pytest.raises(ResourceError, match="no space"):
+        make_plan(make_job(base, lora, tmp_path / "c.safetensors"))
+    with pytest.raises(ResourceError, match="no space"):
+        lora_merge.run_batch(jobs[:1])
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="nothing is reserved here")
+def test_no_room_for_all_of_a_file_is_no_failure_where_blocks_are_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk.os, "posix_fallocate", full)
+    monkeypatch.setattr(disk, "RESERVES", {file_system(tmp_path)})
+    (tmp_path / "out").touch()
+    with pytest.raises(ResourceError, match="no space"):
+        disk.Writer(tmp_path / "out", PAGE)
+    monkeypatch.setattr(disk, "CLONES", {file_system(tmp_path)})
+    with disk.Writer(tmp_path / "out", PAGE) as writer:
+        writer.write(memoryview(bytes(PAGE)), 0)
+        writer.finish()
+    assert (tmp_path / "out").read_bytes() == bytes(PAGE)
+
+
 def test_two_files_of_this_file_system_share_or_nothing_is_written(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(os.urandom(4 * PAGE))
@@ -173,7 +219,11 @@ def test_a_merge_takes_the_space_of_what_it_changes(mounted: Path, tmp_path: Pat
     base, lora = inputs(mounted, layers=12, rows=16 * ROWS)  # 8 MiB each
     elsewhere = merged(*inputs(tmp_path, layers=12, rows=16 * ROWS), "out.safetensors")
     os.sync()
+    with (mounted / "filler").open("wb") as f:  # less is left than the size of the output
+        os.posix_fallocate(f.fileno(), 0, shutil.disk_usage(mounted).free - base.stat().st_size // 2)
+    os.sync()
     before = shutil.disk_usage(mounted).free
+    assert before < base.stat().st_size
     assert merged(base, lora, "out.safetensors") == elsewhere
     os.sync()
     taken = before - shutil.disk_usage(mounted).free

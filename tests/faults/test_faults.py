@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_merge.volumes import CLONES, file_system
+
 from ..conftest import Nursery
 from .conftest import PART, Scene, digest, furnish, send
 
@@ -24,6 +26,8 @@ STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync"
 @pytest.mark.parametrize(("call", "at"), [*STEPS, ("fallocate", 0)])
 def test_a_disk_that_fails_at_any_step(scene: Scene, call: str, at: int, kind: str) -> None:
     scene.reset()
+    if (call, kind) == ("fallocate", "ENOSPC") and file_system(scene.folder) in CLONES:
+        pytest.skip("blocks may be shared here, and take no space")
     code = scene.run(**scene.armed(call, at, kind))
     assert code == (1 if kind == "EIO" else 5), scene.log()
     scene.check(finished=False)
