@@ -6,7 +6,6 @@ No torch here (but for pickled files, see pickles.py): plans and `inspect` work 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from .header import (
     parse_file,
     read_header,
 )
+from .json_text import from_json
 from .kinds import quoted
 from .quantised import Quantised, quantised
 from .reader import Reader, read_bytes
@@ -154,10 +154,9 @@ def json_value(path: Path) -> Any:
             raise InputError("JSON file of absurd length", str(path), "download it again")
         raw = f.readall() if hasattr(f, "readall") else f.read()
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as e:
-        why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise InputError("not a valid JSON file", f"{path}: {why}", "download or write it again") from e
+        return from_json(raw)
+    except ValueError as e:
+        raise InputError("not a valid JSON file", f"{path}: {e}", "download or write it again") from e
 
 
 def _missing(path: Path) -> InputError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from .errors import UsageError
+from .json_text import from_json
 
 
 def adapter_pairs(adapters: list[str]) -> list[str | tuple[str, float]]:
@@ -34,7 +34,7 @@ def one_setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
     try:
-        return name, json.loads(value)
+        return name, from_json(value)
     except ValueError:
         return name, value
 

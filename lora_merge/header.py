@@ -132,6 +132,8 @@ def parse_file(path: Path) -> Header:
             tensors, metadata = parse(raw, path, state.size)
         except OSError as e:
             raise InputError(f"file cannot be read: {e.strerror}", str(path), "check the disk") from e
+        except RecursionError as e:
+            raise refusal(path, start, state.size, "its header is nested too deeply") from e
         except _Malformed as e:
             raise refusal(path, start, state.size, str(e)) from e
     return Header(tensors, metadata, 8 + len(raw), state)
@@ -195,8 +197,6 @@ def _json(raw: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no UTF-8
     except _Malformed:
         raise
-    except RecursionError as e:
-        raise _Malformed("its header is nested too deeply") from e
     except ValueError as e:  # includes JSONDecodeError and UnicodeError
         raise _Malformed(f"its header is no JSON ({e})") from e
     return value

@@ -14,6 +14,7 @@ from .checkpoint import Index, open_checkpoint
 from .conventions import part
 from .errors import FitError
 from .guess import weight_shape
+from .json_text import from_json
 from .names import Names, guess, names
 from .prefixes import PREFIXES
 from .showing import COUNT, size
@@ -144,8 +145,8 @@ def _trainer(index: Index) -> str:
 def _json(index: Index, entry: str) -> Any:
     """What an entry of the metadata holds; None without."""
     try:
-        return json.loads(index.metadata.get(entry, "null"))
-    except (ValueError, RecursionError):
+        return from_json(index.metadata.get(entry, "null"))
+    except ValueError:
         return "unreadable"
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from .errors import MergeError
 from .header import open_regular
+from .json_text import from_json
 from .volumes import KEEP_TIMES, file_system
 
 WORTH: Final = 16 << 20  # bytes from which on a file is remembered; smaller ones are hashed in ten milliseconds
@@ -59,8 +60,8 @@ def recall() -> dict[str, str]:
     try:
         with open_regular(place()) as f:
             text = f.read(LARGEST + 1)
-        known = json.loads(text if len(text) <= LARGEST else b"")
-    except (MergeError, OSError, ValueError, RuntimeError):  # RecursionError is one
+        known = from_json(text if len(text) <= LARGEST else b"")
+    except (MergeError, OSError, ValueError, RuntimeError):
         return {}
     if not isinstance(known, dict):
         return {}

@@ -8,7 +8,6 @@ wrapper.py). What a preset gives to some kinds of layers reaches them always. No
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from .algorithms import Algorithm
 from .errors import InputError
+from .json_text import from_json
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -96,8 +96,8 @@ def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(text: str, where: str) -> dict[str, Any]:
     try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        table = from_json(text)
+    except ValueError as e:
         raise InputError(f"the metadata is no JSON: {e}", where, FIX) from e
     if table is None:  # sd-scripts without arguments
         return {}

@@ -24,7 +24,6 @@ it is worth asking only for square ones. Sources: PEFT 0.21.2, tuners/*/{config,
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from typing import Any, Final, Literal
 
 from .algorithms import Shapes
 from .errors import InputError
+from .json_text import from_json
 from .peft_config import CONVERT, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora, refuse_type
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
@@ -241,8 +241,8 @@ def _finetrainers(text: str) -> dict[str, Any]:
     """The configuration as diffusers would write it, which is the transformer's; other tools mean something else by
     this entry, then {}."""
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
+        config = from_json(text)
+    except ValueError:
         return {}
     whole = isinstance(config, dict) and {"r", "lora_alpha"} <= config.keys()
     return {f"transformer.{name}": value for name, value in config.items()} if whole else {}
@@ -251,8 +251,8 @@ def _finetrainers(text: str) -> dict[str, Any]:
 def _from_metadata(text: str, where: str) -> Rules:
     """Rules per component, of diffusers' text."""
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        config = from_json(text)
+    except ValueError as e:
         raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
     if not isinstance(config, dict):
         raise InputError("the configuration is no JSON object", where, "save the file again")

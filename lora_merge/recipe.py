@@ -11,6 +11,7 @@ from typing import Any, Final
 from .checkpoint import Index, configuration
 from .header import open_regular
 from .job import Job
+from .json_text import from_json
 
 KEY: Final = "lora_merge.recipe"
 OURS: Final = (KEY, "modelspec.merged_from", "sd_merge_recipe", "sd_merge_models")
@@ -135,7 +136,7 @@ def parsed(text: str) -> dict[str, Any] | None:
     if not text.startswith("{") or len(text) > LIMIT:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = from_json(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None

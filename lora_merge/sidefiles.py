@@ -16,6 +16,7 @@ from .checkpoint import Index, json_value, read_json
 from .errors import InputError
 from .folders import entries
 from .header import TensorInfo
+from .json_text import from_json
 
 WEIGHTS: Final = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
@@ -163,8 +164,8 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
     if dtype not in CONFIG_DTYPES and not resized:
         return content
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
+        config = from_json(content)
+    except ValueError:
         return content
     if not isinstance(config, dict):
         return content

@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError
+from lora_merge.json_text import from_json
+from lora_merge.recipe import parsed
 
 ROOT = Path(__file__).parents[1]
 
@@ -166,6 +168,24 @@ def test_side_files_that_are_no_json(tmp_path: Path, name: str, content: bytes) 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match="JSON"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [102, 400, 980, 1010, 3000, 20_000])
+def test_deep_json_is_refused_whatever_the_library_can_read(tmp_path: Path, depth: int) -> None:
+    """Python 3.12 and later read thousands of levels, which code that walks them level by level does not survive."""
+    deep = "[" * depth + "]" * depth
+    file = tmp_path / "model.safetensors"
+    for header in (f'{{"a": {deep}}}', f'{{"a": {{"dtype": {deep}, "shape": [], "data_offsets": [0, 0]}}}}'):
+        file.write_bytes(blob(header.encode()))
+        with pytest.raises(InputError):
+            open_checkpoint(file)
+    file.write_bytes(good())
+    (tmp_path / "config.json").write_text(f'{{"a": {deep}}}')
+    with pytest.raises(InputError, match="nested too deeply"):
+        open_checkpoint(tmp_path)
+    assert parsed(f'{{"a": {deep}}}') is None
+    with pytest.raises(ValueError, match="nested too deeply"):
+        from_json(deep)
 
 
 # ------------------------------------------------------------------ torch files
