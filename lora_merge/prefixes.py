@@ -32,7 +32,9 @@ PREFIXES: Final = (
     ("diffusion_model.",           "denoiser"),
     ("conditional_transformer.",   "denoiser"),
     ("net.",                       "denoiser"),
-    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, unless told to leave it out
+    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which leaves out what it is told to
+    ("pipe.unet.",                 "denoiser"),
+    ("pipe.vace.",                 "denoiser"),  # Wan's, a network of its own there
     ("text_encoder.",              "te1"),
     ("text_encoder_2.",            "te2"),
     ("text_encoder_3.",            "te3"),

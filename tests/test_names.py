@@ -76,7 +76,7 @@ PAIRS = (
 ANY = ("", "base_model.model.", "lycoris_")
 DENOISER = (*ANY, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "unet.base_model.model.",
             "base_model.model.transformer.", "lora_unet_", "lora_unet__", "lora_transformer_", "oft_unet_",
-            "transformer._orig_mod.", "module.", "pipe.dit.")  # fmt: skip
+            "transformer._orig_mod.", "module.", "pipe.dit.", "pipe.unet.", "pipe.vace.")  # fmt: skip
 ENCODER = (*ANY, "lora_te_")
 
 
