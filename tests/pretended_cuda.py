@@ -1,0 +1,293 @@
+"""A CUDA that is not there: tensors on `cuda:n` whose values lie on the CPU, and whose work is done as late as it may be.
+
+A stream keeps what it is given until somebody waits for it. Copies from and to pinned memory happen then, all others at
+once, as torch has it. Memory under way holds NaN or 0x7f bytes: who reads it too early shows that by wrong values, and
+work in no order with another stream's on the same storage is written down as a race.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import RLock, local
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+FACTORIES = ("empty.memory_format", "empty_strided", "eye", "eye.m", "arange", "arange.start", "arange.start_step",
+             "triu_indices")  # fmt: skip
+WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::_linalg_check_errors", "aten::nonzero"}
+
+
+class Stream:
+    """Work in the order in which it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.queue, self.after = device, deque[Callable[[], object]](), set[Stream]()
+
+    def synchronize(self) -> None:
+        with gpu().lock:
+            gpu().counts["waits"] += 1
+            while self.queue:
+                self.queue.popleft()()
+
+    def wait_stream(self, other: Stream) -> None:
+        with gpu().lock:
+            done: list[bool] = []
+            other.queue.append(lambda: done.append(True))
+
+            def wait() -> None:
+                while not done:
+                    other.queue.popleft()()
+
+            self.queue.append(wait)
+            self.after.add(other)
+
+
+@dataclass
+class Storage:
+    """Who has yet to write it, and to read it: stream, and whether it has still to do so."""
+
+    writer: tuple[Stream, list[bool]] | None = None
+    readers: list[tuple[Stream, list[bool]]] = field(default_factory=list)
+
+
+@dataclass
+class Pretended:
+    """The devices and what became of them."""
+
+    lock: Any = field(default_factory=RLock)
+    mine: local = field(default_factory=local)  # each thread's current device and streams
+    defaults: dict[int, Stream] = field(default_factory=dict)
+    pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    races: list[str] = field(default_factory=list)
+
+    @property
+    def current(self) -> int:
+        return getattr(self.mine, "device", 0)
+
+    def stream(self, device: Any = None) -> Stream:
+        """The calling thread's for this device."""
+        number = device if isinstance(device, int) else self.current if device is None else numbered(device)
+        held: dict[int, Stream] = self.mine.__dict__.setdefault("streams", {})
+        with self.lock:
+            usual = self.defaults.setdefault(number, Stream(torch.device("cuda", number)))
+        return held.get(number, usual)
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.mine.device = self.current, device.index
+        try:
+            yield
+        finally:
+            self.mine.device = before
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before = self.stream(stream.device)
+        assert self.current == stream.device.index, "its way back would start another device up"
+        self.mine.streams[stream.device.index] = stream
+        try:
+            yield
+        finally:
+            self.mine.streams[stream.device.index] = before
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        found = self.pinned.get(tensor.untyped_storage().data_ptr())
+        return found is not None and not found.expired()
+
+    def queue(
+        self, name: str, stream: Stream, reads: list[There], writes: list[There], act: Callable[[], object]
+    ) -> None:
+        """Give a stream work; what other streams have yet to do on the same memory must come before it."""
+        pending = [True]
+        before = [t.storage.writer for t in [*reads, *writes] if t.storage.writer]
+        for other, under_way in before + [r for t in writes for r in t.storage.readers]:
+            if under_way[0] and other is not stream and other not in stream.after:
+                self.races.append(f"{name} meets what another stream has yet to do")
+        for t in writes:
+            t.storage.writer = stream, pending
+        for t in reads:
+            t.storage.readers = [r for r in t.storage.readers if r[1][0]] + [(stream, pending)]
+
+        def done() -> None:
+            pending[0] = False
+            act()
+
+        stream.queue.append(done)
+
+
+_pretended: list[Pretended] = []
+
+
+def gpu() -> Pretended:
+    """The one of this test."""
+    return _pretended[0]
+
+
+def numbered(device: torch.device) -> int:
+    """Its number, or that of the thread's device."""
+    return gpu().current if device.index is None else device.index
+
+
+class There(Tensor):
+    """A tensor on the device: its shape is known, its values are when the work is done."""
+
+    @staticmethod
+    def __new__(cls, shaped: Tensor, device: int, storage: Storage) -> There:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, shaped.shape, strides=shaped.stride(), dtype=shaped.dtype, device=f"cuda:{device}"
+        )
+
+    def __init__(self, shaped: Tensor, device: int, storage: Storage) -> None:
+        self.shaped, self.number, self.storage, self.values = shaped, device, storage, None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        with gpu().lock:
+            if func is aten.copy_.default:
+                return copied(args[0], args[1], non_blocking=len(args) > 2 and args[2])
+            if func is aten._to_copy.default and torch.device(kwargs.get("device") or args[0].device).type == "cpu":
+                out = torch.empty(args[0].shape, dtype=args[0].dtype)
+                return copied(out, args[0], non_blocking=False).to(kwargs.get("dtype") or out.dtype)
+            return operated(func, args, kwargs)
+
+
+def values(tree: Any) -> Any:
+    """The same with values for tensors, and the CPU for the device."""
+    return tree_map(lambda t: t.values if isinstance(t, There) else t, tree)
+
+
+def operated(func: Any, args: Any, kwargs: Any) -> Any:
+    """One operation, queued on the thread's stream."""
+    name, given = func._schema.name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    there = [t for t in given if isinstance(t, There)]
+    here = [t for t in given if not isinstance(t, There) and t.dim()]
+    where = {t.number for t in there} or {numbered(kwargs["device"])}
+    if here or len(where) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device ({name})")
+    number = where.pop()
+    stream = gpu().stream(number)
+    on = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "layout"}}
+    if name in WAITING:
+        stream.synchronize()
+        return func(*values(args), **values(on))
+    made_on = {"device": "meta"} if "device" in kwargs else {}
+    shaped = func(*shapes(args), **shapes(on), **made_on)
+    view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+    written = [a for a, i in zip(args, func._schema.arguments, strict=False) if i.alias_info and i.alias_info.is_write]
+    known = {id(t.shaped): t for t in there}
+
+    def wrapped(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return known[id(t)] if id(t) in known else There(t, number, there[0].storage if view else Storage())
+
+    out = tree_map(wrapped, shaped)
+    made = [t for t in tree_leaves(out) if isinstance(t, There)]
+
+    def act() -> None:
+        done = func(*values(args), **values(on))
+        for t, value in zip(made, [v for v in tree_leaves(done) if isinstance(v, Tensor)], strict=True):
+            t.values = value
+
+    if view and there[0].values is not None:
+        act()
+    elif view:
+        stream.queue.append(act)
+    else:
+        gpu().counts[name] += 1
+        gpu().queue(name, stream, there, [*made, *written], act)
+    return out
+
+
+def shapes(tree: Any) -> Any:
+    """The same with shapes for tensors."""
+    return tree_map(lambda t: t.shaped if isinstance(t, There) else t, tree)
+
+
+def copied(into: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
+    """A copy on the device, up, down, or from one to the other."""
+    up, down = isinstance(into, There), isinstance(source, There)
+    if isinstance(into, There) and isinstance(source, There):
+        if into.number == source.number:
+            operated(aten.copy_.default, (into, source), {})
+            return into
+        gpu().stream(into.number).wait_stream(gpu().stream(source.number))
+    number = into.number if isinstance(into, There) else source.number  # type: ignore[attr-defined]
+    stream, host = gpu().stream(number), source if up else into
+    waits = not (non_blocking and gpu().is_pinned(host)) or (up and down)
+    gpu().counts[f"{'up' if up else 'down'}{' and waited for' if waits else ''}"] += 1
+
+    def act() -> None:
+        values(into).copy_(values(source))
+
+    gpu().queue("a copy", stream, [source] if down else [], [into] if up else [], act)  # type: ignore[list-item]
+    if waits:
+        stream.synchronize()
+    elif not up:
+        into.view(torch.uint8).fill_(0x7F)
+    return into
+
+
+def factory(func: Any) -> Callable[..., Tensor]:
+    """What makes tensors on the device."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with gpu().lock:
+            out = operated(func, args, kwargs)
+            if func.name().startswith("aten::empty"):  # not even their memory is clean
+                work = gpu().stream(out.number).queue.pop()
+                work()
+                if out.dtype in {torch.float64, torch.float32, torch.float16, torch.bfloat16}:
+                    out.values.fill_(float("nan"))
+            return out
+
+    return make
+
+
+@contextmanager
+def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterator[Pretended]:
+    """As many CUDA devices, for all threads, inside."""
+    found = Pretended()
+    _pretended[:] = [found]
+    empty, tensor = torch.empty, torch.tensor
+    torch._C._ensureCUDADeviceGuardSet()
+
+    def pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        out = empty(*args, **kwargs)
+        if pin_memory:
+            found.pinned[out.untyped_storage().data_ptr()] = StorageWeakRef(out.untyped_storage())
+        return out
+
+    def moved(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return tensor(*args, **kwargs).to(device) if device is not None else tensor(*args, **kwargs)
+
+    instead = {
+        "Stream": Stream, "stream": found.using, "device": found.on, "current_stream": found.stream,
+        "current_device": lambda: found.current, "is_available": lambda: True, "device_count": lambda: devices,
+        "_lazy_init": lambda: None, "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, value in instead.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "empty", pinning)
+    monkeypatch.setattr(torch, "tensor", moved)
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in FACTORIES:
+            packet, _, overload = name.partition(".")
+            library.impl(name, factory(getattr(getattr(aten, packet), overload or "default")), "CUDA")
+        yield found
+    finally:
+        library._destroy()
