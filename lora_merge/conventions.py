@@ -124,8 +124,8 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_a.weight", "down", LORA),
     Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch
     Suffix(".lora.A", "down", ("lora_transposed",)),
-    Suffix(".lora_b", "up", ("lora_transposed",)),  # mlx-lm
-    Suffix(".lora_a", "down", ("lora_transposed",)),
+    Suffix(".lora_b", "up", ("lora_transposed", "lora_switch")),  # mlx-lm
+    Suffix(".lora_a", "down", ("lora_transposed", "lora_switch")),
     Suffix(".m", "magnitude", ANY),
     Suffix(".bias_indices", "indices", SPARSE),  # of the weight, whatever the name says
     Suffix(".bias_values", "values", SPARSE),

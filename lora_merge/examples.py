@@ -47,6 +47,7 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "lora_embedding": Example({"up": (IN, RANK), "down": (RANK, OUT)}, numbers=_SCALE),
     "lora_experts": Example({"up": (8, RANK, 3), "down": (3, RANK, 6)}, EXPERTS, _SCALE),
     "lora_experts_transposed": Example({"up": (1, 6, RANK, 3), "down": (3, RANK, 8)}, EXPERTS, _SCALE),
+    "lora_switch": Example({"up": (3, 8, RANK), "down": (3, RANK, 6)}, EXPERTS, settings={"lora_alpha": 3.0}),
     "bdlora": Example({"up": (OUT, 2, 2), "down": (2, 2, 8)}, numbers=_SCALE),
     "pissa": Example(_PAIR, numbers=_SCALE),
     "olora": Example(_PAIR, numbers=_SCALE),

@@ -98,7 +98,8 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         incomplete += [] if complete else [module.where]
         slot = next((s for s in RANK_SLOTS if s in module.slots), None)
         if slot is not None and (shape := module.slots[slot].shape):
-            ranks[shape[-1 if "lora_transposed" in complete else 0]] += 1
+            stack = len(shape) == 3 and "lora_switch" in complete
+            ranks[shape[1 if stack else -1 if "lora_transposed" in complete else 0]] += 1
         if "alpha" in module.shared:
             alphas[FileValues().numbers(module.shared["alpha"])[0]] += 1
     for table in (file.index.config, *(_json(file.index, entry) for entry in ("lora_adapter_metadata", "lora_config"))):

@@ -43,7 +43,7 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
-STACKED: Final = ("lora_experts", "lora_experts_transposed")
+STACKED: Final = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 ODD: Final = 1e-3
 """An α that no file leaves out: with it, the scale is another than without."""

@@ -45,7 +45,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "WAVEFT": ("waveft",),
         "PEANUT": ("peanut",),
         "TRAINABLE_TOKENS": (),
-        MLX: ("lora_transposed",),
+        MLX: ("lora_transposed", "lora_switch"),
     }
 )
 """peft_type → rows of ALGORITHMS that its tensors can be."""

@@ -194,6 +194,7 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
         "peft_oft2": _blocks,
         "lokr": lambda _: {"right_aligned": True},
         "lora_transposed": _mlx,
+        "lora_switch": _mlx,
         "vera": _random,
         "pvera": _random,
         "randlora": lambda fields: {

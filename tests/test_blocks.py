@@ -24,7 +24,7 @@ from lora_merge.reference import REFERENCE
 from lora_merge.views import Piece, View
 
 STRENGTH = 0.7
-STACKED = ("lora_experts", "lora_experts_transposed")
+STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
 CASES = {
     **EXAMPLES,
     "diag_oft, no limit": replace(EXAMPLES["diag_oft"], numbers={"limit": inf}),

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = "cuda"
 LAYERS = 24  # of one shape each: eight for every lane, in batches
-STACKED = ("lora_experts", "lora_experts_transposed")
+STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 
 # ------------------------------------------------ every formula, three lanes

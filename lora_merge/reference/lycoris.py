@@ -63,6 +63,19 @@ def lora_transposed(g: Given) -> Array:
     return scale * (a @ b[:, g.rows]).T
 
 
+def lora_switch(g: Given) -> Array:
+    """Every expert has factors of its own. A row of the weight is one of an expert's, or all."""
+    _, height, width = g.shape
+    lines = g.cols // width
+    which, inside = np.divmod((g.rows[:, None] * lines + np.arange(lines)).reshape(-1), height)
+    result = np.empty((len(which), width))
+    for e in np.unique(which):
+        up, down = (g.read(slot, np.array([e]))[0] for slot in ("up", "down"))
+        result[which == e] = up[inside[which == e]] @ down
+    scale = g.settings["lora_alpha"] / (down.shape[0] if g.settings.get("over_rank", True) else 1)
+    return scale * result.reshape(len(g.rows), g.cols)
+
+
 def loha(g: Given) -> Array:
     """Two low-rank matrices multiplied element by element."""
     halves = []
@@ -223,7 +236,8 @@ def onetrainer_oft_conv(g: Given) -> Array:
 LYCORIS: Final = MappingProxyType({
     "lora": Reference(lora), "lora_sparse": Reference(lora_sparse),
     "lora_sparse_tucker": Reference(lora_sparse_tucker), "lora_fused": Reference(lora_fused),
-    "lora_transposed": Reference(lora_transposed), "loha": Reference(loha), "lokr": Reference(lokr),
+    "lora_transposed": Reference(lora_transposed), "lora_switch": Reference(lora_switch),
+    "loha": Reference(loha), "lokr": Reference(lokr),
     "glora": Reference(glora), "glora_old": Reference(glora_old), "tlora": Reference(tlora, whole=True, loss=64),
     "full": Reference(full), "full_rank": Reference(full_rank), "set": Reference(replace), "ia3": Reference(ia3),
     "diag_oft": Reference(diag_oft, loss=8), "oft_diag": Reference(oft_diag),

@@ -267,6 +267,11 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "lora_sparse_tucker": _sparse()[1],
     "lora_fused": _fused(),
     "lora_transposed": _transposed(),
+    "lora_switch": [
+        Example(
+            "three experts", (3, 8, 10), {"up": (3, 8, 2), "down": (3, 2, 10)}, settings={"lora_alpha": 4.0}, blind=(0,)
+        )
+    ],
     "loha": _loha(),
     "lokr": _lokr(),
     "glora": _glora(),

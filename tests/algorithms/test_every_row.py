@@ -22,6 +22,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "lora_embedding": (PEFT, '"lora": (peft.LoraConfig, [*LINEAR, *CONV, "table"]'),
     "lora_experts": (PEFT, "target_parameters=parameters"),
     "lora_experts_transposed": (PEFT, '"is_transposed", [False, True]'),
+    "lora_switch": (TRAINERS, "trainers.MlxSwitch"),
     "bdlora": (PEFT, "peft.BdLoraConfig"),
     "pissa": (PEFT, '"init_lora_weights": "pissa"'),
     "olora": (PEFT, '"init_lora_weights": "olora"'),

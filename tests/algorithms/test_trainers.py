@@ -186,3 +186,37 @@ def test_a_scale_of_mlx_lm_that_versions_read_differently_is_asked_for(told: dic
     stated = lora_merge.merge_state_dict(base, tmp_path, setting={"lora_alpha": 10.0})
     saved = load_file(tmp_path / "adapters.safetensors")
     torch.testing.assert_close(stated["b.weight"], base["b.weight"] + 10 * (saved["b.lora_a"] @ saved["b.lora_b"]).T)
+
+
+@pytest.mark.parametrize("layer", ["mlp", "block_sparse_moe"])
+@pytest.mark.parametrize("stored", ["apart", "stacked"])
+def test_experts_of_mlx_lm(stored: str, layer: str, tmp_path: Path) -> None:
+    """It calls the stack of a layer's experts `switch_mlp`; the base has them one by one, or gate and up in one stack."""
+    torch.manual_seed(3)
+    weights = {name: torch.randn(4, 8, 8) for name in ("gate_proj", "up_proj", "down_proj")}
+    trained = {name: trainers.MlxSwitch(weight, scale=20.0) for name, weight in weights.items()}
+    at = "model.layers.0."
+    saved = {
+        f"{at}{layer}.switch_mlp.{n}.{k}": v.detach() for n, t in trained.items() for k, v in t.state_dict().items()
+    }
+    save_file(saved, tmp_path / "adapters.safetensors")
+    told = {"fine_tune_type": "lora", "lora_parameters": {"rank": 3, "dropout": 0.0, "scale": 20.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    assert inspect(tmp_path)["ranks"] == [3]
+    base = {"model.embed_tokens.weight": torch.zeros(5, 8), f"{at}input_layernorm.weight": torch.zeros(8)}
+    mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if layer != "mlp" else {n: n for n in weights}
+    if stored == "apart":
+        names = {n: [f"{at}{layer}.experts.{e}.{mixtral[n]}.weight" for e in range(4)] for n in weights}
+        base |= {key: weights[n][e] for n, keys in names.items() for e, key in enumerate(keys)}
+        done = lora_merge.merge_state_dict(base, tmp_path)
+        merged = {n: torch.stack([done[key] for key in keys]) for n, keys in names.items()}
+    else:
+        base[f"{at}mlp.experts.gate_up_proj"] = torch.cat([weights["gate_proj"], weights["up_proj"]], 1)
+        base[f"{at}mlp.experts.down_proj"] = weights["down_proj"]
+        done = lora_merge.merge_state_dict(base, tmp_path)
+        gate, up = done[f"{at}mlp.experts.gate_up_proj"].chunk(2, 1)
+        merged = {"gate_proj": gate, "up_proj": up, "down_proj": done[f"{at}mlp.experts.down_proj"]}
+    x, indices = torch.randn(9, 8), torch.arange(9) % 4
+    for name, one in trained.items():
+        got = torch.einsum("ti,toi->to", x, merged[name][indices])
+        torch.testing.assert_close(got, one(x, indices), rtol=1e-5, atol=1e-3)

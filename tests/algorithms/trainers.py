@@ -455,6 +455,22 @@ class Mlx(Trained):
         return self.base(x) + self.scale * (x @ self.lora_a @ self.lora_b)
 
 
+class MlxSwitch(nn.Module):
+    """mlx-lm: a layer of experts, of which every token is given to one."""
+
+    def __init__(self, weight: Tensor, rank: int = 3, scale: float = 2.0) -> None:
+        super().__init__()
+        experts, out, width = weight.shape
+        self.lora_a, self.lora_b = noise(experts, rank, width), noise(experts, out, rank)
+        self.base, self.scale = weight, scale
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Beside the layer: x [tokens, in], indices [tokens]."""
+        low = torch.einsum("ti,tri->tr", x, self.lora_a[indices])
+        whole = torch.einsum("ti,toi->to", x, self.base[indices])
+        return whole + self.scale * torch.einsum("tr,tor->to", low, self.lora_b[indices])
+
+
 class MlxDora(Mlx):
     """Every output but its bias is stretched by its magnitude over its weight's norm."""
 

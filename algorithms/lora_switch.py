@@ -1,0 +1,45 @@
+"""LoRA of stacked experts in mlx-lm, ΔW[e] = c · B_e A_e; mlx_lm/tuner/lora.py, LoRASwitchLinear.
+
+Every expert has factors of its own, A (E, r, in) and B (E, out, r), this way round in contrast to those of its other
+layers. As there the file holds no α: c is the `scale` of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoraSwitchTensors:
+    """The factors of the experts of n stacks of equal shape."""
+
+    up: Tensor  # B, [n, E, out, r]
+    down: Tensor  # A, [n, E, r, in]
+    lora_alpha: float  # α
+    over_rank: bool = True  # whether c = α / r
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes of up (E, out, r) and down (E, r, in) for a weight (E, out, in)."""
+    up, down = shapes["up"], shapes["down"]
+    expect(
+        holds=len(up) == len(target) == 3 and up[:2] == target[:2] and down == (target[0], up[2], target[2]),
+        otherwise=f"lora_a is {list(down)}, lora_b is {list(up)}, the weight is {list(target)}",
+    )
+    return {"up": up, "down": down}
+
+
+def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
+    """ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
+    rank = t.down.shape[2]
+    scale = t.lora_alpha / rank if t.over_rank and rank else t.lora_alpha
+    return ((t.up * scale) @ t.down).reshape(base.shape)
+
+
+LORA_SWITCH = Algorithm("lora_switch", LoraSwitchTensors, fit, delta, "mlx-lm", sliced={"up": 0, "down": 0})
