@@ -21,6 +21,12 @@ from .peft import Rules
 BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
 """Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
 
+UNGATHERED: Final = (
+    "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements where a save was not gathered; gather it "
+    "(stage3_gather_16bit_weights_on_model_save), or take the weights from the checkpoint (zero_to_fp32.py)"
+)
+"""What to do about tensors of shape [0]."""
+
 MOST: Final = 2  # modules that have the tensor, at the least, where one has not
 
 

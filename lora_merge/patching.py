@@ -13,7 +13,7 @@ from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .errors import InputError, ShapeMismatch
 from .explain import grouped
 from .folders import listed
-from .gaps import incomplete, lacks
+from .gaps import UNGATHERED, incomplete, lacks
 from .header import TensorInfo
 from .network_args import Trained, trained
 from .peft import Rules
@@ -141,7 +141,8 @@ class Patcher:
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
             raise ShapeMismatch(UNTOLD, where, untold)
-        fix = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
+        advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
+        fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def notes(self) -> list[str]:

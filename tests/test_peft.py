@@ -505,6 +505,15 @@ def test_the_file_alone_is_refused_where_more_was_trained(beside: str, tmp_path:
     assert beside in e.value.where and str(told) in e.value.fix
 
 
+@pytest.mark.parametrize("slots", [{"lora_A"}, {"lora_B"}, {"lora_A", "lora_B"}])
+def test_tensors_that_were_not_gathered_are_called_so(slots: set[str], tmp_path: Path) -> None:
+    told = folder(tmp_path, LORA)
+    file = told / "adapter_model.safetensors"
+    save_file({k: torch.zeros(0) if slots & {*k.split(".")} else v for k, v in load_file(file).items()}, file)
+    with pytest.raises(MergeError, match="ZeRO-3"):
+        lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, told)
+
+
 # Odd and hostile configurations
 
 FIELDS = sorted(
