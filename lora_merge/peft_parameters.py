@@ -50,7 +50,7 @@ def in_out(modules: Iterable[str]) -> frozenset[str]:
 def bare(module: str) -> str:
     """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
     path = TRAINING.sub("", module) if "_mod" in module else module  # all of them have that
-    return path.removeprefix("module." if path.startswith(f"module.{PREFIX}") else "").removeprefix(PREFIX)
+    return path.partition(PREFIX)[2] or path  # before it there may be module. or what a training loop calls the model
 
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:

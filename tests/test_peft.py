@@ -119,7 +119,7 @@ def test_oft_without_its_switch_is_refused() -> None:
     ({"alpha_pattern": {r"layers\.[01]\.(q|k)": 12, "q": 100}}, "layers.2.q", 25.0),
     # levels that training put around PEFT's model, and inside it
     *(({"alpha_pattern": {"^x.b": 12}}, f"{wrapper}base_model.model.x.b", 3.0)
-      for wrapper in ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.module.")),
+      for wrapper in ("module.", "model.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.module.")),
     *(({"alpha_pattern": {"x.b": 12}}, f"base_model.model.x.{inside}.b", 3.0)
       for inside in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module._orig_mod")),
     ({"alpha_pattern": {"^module.b": 12}}, "base_model.model.module.b", 3.0),  # the model's own
