@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .arguments import DEVICES
+from .cli_values import one_setting, part
 from .showing import carry_out, conclude, describe, echo, show_proof, silent
 
 
@@ -25,6 +26,12 @@ def verify(
     adapter: Annotated[
         list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
     ] = None,
+    strength_for: Annotated[
+        list[str] | None, typer.Option(metavar="PART=FLOAT", help="As for merge, where there is no recipe.")
+    ] = None,
+    unmatched: Annotated[str | None, typer.Option(help="The same.")] = None,
+    map_file: Annotated[str | None, typer.Option("--map", help="The same.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="The same.")] = None,
     search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
@@ -34,7 +41,12 @@ def verify(
     from .replay import prove
 
     pairs = [(a, None) if exists(a) else split_strength(a) for a in adapter or []]
-    proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full)
+    options = {
+        "strength_for": [part(p) for p in strength_for or []], "unmatched": unmatched, "map": map_file,
+        "setting": [one_setting(s) for s in setting or []],
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value}
+    proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)
     if as_json:
         echo(json.dumps(proof, ensure_ascii=False))
     else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from .beside import contents, differing
@@ -23,20 +24,26 @@ from .recipe_reader import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
 
-def prove(
+def prove(  # noqa: PLR0913  # what may be said of an output
     output: Path,
     base: str | Path | None = None,
     adapters: Sequence[tuple[str | Path, float | None]] = (),
     *,
     search: Sequence[Path] = (),
     full: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
-    and in `search`. A strength of None is the recipe's, or 1. VerificationFailed if it is not that merge.
+    and in `search`. A strength of None is the recipe's, or 1. `options` are those of `merge` that no tensor tells
+    (strength_for, unmatched, map, setting), for an output without a recipe. VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
+    if options and KEY in made.metadata:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise UsageError("options that the recipe has said", flags,
+                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(made, "give --base and --adapter")
@@ -44,7 +51,7 @@ def prove(
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
-            job = _job_of(made, base, adapters, stack)
+            job = _job_of(made, base, adapters, options, stack)
         plan = _followed(job, made)
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         proof = verify(plan, output, reader, full=full, fresh=False)
@@ -113,13 +120,14 @@ def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitS
 
 
 def _job_of(
-    made: Index, base: str | Path, adapters: Sequence[tuple[str | Path, float | None]], stack: ExitStack
-) -> Job:
+    made: Index, base: str | Path, adapters: Sequence[tuple[str | Path, float | None]], options: Mapping[str, Any],
+    stack: ExitStack,
+) -> Job:  # fmt: skip
     """The job for named inputs; what is not named comes from the recipe, or else from the output itself."""
     if KEY not in made.metadata:
         pairs = [(path, 1.0 if s is None else s) for path, s in adapters]
-        job = make_job(base, pairs, made.path)
-        return make_job(base, pairs, made.path, dtype=_dtype(made, open_checkpoint(job.base)))
+        job = make_job(base, pairs, made.path, **options)
+        return replace(job, dtype=_dtype(made, open_checkpoint(job.base)))
     recipe = read_recipe(made)
     if len(recipe.adapters) != len(adapters):
         raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",

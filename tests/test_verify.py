@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from safetensors.torch import save_file
 import lora_merge
 import lora_merge.run
 from lora_merge import recompute
-from lora_merge.errors import InputError, UsageError, VerificationFailed
+from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.header import parse_file
 from lora_merge.placement import convert
 from lora_merge.reference import floats
 from lora_merge.replay import prove
 
-from .support import UNET, kohya, load, metadata, rand, save, sd1
+from .support import UNET, cli, kohya, load, metadata, rand, save, sd1
 
 QUERY = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
 UP = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"
@@ -186,6 +187,30 @@ def test_files_of_other_programs_are_proven_from_named_inputs(made: Path) -> Non
         prove(out)
     with pytest.raises(UsageError, match="half of the inputs"):
         prove(out, base=made / "base.safetensors")
+
+
+def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path) -> None:
+    table = made / "names.yaml"
+    shutil.copy(Path(lora_merge.__file__).parent / "architectures" / "sd1.yaml", table)
+    foreign = {"te": 0.5, "unet": 0.0}, made / "foreign.safetensors"
+    save(kohya(sd1()) | {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
+         made / "style.safetensors")  # fmt: skip
+    out = merge(made, "some", strength_for=foreign[0], unmatched="skip")
+    save_file(load(out), foreign[1])
+    options = {"strength_for": [("te", 0.5), ("unet", 0.0)], "unmatched": "skip", "map": table}
+    named = inputs(made, (0.7, 0.3))
+    assert prove(foreign[1], **named, full=True, options=options)["proven"]
+    with pytest.raises(VerificationFailed):
+        prove(foreign[1], **named, full=True, options={"unmatched": "skip"})
+    with pytest.raises(FitError):
+        prove(foreign[1], **named)
+    for said in ({}, named):
+        with pytest.raises(UsageError, match="the recipe has said"):
+            prove(out, **said, options=options)
+    words = [f"--{k.replace('adapters', 'adapter')}={v}" for k, v in (("base", named["base"]), *(
+        ("adapters", f"{path}:{strength}") for path, strength in named["adapters"]))]  # fmt: skip
+    done = cli("verify", foreign[1], *words, "--strength-for", "te=0.5", "--strength-for", "unet=0", "--unmatched", "skip", "--map", table)  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_renamed_inputs_are_found_by_content(made: Path, tmp_path: Path) -> None:
