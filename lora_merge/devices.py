@@ -81,7 +81,7 @@ def _tried(dtype: str) -> list[tuple[str, str]]:
 def _refusal(kind: str) -> str:
     """Why CUDA finds no device where it is not for want of one: its driver is too old, or broken. torch only warns of
     that, once in a process."""
-    if kind != "cuda":
+    if kind != "cuda" or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return ""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -65,6 +65,7 @@ def test_a_driver_that_is_too_old_is_told_and_not_warned_of(tmp_path: Path, monk
             warnings.warn(said.pop(), stacklevel=2)
         return False
 
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     devices._refusal.cache_clear()
     try:
