@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from .job import Adapter, Job
     from .memory import LoadedAdapter, load_adapter, merge_state_dict
     from .outcome import JobReport
-    from .planning import Plan
+    from .plans import Plan
     from .report import Report
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
-    "Adapter": "job", "Job": "job", "Plan": "planning", "Report": "report", "MergeError": "errors",
+    "Adapter": "job", "Job": "job", "Plan": "plans", "Report": "report", "MergeError": "errors",
     "run_batch": "batch", "JobReport": "outcome",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .arguments import MergeOptions
-    from .planning import Plan
+    from .plans import Plan
     from .report import Report
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from .job import DTYPES
-from .planning import Plan
+from .plans import Plan
 from .recipe import sha256
 from .sidefiles import configured
 

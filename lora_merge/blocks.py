@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from .matched import Use
-from .planning import Target, rows_of
+from .plans import Target, rows_of
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: both casts take a third of what 2**22 take
 

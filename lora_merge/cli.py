@@ -24,7 +24,7 @@ from .stopping import heed, on_stop
 
 if TYPE_CHECKING:
     from .job import Job
-    from .planning import Plan
+    from .plans import Plan
     from .telling import ReportFile
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -182,7 +182,7 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
     """What a dry run says below the plan's own lines."""
     from .bounds import require_device
-    from .planning import coverage
+    from .plans import coverage
 
     require_device(plan.job)
     say(needs(plan))

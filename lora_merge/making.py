@@ -11,7 +11,7 @@ from .factors import Factors, Kept, view_bytes
 from .folding import Folder, Item, settle
 from .job import COMPUTE_DTYPES
 from .placement import convert
-from .planning import Plan
+from .plans import Plan
 from .sharing import one_core, threads
 from .slots import Turn
 from .windows import Change, Fold, Window

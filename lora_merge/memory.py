@@ -29,7 +29,8 @@ from .names import Names, names
 from .patching import Patcher
 from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
-from .planning import Target, match, outputs, values
+from .planning import match, outputs
+from .plans import Target, values
 from .surroundings import undisturbed
 from .tied import tied
 from .views import Piece, View

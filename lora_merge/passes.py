@@ -16,7 +16,8 @@ from .job import Job
 from .jobs_file import Entry
 from .opened import Opened
 from .outcome import JobReport, Status, failed, here
-from .planning import Plan, draw
+from .planning import draw
+from .plans import Plan
 from .report import Report
 from .resume import Hashes, done
 from .run import Progress, run_together

@@ -15,7 +15,7 @@ from .checkpoint import Reader
 from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
-from .planning import Plan, Target, rows_of
+from .plans import Plan, Target, rows_of
 from .reader import read_at
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step

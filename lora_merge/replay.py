@@ -17,7 +17,8 @@ from .folders import listed
 from .job import DTYPES, Adapter, Job, make_job
 from .kinds import quoted
 from .opened import Opened
-from .planning import FLOATS, Plan, draw, placed
+from .planning import draw, placed
+from .plans import FLOATS, Plan
 from .recipe import KEY
 from .recipe_inputs import different, find
 from .recipe_reader import Recipe, damaged, read_recipe

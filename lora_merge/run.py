@@ -15,7 +15,7 @@ from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
 from .errors import MergeError
-from .planning import Plan, coverage
+from .plans import Plan, coverage
 from .publish import replacing
 from .report import Report, peak_memory
 from .scarcity import scarcity

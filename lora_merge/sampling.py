@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from .planning import Target, rows_of
+from .plans import Target, rows_of
 from .reference.floats import Array
 
 ROWS: Final = 2  # of a merged tensor, more where rows are short

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .folders import listed
 
 if TYPE_CHECKING:
-    from .planning import Plan
+    from .plans import Plan
     from .report import Report
 
 
@@ -110,7 +110,7 @@ def needs(plan: Plan) -> str:
 def dry(plan: Plan) -> dict[str, Any]:
     """What --dry-run --json prints."""
     from . import __version__
-    from .planning import coverage
+    from .plans import coverage
     from .windows import buffer_bytes
 
     return {

@@ -20,7 +20,7 @@ from .checkpoint import Reader
 from .errors import InputError, VerificationFailed
 from .header import ITEM_BYTES, parse, parse_file
 from .kinds import quoted
-from .planning import OutputFile, Plan, Target
+from .plans import OutputFile, Plan, Target
 from .recipe import KEY, OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step

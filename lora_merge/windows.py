@@ -16,7 +16,7 @@ from .blocks import Block, blocks
 from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 from .header import ITEM_BYTES, TensorInfo
 from .pages import PAGE
-from .planning import Plan, Target
+from .plans import Plan, Target
 from .reader import MEMORY
 from .volumes import share_blocks
 

@@ -21,7 +21,7 @@ from .bounds import SLOTS
 from .digests import Digests
 from .disk import Writer, amend
 from .pages import PAGE
-from .planning import Plan
+from .plans import Plan
 from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn

@@ -19,7 +19,7 @@ from lora_merge.header import TensorInfo
 from lora_merge.matched import Use
 from lora_merge.patching import Patch
 from lora_merge.placement import FILE_DTYPES, Placement
-from lora_merge.planning import Target
+from lora_merge.plans import Target
 from lora_merge.reference import REFERENCE
 from lora_merge.views import Piece, View
 

@@ -26,7 +26,7 @@ from lora_merge.header import TensorInfo
 from lora_merge.matched import Use
 from lora_merge.patching import Patch
 from lora_merge.placement import FILE_DTYPES, TORCH_DTYPES
-from lora_merge.planning import Target
+from lora_merge.plans import Target
 from lora_merge.views import Piece, View
 
 from .support import Tensors, load, rand, save

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from lora_merge.header import ITEM_BYTES
 from lora_merge.job import COMPUTE_DTYPES, make_job
 from lora_merge.making import Making
-from lora_merge.planning import Plan, make_plan
+from lora_merge.planning import make_plan
+from lora_merge.plans import Plan
 from lora_merge.reader import Reader
 from lora_merge.slots import Slot, Turn
 from lora_merge.windows import Fold, window_bytes, windows
