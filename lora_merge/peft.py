@@ -46,6 +46,10 @@ SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
+UNREAD: Final = (
+    "scaled by the lora_config in its header, as it was trained; diffusers does not read that and takes scale 1"
+)
+
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """A field of configurations without a peft_type → what they are."""
 
@@ -145,7 +149,10 @@ class Rules:
         return {} if make is None else {"scale": make(self.fields, module, shapes)}
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
-        """What the user should know of a configuration that says another rank than the tensors have; or ""."""
+        """What the user should know of a configuration that says another rank than the tensors have, or that others
+        do not read; or ""."""
+        if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
+            return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
         return rank_doubt(self.fields, algorithm, module, shapes) if self.kind else ""
 
     def settings(self, algorithm: str) -> Mapping[str, object]:

@@ -462,6 +462,9 @@ def test_finetrainers_header_tells_alpha(
     save_file(tensors, path, {"format": "pt", "lora_config": json.dumps(told, indent=4)})
     done = lora_merge.merge_state_dict({"a.weight": base}, path)["a.weight"]
     torch.testing.assert_close(done, base + scale * up @ down)
+    save_file({"a.weight": base}, tmp_path / "base.safetensors")
+    notes = str(lora_merge.plan(tmp_path / "base.safetensors", path, tmp_path / "out.safetensors").adapters[0].notes)
+    assert ("does not read" in notes) is (scale != 1 and name == "transformer.a")
 
 
 def test_configuration_beside_a_file_counts_when_the_file_is_named(tmp_path: Path) -> None:
