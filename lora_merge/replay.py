@@ -54,6 +54,10 @@ def prove(  # noqa: PLR0913  # what may be said of an output
         else:
             job = _job_of(made, base, adapters, options, stack)
         plan = _followed(job, made)
+        if plan.is_folder != made.path.is_dir():
+            kind, other = ("folder", "file") if plan.is_folder else ("file", "folder")
+            what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
+            raise VerificationFailed(what, str(output), f"name the {kind} itself")
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         proof = verify(plan, output, reader, full=full, fresh=False)
         if sides := differing(contents(plan), output):

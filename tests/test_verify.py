@@ -213,6 +213,16 @@ def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path
     assert done.returncode == 0, done.stderr
 
 
+def test_a_file_that_was_put_into_a_folder_is_named_itself(made: Path) -> None:
+    folder = made / "model"
+    folder.mkdir()
+    shutil.copy(made / "out.safetensors", folder / "model.safetensors")
+    with pytest.raises(VerificationFailed, match="base is a file") as failure:
+        prove(folder, search=[made])
+    assert failure.value.fix == "name the file itself"
+    assert prove(folder / "model.safetensors", search=[made])["proven"]
+
+
 def test_renamed_inputs_are_found_by_content(made: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
     (made / "style.safetensors").rename(tmp_path / "elsewhere" / "deep" / "renamed.st")
