@@ -27,7 +27,8 @@ MOST_EXPERTS: Final = 4096
 """A stack of more is no stack of experts; tensors of no bytes may claim any number."""
 
 INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
-"""First levels that adapters lack if they were trained on the model inside the model with a head."""
+"""First levels that adapters lack if they were trained on the model inside the model with a head. Beside `model.`
+the others are a model's parts: HunYuan-VL's `vit.`"""
 
 Names: TypeAlias = dict[str, View | None]
 """Name → place; None if it fits two."""
@@ -84,10 +85,11 @@ class Component:
         for path, view in [*own, *_spelled(canonical, spellings.values())]:
             _put(strong, path, view)
         weak: Names = {}
+        inner = INNER[:1] if any(path.startswith(INNER[0]) for path in strong) else INNER
         for path, place in strong.items():
             for other in _other_names(path):
                 _put(weak, other, place)
-            if path.startswith(INNER) or (self.inner and path.startswith(self.inner)):
+            if path.startswith(inner) or (self.inner and path.startswith(self.inner)):
                 _put(weak, path.split(".", 1)[1], place)
         return weak | strong, _flattened(weak) | _flattened(strong)
 

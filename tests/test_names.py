@@ -403,6 +403,13 @@ RENAMED = (
     (("language_model.embed_tokens.weight",),      "language_model.layers.0.mlp.up_proj",            "model.language_model.layers.0.mlp.up_proj"),
     (("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "visual.vision_model.embeddings.patch_embedding.weight"),
                                                    "model.layers.0.mlp.up_proj",                     "model.language_model.layers.0.mlp.up_proj"),  # PaddleOCR
+    *((("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "vit.embeddings.patch_embedding.weight", "vit.layers.0.self_attn.q_proj.weight"),
+       disk, memory) for disk, memory in (  # HunYuan-VL
+          ("model.layers.0.self_attn.q_proj", "model.language_model.layers.0.self_attn.q_proj"),
+          ("vit.layers.1.self_attn.q_proj", "model.vision_tower.layers.1.self_attn.q_proj"),
+          ("vit.layers.0.mlp.dense_4h_to_h", "model.vision_tower.layers.0.mlp.fc2"),
+          ("vit.perceive.proj.2", "model.vision_tower.patch_merger.proj_out"),
+    )),
     (("backbone.embeddings.weight", "backbone.norm_f.weight"), "backbone.layers.0.mixer.q_proj",     "model.layers.0.mixer.q_proj"),  # Nemotron-H
 )  # fmt: skip
 
