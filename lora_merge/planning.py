@@ -31,7 +31,7 @@ from .peft import rules
 from .plans import FLOATS, OutputFile, Plan, Target, values
 from .recipe import metadata
 from .replacements import clashes
-from .sidefiles import index_files, output_name, side_files, stored_name
+from .sidefiles import index_files, other_tokenizers, output_name, side_files, stored_name
 from .tied import tied
 from .tying import check_alone
 from .windows import disk_bytes
@@ -64,8 +64,9 @@ def draw(job: Job, opened: Opened) -> Plan:
     base.quantised.check(base.path, job.dtype, changed)
     files, indexes = _files(job, base, matched)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
-    if left:
-        base = replace(base, notes=(*base.notes, f"not copied, for weights of their own lie there: {listed(left)}"))
+    more = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
+    if more := [*more, *other_tokenizers(base.path, [ref.path for ref in job.adapters])]:
+        base = replace(base, notes=(*base.notes, *more))
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 

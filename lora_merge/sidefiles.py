@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 from .algorithms import Shape
 from .checkpoint import Index, json_value, read_json
 from .errors import InputError
-from .folders import entries
+from .folders import entries, listed
 from .header import TensorInfo
 from .json_text import from_json
 
@@ -28,6 +28,9 @@ LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-
 
 MODULES: Final = "modules.json"
 """Where sentence-transformers lists the parts of a model: its transformer, a pooling, perhaps dense layers."""
+
+TOKENIZER: Final = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
+"""Files that a trainer puts beside an adapter, changed where it added tokens or a chat template."""
 
 EMBEDDING: Final = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
@@ -72,6 +75,22 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 _require_file(path)
                 copied.append(path)
     return _relative(copied, base), _relative(left, base)
+
+
+def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
+    """A note for every adapter folder with a tokenizer of another size than that of the base folder, which is what the
+    output has; nothing is read."""
+    for folder in adapters if base.is_dir() else ():
+        if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
+            yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: take it where the "
+                   "training added tokens or a chat template")  # fmt: skip
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:

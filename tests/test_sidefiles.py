@@ -220,3 +220,20 @@ def test_a_configuration_tells_the_size_of_a_resized_vocabulary(name: str, insid
 def test_a_table_of_places_is_no_vocabulary(name: str) -> None:
     resized = {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}
     assert json.loads(configured(b'{"vocab_size": 9}', None, resized)) == {"vocab_size": 9}
+
+
+def test_another_tokenizer_beside_the_adapter_is_told_of(model: Path) -> None:
+    """The output has the base's, which knows neither the tokens nor the template that a training added."""
+    adapter = model / "adapter"
+    adapter.mkdir()
+    lora = {f"base_model.model.layers.0.lora_{side}.weight": rand(8, 2) if side == "B" else rand(2, 8) for side in "AB"}
+    save(lora, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    for folder in (model / "base", adapter):
+        (folder / "tokenizer.json").write_text("{}")
+    notes = lora_merge.merge(model / "base", adapter, model / "same").notes
+    assert not any("tokenizer" in note for note in notes)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    notes = lora_merge.merge(model / "base", adapter, model / "other").notes
+    assert any(f"{adapter} has another chat_template.jinja" in note for note in notes)
+    assert not (model / "other" / "chat_template.jinja").exists()
