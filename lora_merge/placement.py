@@ -171,8 +171,11 @@ def convert(source: Tensor, into: Tensor) -> None:
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor detached, contiguous, on the CPU; the same object's data where it is that already."""
-    tensor = tensor.detach().cpu()
+    """The tensor detached, contiguous, on the CPU; the same object's data where it is that already.
+
+    Bits of a lazy negation are the opposite of its values, and those are what programs write to files.
+    """
+    tensor = tensor.detach().cpu().resolve_neg()
     dtype = dtype or tensor.dtype
     return _ready(tensor, dtype).to(dtype).contiguous()
 

@@ -476,3 +476,14 @@ def test_what_lies_in_a_window_does_not_change_the_bytes(shape: tuple[int, int])
 def test_lists_of_devices_that_cannot_share_the_work_are_refused(device: str) -> None:
     with pytest.raises(lora_merge.MergeError):
         places(device, "F32")
+
+
+def test_a_lazy_negation_is_carried_out() -> None:
+    """Its bits are the opposite of its values; what writes tensors to files takes the bits."""
+    values = torch.tensor([[1.0, -2.0]])
+    lazy = torch._neg_view(-values)
+    assert lazy.is_neg()
+    got = lora_merge.merge_state_dict({"a.weight": lazy, "b.weight": values.clone()}, {
+        "b.lora_up.weight": torch.ones(1, 1), "b.lora_down.weight": torch.ones(1, 2)
+    })["a.weight"]  # fmt: skip
+    assert not got.is_neg() and got.equal(values)
