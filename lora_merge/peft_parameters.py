@@ -20,6 +20,8 @@ TRAINING: Final = re.compile(
     r"(?:^|(?<=\.))(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 """Levels that training puts around layers after PEFT wrapped them, and that stay in states gathered by hand."""
+OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
+"""What a training loop calls the model that PEFT made, if it has but one."""
 WRAPPER: Final = ".base_layer"
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Expert parameters in the order in which transformers' modules register them."""
@@ -50,7 +52,8 @@ def in_out(modules: Iterable[str]) -> frozenset[str]:
 def bare(module: str) -> str:
     """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
     path = TRAINING.sub("", module) if "_mod" in module else module  # all of them have that
-    return path.partition(PREFIX)[2] or path  # before it there may be module. or what a training loop calls the model
+    before, found, rest = path.partition(PREFIX)
+    return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
 
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:

@@ -517,6 +517,13 @@ def test_tensors_that_were_not_gathered_are_called_so(slots: set[str], tmp_path:
         lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, told)
 
 
+def test_two_models_of_a_training_in_one_file_are_not_added_up(tmp_path: Path) -> None:
+    pair = {UP: (6, 4), DOWN: (4, 5)}
+    tensors = {f"{model}.{key}": torch.randn(shape) for model in ("policy", "critic") for key, shape in pair.items()}
+    with pytest.raises(MergeError, match="no module of the adapter is in the base"):
+        lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, folder(tmp_path, LORA, tensors))
+
+
 # Odd and hostile configurations
 
 FIELDS = sorted(
