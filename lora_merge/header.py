@@ -132,8 +132,6 @@ def parse_file(path: Path) -> Header:
             tensors, metadata = parse(raw, path, state.size)
         except OSError as e:
             raise InputError(f"file cannot be read: {e.strerror}", str(path), "check the disk") from e
-        except RecursionError as e:
-            raise refusal(path, start, state.size, "its header is nested too deeply") from e
         except _Malformed as e:
             raise refusal(path, start, state.size, str(e)) from e
     return Header(tensors, metadata, 8 + len(raw), state)
@@ -159,14 +157,19 @@ def _raw(f: BinaryIO, start: bytes, size: int) -> bytes:
 
 def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if malformed."""
-    table = _json(raw)
+    try:
+        return _checked(_json(raw), path, 8 + len(raw), size)
+    except RecursionError as e:
+        raise _Malformed("its header is nested too deeply") from e
+
+
+def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     if not isinstance(table, dict):
         raise _Malformed("its header is no JSON object")
     metadata = table.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _Malformed("its __metadata__ is not a table of strings")
-    data = 8 + len(raw)
     infos = sorted((_entry(n, e, path, data) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
     end = data
     for t in infos:
