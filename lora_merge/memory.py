@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from .adapter import AdapterFile, FileValues, Module, group
 from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
+from .bounds import WINDOW_BYTES
 from .checkpoint import Index, Reader, open_checkpoint
 from .devices import place, places, release, spare
 from .errors import InputError, UsageError
@@ -74,8 +75,8 @@ def merge_state_dict(
                         spare=spare(job.device, at))  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
-        for _, target in outputs(job, base, matched):
-            merged[target.name] = _merged(target, held, folder, factors)
+        for some in _portions(target for _, target in outputs(job, base, matched)):
+            merged |= _merged(some, held, folder, factors)
             factors.forget()
             kept.clear()
     parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
@@ -85,25 +86,41 @@ def merge_state_dict(
     return merged
 
 
-def _merged(target: Target, held: _Held, folder: Folder, factors: Factors) -> Tensor:
-    """One output tensor, on the CPU."""
-    dtype = TORCH_DTYPES[target.dtype]
-    if not target.uses:
-        assert target.source is not None, "a tensor is created by its uses"
-        return host(held.fetch(target.source, factors), dtype)
-    out = torch.empty(target.shape, dtype=dtype)
-    values = None if target.source is None else held.fetch(target.source, factors).reshape(-1)
-    items = []
-    for block in blocks(target):
-        low, high = block.first * block.cols, block.last * block.cols
-        into = out.view(-1)[low:high].view(-1, block.cols)
-        part = values if values is None or block.reshaped else values[low:high].view(-1, block.cols)
-        if block.slices:
-            items.append(Item(block, part, into))
-        elif part is not None:
-            into.copy_(host(part, dtype))
+def _portions(targets: Iterable[Target]) -> Iterator[list[Target]]:
+    """Those that are merged at a time, as many as files have in a window: equal kinds are folded in one call."""
+    some: list[Target] = []
+    size = 0
+    for target in targets:
+        some.append(target)
+        size += target.nbytes
+        if size >= WINDOW_BYTES:
+            yield some
+            some, size = [], 0
+    yield some
+
+
+def _merged(targets: Sequence[Target], held: _Held, folder: Folder, factors: Factors) -> dict[str, Tensor]:
+    """Output tensors, on the CPU."""
+    merged, items = {}, []
+    for target in targets:
+        dtype = TORCH_DTYPES[target.dtype]
+        base = None if target.source is None else held.fetch(target.source, factors)
+        if not target.uses:
+            assert base is not None, "a tensor is created by its uses"
+            merged[target.name] = host(base, dtype)
+            continue
+        out = merged[target.name] = torch.empty(target.shape, dtype=dtype)
+        base = None if base is None else base.reshape(-1)
+        for block in blocks(target):
+            low, high = block.first * block.cols, block.last * block.cols
+            into = out.view(-1)[low:high].view(-1, block.cols)
+            part = base if base is None or block.reshaped else base[low:high].view(-1, block.cols)
+            if block.slices:
+                items.append(Item(block, part, into))
+            elif part is not None:
+                into.copy_(host(part, dtype))
     folder.fold(items)
-    return out
+    return merged
 
 
 class _Held:

@@ -20,6 +20,7 @@ import lora_merge
 from lora_merge.adapter import FileValues
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, ResourceError
+from lora_merge.folding import Folder
 from lora_merge.job import make_job
 from lora_merge.making import Making
 from lora_merge.placement import TORCH_DTYPES
@@ -618,3 +619,19 @@ def test_a_merge_without_a_byte_needs_its_device_too(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"base.safetensors", "adapter.safetensors"}
     files = tmp_path / "base.safetensors", tmp_path / "adapter.safetensors"
     assert lora_merge.merge(*files, out, device="cpu").device == "cpu"
+
+
+def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch on a GPU, not one per layer; and the same numbers."""
+    base = {f"m.{n}.weight": rand(16, 24, seed=n) for n in range(50)}
+    lora = {f"m.{n}.lora_up.weight": rand(16, 2, seed=n) for n in range(50)}
+    lora |= {f"m.{n}.lora_down.weight": rand(2, 24, seed=n) for n in range(50)}
+    calls: list[int] = []
+    fold = Folder._attempt
+    monkeypatch.setattr(Folder, "_attempt", lambda self, group: calls.append(len(group)) or fold(self, group))
+    merged = lora_merge.merge_state_dict(base, [lora])
+    assert sum(calls) == 50
+    assert len(calls) <= 2
+    for n in range(50):
+        up, down = (lora[f"m.{n}.lora_{k}.weight"].double() for k in ("up", "down"))
+        assert torch.allclose(merged[f"m.{n}.weight"].double(), base[f"m.{n}.weight"].double() + up @ down, rtol=1e-5)
