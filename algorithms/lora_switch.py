@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect
+from .lora_transposed import scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +38,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
     """ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
-    rank = t.down.shape[2]
-    scale = t.lora_alpha / rank if t.over_rank and rank else t.lora_alpha
-    return ((t.up * scale) @ t.down).reshape(base.shape)
+    return ((t.up * scale(t.lora_alpha, t.down.shape[2], over_rank=t.over_rank)) @ t.down).reshape(base.shape)
 
 
 LORA_SWITCH = Algorithm("lora_switch", LoraSwitchTensors, fit, delta, "mlx-lm", sliced={"up": 0, "down": 0})

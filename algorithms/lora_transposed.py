@@ -39,17 +39,17 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    return (t.up.mT * _scale(t)) @ t.down.mT
+    return (t.up.mT * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)) @ t.down.mT
 
 
 def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
     """acc += strength · ΔW, one fused multiply-add."""
-    acc.baddbmm_(t.up.mT * (strength * _scale(t)), t.down.mT)
+    acc.baddbmm_(t.up.mT * (strength * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)), t.down.mT)
 
 
-def _scale(t: LoraTransposedTensors) -> float:
-    rank = t.up.shape[1]
-    return t.lora_alpha / rank if t.over_rank and rank else t.lora_alpha
+def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
+    """c, as a configuration tells it."""
+    return lora_alpha / rank if over_rank and rank else lora_alpha
 
 
 LORA_TRANSPOSED = Algorithm(

@@ -27,6 +27,7 @@ from .header import (
 )
 from .json_text import from_json
 from .kinds import quoted
+from .prefixes import PEFT
 from .quantised import Quantised, quantised
 from .reader import Reader, read_bytes
 
@@ -38,7 +39,6 @@ __all__ = [
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
-PEFT_NAMES: Final = "base_model.model."  # in those of PEFT's tensors, perhaps behind what training wrapped around it
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Where LLaVA's and LongLoRA's trainers put what else they trained, beside the adapter: whole parameters."""
 
@@ -121,12 +121,7 @@ def configuration(path: Path) -> Path | None:
     """
     folder = path if path.is_dir() else path.parent
     found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
-    if (
-        path.is_dir()
-        or not found
-        or _is_called_trained(path)
-        or any(PEFT_NAMES in key for key in _header(path).tensors)
-    ):
+    if path.is_dir() or not found or _is_called_trained(path) or any(PEFT in key for key in _header(path).tensors):
         return next(iter(found), None)
     return None
 

@@ -15,12 +15,12 @@ from typer.core import TyperGroup
 from .arguments import DEVICES
 from .cli_batch import batch
 from .cli_proof import add_to
-from .cli_values import adapter_pairs, one_setting, part
+from .cli_values import named_adapter, one_setting, part
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, echo, needs, remarks, silent
-from .stopping import heed, on_stop
+from .stopping import heeding, on_stop
 
 if TYPE_CHECKING:
     from .job import Job
@@ -145,8 +145,9 @@ def merge(
     from .job import make_job
     from .telling import reporting
 
+    named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]
     job = make_job(
-        base, adapter_pairs(adapters), output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
+        base, named, output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
         device=device, strength_for=[part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
         max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
         setting=[one_setting(s) for s in setting or []],
@@ -242,7 +243,8 @@ def main() -> None:
     collect_rarely()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
-        _run()
+        with heeding():
+            app()
     except _Stopped as stop:
         _fail(f"{stop}; nothing was left behind", stop.exit_code)
     except Exception as error:
@@ -253,15 +255,6 @@ def main() -> None:
             raise
         where = error.filename or "an input or output"
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
-
-
-def _run() -> None:
-    """The command. What a library made of a signal (pydantic: an error of its own) is the signal all the same."""
-    try:
-        app()
-    except Exception:
-        heed()
-        raise
 
 
 def _fail(text: str, code: int) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .arguments import DEVICES
-from .cli_values import one_setting, part
+from .cli_values import named_adapter, one_setting, part
 from .showing import carry_out, conclude, describe, echo, show_proof, silent
 
 
@@ -37,10 +37,10 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
 ) -> None:
     """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
-    from .job import exists, expand, split_strength
+    from .job import expand
     from .replay import prove
 
-    pairs = [(a, None) if exists(a) else split_strength(a) for a in adapter or []]
+    pairs = [named_adapter(a) for a in adapter or []]
     options = {
         "strength_for": [part(p) for p in strength_for or []], "unmatched": unmatched, "map": map_file,
         "setting": [one_setting(s) for s in setting or []],

@@ -8,15 +8,11 @@ from .errors import UsageError
 from .json_text import from_json
 
 
-def adapter_pairs(adapters: list[str]) -> list[str | tuple[str, float]]:
-    """Adapters, those that are named `PATH:0.8` with their strengths."""
+def named_adapter(text: str) -> tuple[str, float | None]:
+    """("a.safetensors", 0.8) for "a.safetensors:0.8"; no strength where none is named."""
     from .job import exists, split_strength
 
-    found: list[str | tuple[str, float]] = []
-    for text in adapters:
-        path, strength = (text, None) if exists(text) else split_strength(text)
-        found.append(path if strength is None else (path, strength))
-    return found
+    return (text, None) if exists(text) else split_strength(text)
 
 
 def part(text: str) -> tuple[str, float]:

@@ -9,6 +9,7 @@ from typing import Final
 from .algorithms import Shape
 from .architectures import Architecture
 from .guess import architectures, described, seen, variants
+from .prefixes import PEFT
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
@@ -103,7 +104,7 @@ def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mappin
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
     if all(TASK.search(name) for name in names):
         return (
-            f"{names[0].removeprefix('base_model.model.')} is a head that a model for a task has "
+            f"{names[0].removeprefix(PEFT)} is a head that a model for a task has "
             "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
             "save it, and merge into this"
         )

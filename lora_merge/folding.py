@@ -86,11 +86,12 @@ class Folder:
                 with self.room.alone():
                     self._relieve()  # of what other lanes have left
                     short = self._attempt(group)
-                if short and self.spare is None:
-                    raise ResourceError("the device is out of memory", f"{name}: {short}", FULL)
-                self._note("a block was folded on the CPU" if short else "a block did not fit beside others' work")
+                note = "a block did not fit beside others' work"
                 if short and self.spare is not None:
-                    short = self._attempt(group, Lane(self.spare))
+                    short, note = self._attempt(group, Lane(self.spare)), "a block was folded on the CPU"
+                if short:
+                    raise ResourceError("the device is out of memory", f"{name}: {short}", FULL)
+                self._note(note)
             if not short:
                 return
             self.room.most = min(self.room.most, numbers // 2)

@@ -22,7 +22,7 @@ from .components import ENCODER_IDS, UNSURE, components
 from .errors import AmbiguousName
 from .explain import absence, likely_reason, other_model, other_variant
 from .guess import architectures, described, seen
-from .prefixes import DENOISERS, prefixed
+from .prefixes import DENOISERS, TRAINING, prefixed
 from .views import View, transposed
 
 OTHER_ROWS: Final = (
@@ -39,12 +39,7 @@ EXPERTS: Final = {
 kind, is taken for."""
 
 REWRITES: Final = (
-    (
-        re.compile(
-            r"(?:^|(?<=\.))(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."
-        ),
-        "",
-    ),
+    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module)\."), ""),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),

@@ -36,8 +36,8 @@ from .json_text import from_json
 from .peft_config import CONVERT, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora, refuse_type
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
-from .peft_parameters import PREFIX, WRAPPER, bare, experts_row, is_layer, parameters
-from .prefixes import COMPONENTS, prefixed
+from .peft_parameters import WRAPPER, bare, experts_row, is_layer, parameters
+from .prefixes import COMPONENTS, PEFT, prefixed
 from .views import View
 
 METADATA: Final = "lora_adapter_metadata"
@@ -115,7 +115,7 @@ class Rules:
 
         InputError if it is none of ours, DoesNotFit if nothing tells which way round stacked experts are.
         """
-        if not self.kind and module.startswith(PREFIX):  # PEFT's, without its configuration
+        if not self.kind and module.startswith(PEFT):  # PEFT's, without its configuration
             rows = [name for name in candidates if name not in OTHERS]
             return next(iter(rows), "lora") if len(rows) < min(2, len(candidates)) else None
         if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save

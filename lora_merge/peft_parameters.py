@@ -14,12 +14,9 @@ from typing import Final
 
 from .algorithms import DoesNotFit
 from .peft_config import Fields
+from .prefixes import PEFT, TRAINING
 
-PREFIX: Final = "base_model.model."
-TRAINING: Final = re.compile(
-    r"(?:^|(?<=\.))(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-"""Levels that training puts around layers after PEFT wrapped them, and that stay in states gathered by hand."""
+WRAPPED: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
 """What a training loop calls the model that PEFT made, if it has but one."""
 WRAPPER: Final = ".base_layer"
@@ -51,8 +48,8 @@ def in_out(modules: Iterable[str]) -> frozenset[str]:
 
 def bare(module: str) -> str:
     """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
-    path = TRAINING.sub("", module) if "_mod" in module else module  # all of them have that
-    before, found, rest = path.partition(PREFIX)
+    path = WRAPPED.sub("", module) if "_mod" in module else module  # all of them have that
+    before, found, rest = path.partition(PEFT)
     return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
 
 

@@ -64,9 +64,10 @@ def draw(job: Job, opened: Opened) -> Plan:
     base.quantised.check(base.path, job.dtype, changed)
     files, indexes = _files(job, base, matched)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
-    more = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
-    if more := [*more, *other_tokenizers(base.path, [ref.path for ref in job.adapters])]:
-        base = replace(base, notes=(*base.notes, *more))
+    notes = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
+    notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
+    if notes:
+        base = replace(base, notes=(*base.notes, *notes))
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 

@@ -9,6 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+PEFT: Final = "base_model.model."
+"""What PEFT puts before the names of a model's modules."""
+
+TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
+"""Levels that training puts around layers (DeepSpeed, torch.compile, FSDP); they stay in states gathered by hand."""
+
 PREFIXES: Final = (
     # names begin with             and speak of
     ("lora_unet_",                 "denoiser"),  # kohya, musubi, OneTrainer
@@ -41,7 +47,7 @@ PREFIXES: Final = (
     ("text_encoder_4.",            "te4"),
     ("vae.",                       "vae"),
     ("first_stage_model.",         "vae"),
-    ("base_model.model.",          "any"),  # PEFT
+    (PEFT,                         "any"),
     ("base_model.",                "any"),
     ("model.",                     "any"),
     ("model_",                     "any"),

@@ -58,6 +58,16 @@ def heed() -> None:
         _stops(_stops.waiting)
 
 
+@contextmanager
+def heeding() -> Iterator[None]:
+    """What a library made of a signal in the block (pydantic: an error of its own) is the signal all the same."""
+    try:
+        yield
+    except Exception:
+        heed()
+        raise
+
+
 def too_late() -> None:
     """From here on, up to the next `heed`, signals do not end the work: an output gets its name.
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .collecting import collect_rarely
-from .stopping import heed, on_stop
+from .stopping import heed, heeding, on_stop
 
 if TYPE_CHECKING:
     from .jobs_file import Entry
@@ -31,13 +31,10 @@ class Task:
 
 
 def main() -> None:
-    """Work until stdin ends, or a signal does it; see `cli._run`."""
+    """Work until stdin ends, or a signal ends it."""
     on_stop(_stop)
-    try:
+    with heeding():
         _work()
-    except Exception:
-        heed()
-        raise
 
 
 def _work() -> None:

@@ -252,6 +252,15 @@ def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:
     assert {p.name for p in scene.folder.iterdir()} == before
 
 
+def stopped(scene: Scene, code: str, number: signal.Signals, *, quiet: bool = True) -> None:
+    """A program that gets the signal at a place of its own ends by it, with nothing made and nothing left."""
+    scene.reset()
+    ended = scene.run(code=textwrap.dedent(code).replace("NUMBER", str(int(number))))
+    assert ended == 128 + number, scene.log()
+    scene.check(finished=False, quiet=quiet)
+    assert scene.strays() == []
+
+
 LOST = """
     import os, sys
     from lora_merge import planning
@@ -273,12 +282,8 @@ LOST = """
 
 @pytest.mark.parametrize("number", STOPS)
 def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: signal.Signals) -> None:
-    scene.reset()
-    code = scene.run(code=textwrap.dedent(LOST).replace("NUMBER", str(int(number))))
+    stopped(scene, LOST, number, quiet=False)
     assert "Exception ignored in" in scene.log()
-    assert code == 128 + number, scene.log()
-    scene.check(finished=False, quiet=False)
-    assert scene.strays() == []
 
 
 TURNED = """
@@ -301,9 +306,5 @@ TURNED = """
 @pytest.mark.parametrize("number", STOPS)
 def test_interrupted_where_a_library_makes_an_error_of_its_own_of_it(scene: Scene, number: signal.Signals) -> None:
     """As pydantic does while it builds its models, at the beginning of a batch."""
-    scene.reset()
-    code = scene.run(code=textwrap.dedent(TURNED).replace("NUMBER", str(int(number))))
-    assert code == 128 + number, scene.log()
+    stopped(scene, TURNED, number)
     assert "Traceback" not in scene.log()
-    scene.check(finished=False)
-    assert scene.strays() == []
