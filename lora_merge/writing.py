@@ -47,6 +47,8 @@ class Writing:
         self.writers: dict[tuple[int, int], Writer] = {}
         self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
+        """Stage → seconds busy; they work side by side. `start`: until torch is there. `wait`: what the whole took
+        beyond the busiest of them."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether untouched bytes need not be copied; until the system says that they do."""
         self.image_used: list[Future[None]] = []  # folds that read the image at hand
@@ -55,6 +57,7 @@ class Writing:
 
     def run(self) -> None:
         """All windows, flushed to the disk, then the headers with the inputs' hashes."""
+        began = time.perf_counter()
         first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
         stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
         try:
@@ -64,6 +67,8 @@ class Writing:
             self._made.result()  # also where no window asked for it: there may be no such device
             for number in self._alive():
                 self._alone(number, self._finish)
+            busiest = max(self.seconds[stage] for stage in ("read", "hash", "fold", "write"))
+            self.seconds["wait"] = max(0.0, time.perf_counter() - began - busiest)
         finally:
             self.opened.close()
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from functools import wraps
 from pathlib import Path
 
@@ -251,6 +252,25 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
     monkeypatch.setattr("lora_merge.digests.remember", lambda _: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
+
+
+def test_the_report_tells_where_the_time_went(
+    mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = Writing.settle
+
+    @wraps(settle)
+    def slow(self: Writing, turn: Turn) -> None:
+        time.sleep(0.1)
+        settle(self, turn)
+
+    monkeypatch.setattr(Writing, "settle", slow)
+    report = lora_merge.merge(*mixed, tmp_path / "out.safetensors", verify=False)
+    stages = report.stages
+    assert stages.keys() == {"read", "hash", "start", "fold", "write", "wait"}
+    busiest = max(stages[name] for name in ("read", "hash", "fold", "write"))
+    assert busiest == stages["fold"] >= 0.1
+    assert 0 <= stages["wait"] <= report.seconds - busiest
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("F32", "bf16"), ("F32", "keep"), ("BF16", "fp32"), ("F64", "fp16")])
