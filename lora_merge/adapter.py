@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from .algorithms import ALGORITHMS, Shape
-from .checkpoint import Index, Reader, read_bytes
+from .checkpoint import Index
 from .comparing import differing
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
 from .kinds import BESIDE, foreign
+from .reader import Reader, read_bytes
 
 IGNORED: Final = {
     "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",

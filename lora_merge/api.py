@@ -1,4 +1,4 @@
-"""The Python API: merge files, plan, merge in memory, look into an adapter."""
+"""The Python API for files: merge, plan. That for tensors in memory is in memory.py."""
 
 from __future__ import annotations
 

@@ -14,27 +14,11 @@ from typing import Any, Final
 
 from .errors import InputError
 from .folders import Weights, choose, components, entries, listed, require_all, shard_of, weights_in
-from .header import (
-    ITEM_BITS,
-    ITEM_BYTES,
-    FileState,
-    Header,
-    TensorInfo,
-    bytes_of,
-    open_regular,
-    parse_file,
-    read_header,
-)
+from .header import FileState, Header, TensorInfo, open_regular, parse_file
 from .json_text import from_json
 from .kinds import quoted
 from .prefixes import PEFT
 from .quantised import Quantised, quantised
-from .reader import Reader, read_bytes
-
-__all__ = [
-    "ITEM_BITS", "ITEM_BYTES", "FileState", "Header", "Index", "Reader", "TensorInfo", "bytes_of",
-    "open_checkpoint", "read_bytes", "read_header",
-]  # fmt: skip
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
@@ -69,14 +53,6 @@ class Index:
     def quantised(self) -> Quantised:
         """What of it is quantised."""
         return quantised(self)
-
-    def metadata_of(self, file: Path) -> Mapping[str, str]:
-        """The `__metadata__` of one of the files."""
-        return self.headers[file].metadata
-
-    def data_start(self, file: Path) -> int:
-        """Where the data of one of the files begins, counted from its start."""
-        return self.headers[file].data_offset
 
 
 def open_checkpoint(path: Path) -> Index:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Final
 
-from .checkpoint import read_bytes
 from .header import ITEM_BITS, TensorInfo
+from .reader import read_bytes
 
 ELEMENTS: Final = 2**20
 """Numbers of either tensor that are compared at once."""

@@ -16,12 +16,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .checkpoint import read_header
 from .child import command
 from .errors import MergeError, UsageError, VerificationFailed
 from .factors import view_bytes
 from .formats import layout
-from .header import TensorInfo
+from .header import TensorInfo, parse_file
 from .placement import FILE_DTYPES, host
 from .publish import replacing
 
@@ -42,7 +41,7 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
     base, *adapters, output = (folder / f"{n}.safetensors" for n in ("base", "lora", "loha", "glora", "merged"))
     _require_ours(base, *adapters, output)
     model = _model(torch.Generator().manual_seed(1))
-    parts = [make(model, torch.Generator().manual_seed(2 + n)) for n, make in enumerate((_lora, _loha, _glora))]
+    parts = [make(torch.Generator().manual_seed(2 + n)) for n, make in enumerate((_lora, _loha, _glora))]
     _save(model, base)
     for adapter, path in zip(parts, adapters, strict=True):
         _save(adapter, path)
@@ -97,7 +96,7 @@ def _model(random: torch.Generator) -> Tensors:
     return {key: host(t, torch.float16) for key, t in tensors.items()}
 
 
-def _lora(model: Tensors, random: torch.Generator) -> Tensors:
+def _lora(random: torch.Generator) -> Tensors:
     """Every layer, in fp32; convolutions with a 1×1 up."""
     tensors: Tensors = {}
     for name, _, (out, *rest) in _layers():
@@ -107,7 +106,7 @@ def _lora(model: Tensors, random: torch.Generator) -> Tensors:
     return tensors
 
 
-def _loha(model: Tensors, random: torch.Generator) -> Tensors:
+def _loha(random: torch.Generator) -> Tensors:
     """The convolutions, in bf16."""
     tensors: Tensors = {}
     for name, _, shape in _layers():
@@ -119,7 +118,7 @@ def _loha(model: Tensors, random: torch.Generator) -> Tensors:
     return {key: host(t, torch.bfloat16) for key, t in tensors.items()}
 
 
-def _glora(model: Tensors, random: torch.Generator) -> Tensors:
+def _glora(random: torch.Generator) -> Tensors:
     """The cross-attention, in fp32 on an fp16 base."""
     tensors: Tensors = {}
     for name, _, shape in _layers():
@@ -136,7 +135,7 @@ def _check(model: Tensors, parts: list[Tensors], output: Path) -> tuple[int, int
     """(elements that differ from the correctly rounded fp64 result, all elements)."""
     names = {f"{key}.weight": name for name, key, _ in _layers()}
     wrong = total = 0
-    for key, info in read_header(output)[0].items():
+    for key, info in parse_file(output).tensors.items():
         exact = host(model[key], torch.float64)
         for tensors, strength in zip(parts, STRENGTHS, strict=True):
             if key in names:
@@ -173,7 +172,7 @@ def _require_ours(*paths: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return read_header(path)[1].items() >= METADATA.items()
+        return parse_file(path).metadata.items() >= METADATA.items()
     except MergeError:
         return False
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .checkpoint import Reader
 from .errors import InputError
 from .header import TensorInfo
 from .placement import TORCH_DTYPES
+from .reader import Reader
 
 KEPT: Final = 2**24
 """Numbers of all factors that may be kept at their placement while a window is made."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import BLOCK_ELEMENTS, Block, Slice
-from .checkpoint import TensorInfo
 from .devices import precise, release
 from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import Kept, all_finite
+from .header import TensorInfo
 from .kernels import Stack, fold
 from .patching import Patch
 from .placement import Lane, Placement, land, move, numbers, stage, stage_indices

@@ -116,12 +116,6 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Tensors by name in byte order, and the metadata, of one file; InputError for anything malformed."""
-    header = parse_file(path)
-    return dict(header.tensors), dict(header.metadata)
-
-
 def parse_file(path: Path) -> Header:
     """The header of one file; InputError for anything malformed, saying what the file is where that shows."""
     with open_regular(path) as f:

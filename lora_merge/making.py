@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from .checkpoint import Reader
 from .devices import passed_over, places, release, spare
 from .factors import Factors, Kept, view_bytes
 from .folding import Folder, Item, settle
 from .job import COMPUTE_DTYPES
 from .placement import convert
 from .plans import Plan
+from .reader import Reader
 from .sharing import one_core, threads
 from .slots import Turn
 from .windows import Change, Fold, Window

@@ -6,6 +6,7 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Final
 
@@ -295,6 +296,5 @@ class Matcher:
 
 
 def _with_view(patch: Patch, view: View) -> Patch:
-    row = ALGORITHMS[patch.algorithm]
-    shapes = row.fit(patch.module.shapes, view.shape)
-    return Patch(patch.adapter, patch.module, patch.algorithm, shapes, patch.numbers, patch.settings, view)
+    shapes = ALGORITHMS[patch.algorithm].fit(patch.module.shapes, view.shape)
+    return replace(patch, shapes=shapes, view=view, magnitude=None)

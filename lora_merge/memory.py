@@ -17,7 +17,7 @@ from .algorithms import flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .bounds import WINDOW_BYTES
-from .checkpoint import Index, Reader, open_checkpoint
+from .checkpoint import Index, open_checkpoint
 from .devices import place, places, release, spare
 from .errors import InputError, UsageError
 from .factors import Factors, Kept, check_finite
@@ -32,9 +32,10 @@ from .peft import rules
 from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
 from .planning import match, outputs
 from .plans import Target, values
+from .reader import Reader
 from .surroundings import undisturbed
 from .tied import tied
-from .views import Piece, View
+from .views import whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -247,7 +248,7 @@ class LoadedAdapter:
         _check_values(base_weight, "the base's weight")
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
-        view = View((Piece("weight", 0, rows, cols),), shape)
+        view = whole("weight", shape)
         patch = Patcher(0, self.file, self._rules, FileValues()).patch(module, view)
         at = place("cpu", "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():

@@ -39,13 +39,12 @@ class JobReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        plain: dict[str, Any] = {
+        return {
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
             "error": None if self.error is None else error_dict(self.error),
             "report": None if self.report is None else asdict(self.report),
         }  # fmt: skip
-        return plain
 
     def to_json(self) -> str:
         """One JSON object on one line."""

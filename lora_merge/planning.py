@@ -13,7 +13,7 @@ from pathlib import Path
 from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape
 from .bounds import window_room
-from .checkpoint import Index, Reader
+from .checkpoint import Index
 from .copies import seen
 from .destination import check_output
 from .disk import require_space
@@ -29,6 +29,7 @@ from .opened import Opened
 from .patching import Patcher
 from .peft import rules
 from .plans import FLOATS, OutputFile, Plan, Target, values
+from .reader import Reader
 from .recipe import metadata
 from .replacements import clashes
 from .sidefiles import index_files, other_tokenizers, output_name, side_files, stored_name
@@ -115,8 +116,8 @@ def _files(
     files = []
     for path, targets in by_file.items():
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
-        entries = metadata(job, base, adapters, pickled | dict(base.metadata_of(path)))
-        header = layout([(t.stored, t.dtype, t.shape) for t in targets], entries, base.data_start(path))
+        entries = metadata(job, base, adapters, pickled | dict(base.headers[path].metadata))
+        header = layout([(t.stored, t.dtype, t.shape) for t in targets], entries, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header))))
     return tuple(files), tuple(index_files(base, by_file))

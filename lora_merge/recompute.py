@@ -11,12 +11,11 @@ from typing import Any, Final
 import numpy as np
 
 from .algorithms import ALGORITHMS, Shape
-from .checkpoint import Reader
 from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
 from .plans import Plan, Target, rows_of
-from .reader import read_at
+from .reader import Reader, read_at
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
@@ -275,11 +274,6 @@ class Recomputation:
         if rows is not None and np.any(np.diff(rows) < 0):
             found = found[np.argsort(np.argsort(rows))]
         return found
-
-
-def _lacks(patch: Patch) -> bool:
-    """Whether slots of the formula are not in the file."""
-    return any(slot not in patch.shapes for slot in ALGORITHMS[patch.algorithm].slots)
 
 
 def _whole(use: Use) -> bool:

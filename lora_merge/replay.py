@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from .beside import contents, differing
-from .checkpoint import Index, Reader, open_checkpoint
+from .checkpoint import Index, open_checkpoint
 from .errors import UsageError, VerificationFailed
 from .folders import listed
 from .job import DTYPES, Adapter, Job, make_job
@@ -19,6 +19,7 @@ from .kinds import quoted
 from .opened import Opened
 from .planning import draw, placed
 from .plans import FLOATS, Plan
+from .reader import Reader
 from .recipe import KEY
 from .recipe_inputs import different, find
 from .recipe_reader import Recipe, damaged, read_recipe

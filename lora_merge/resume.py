@@ -71,7 +71,7 @@ def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
         return "is not one of ours"
     if weights.keys() != wanted.weights:
         return "has other files of weights"
-    recipes = {there.metadata_of(f).get(KEY, "") for f in there.files}
+    recipes = {there.headers[f].metadata.get(KEY, "") for f in there.files}
     if len(recipes) > 1 or not _same(job, parsed(recipes.pop()), opened, hashes):
         return "was made by another recipe"
     wrong = differing(wanted, job.output, hashes.of)

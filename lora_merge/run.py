@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 from . import __version__
 from .beside import contents
-from .checkpoint import Reader
 from .digests import Digests
 from .disk import copy_file
 from .errors import MergeError
 from .plans import Plan, coverage
 from .publish import replacing
+from .reader import Reader
 from .report import Report, peak_memory
 from .scarcity import scarcity
 from .stopping import heed

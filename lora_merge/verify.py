@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from .checkpoint import Reader
 from .errors import InputError, VerificationFailed
 from .header import ITEM_BYTES, parse, parse_file
 from .kinds import quoted
 from .plans import OutputFile, Plan, Target
+from .reader import Reader
 from .recipe import KEY, OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step

@@ -22,9 +22,10 @@ import pytest
 from lora_merge.algorithms import Shape
 from lora_merge.architectures import FOLDER, load, recognise, shipped
 from lora_merge.architectures.rows import BadRow, Table, parse
-from lora_merge.checkpoint import Index, TensorInfo
+from lora_merge.checkpoint import Index
 from lora_merge.components import LOOSE
 from lora_merge.errors import AmbiguousName, InputError
+from lora_merge.header import TensorInfo
 from lora_merge.names import Names, names
 from lora_merge.views import View, whole
 

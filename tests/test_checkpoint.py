@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 
 from lora_merge import page_cache, volumes
 from lora_merge import reader as reader_module
-from lora_merge.checkpoint import ITEM_BITS, Index, Reader, open_checkpoint, read_bytes
+from lora_merge.checkpoint import Index, open_checkpoint
 from lora_merge.errors import InputError
-from lora_merge.header import FileState, Header, parse
+from lora_merge.header import ITEM_BITS, FileState, Header, parse
 from lora_merge.pages import PAGE, aligned_buffer
 from lora_merge.pickles import FORMAT_NAMES
-from lora_merge.reader import MEMORY
+from lora_merge.reader import MEMORY, Reader, read_bytes
 from lora_merge.volumes import Mode
 
 from .support import steps

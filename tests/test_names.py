@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from lora_merge.algorithms import Shape, flat
-from lora_merge.checkpoint import Index, TensorInfo
+from lora_merge.checkpoint import Index
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.explain import absence
 from lora_merge.guess import weight_shape
+from lora_merge.header import TensorInfo
 from lora_merge.names import Names, guess, names
 from lora_merge.views import Piece, View, stacked, transposed, whole
 

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from numpy.typing import NDArray
-
-Array: TypeAlias = NDArray[Any]
+from .floats import Array
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from .given import Array, Given, Reference
+from .floats import Array
+from .given import Given, Reference
 
 
 def _mixed(g: Given, core: str, inner: str) -> Array:

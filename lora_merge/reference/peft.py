@@ -7,7 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from .given import Array, Given, Reference
+from .floats import Array
+from .given import Given, Reference
 from .lycoris import lora
 
 

@@ -8,7 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from .given import Array, Given, Reference
+from .floats import Array
+from .given import Given, Reference
 
 
 def _low_pass(moments: int) -> Array:

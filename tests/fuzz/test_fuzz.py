@@ -30,9 +30,10 @@ from safetensors.torch import save
 
 import lora_merge
 from lora_merge.batch import make_batch
-from lora_merge.checkpoint import open_checkpoint, read_bytes
+from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import MergeError
 from lora_merge.inspection import inspect, lines
+from lora_merge.reader import read_bytes
 from lora_merge.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.run import run as carry_out
 
