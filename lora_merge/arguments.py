@@ -56,6 +56,13 @@ def is_finite(value: Any) -> bool:
         return False
 
 
+def number(text: str) -> float:
+    """What a text of figures says; ValueError for any other, such as 1_0, which Python alone takes for ten."""
+    if "_" in text:
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
+
+
 def factor(value: Any, where: str) -> float:
     """A strength; UsageError for what is none."""
     if not is_finite(value):

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from .arguments import DEVICES
 from .cli_batch import batch
 from .cli_proof import add_to
-from .cli_values import named_adapter, one_setting, part
+from .cli_values import named_adapter, one_setting, one_strength, part
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
@@ -116,7 +116,9 @@ def merge(
     dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
     compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help=f"{DEVICES}; or cuda:0,cuda:1.")] = "auto",
-    strength: Annotated[list[float] | None, typer.Option("-s", "--strength", help="One per adapter, in order.")] = None,
+    strength: Annotated[
+        list[str] | None, typer.Option("-s", "--strength", metavar="FLOAT", help="One per adapter, in order.")
+    ] = None,
     strength_for: Annotated[
         list[str] | None,
         typer.Option(metavar="PART=FLOAT", help="unet, te, te1, te2, vae … or re:REGEX; multiplies."),
@@ -147,9 +149,9 @@ def merge(
 
     named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]
     job = make_job(
-        base, named, output, strength=strength or None, dtype=dtype, compute_dtype=compute_dtype,
-        device=device, strength_for=[part(p) for p in strength_for or []], unmatched=unmatched, overwrite=overwrite,
-        max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
+        base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
+        compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
+        unmatched=unmatched, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
         setting=[one_setting(s) for s in setting or []],
     )  # fmt: skip
     with reporting(report, sources(job), [job.output]) as told:

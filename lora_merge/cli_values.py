@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .arguments import factor, number
 from .errors import UsageError
 from .json_text import from_json
 
@@ -15,11 +16,19 @@ def named_adapter(text: str) -> tuple[str, float | None]:
     return (text, None) if exists(text) else split_strength(text)
 
 
+def one_strength(text: str) -> float:
+    """0.8 for "0.8"."""
+    try:
+        return number(text)
+    except ValueError:
+        return factor(text, "--strength")  # which says that it is none
+
+
 def part(text: str) -> tuple[str, float]:
     """("te", 0.5) for "te=0.5"."""
     name, equals, value = text.rpartition("=")
     try:
-        return (name, float(value)) if equals else _no_part(text)
+        return (name, number(value)) if equals else _no_part(text)
     except ValueError:
         return _no_part(text)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .child import command
+from .destination import failures
 from .errors import MergeError, UsageError, VerificationFailed
 from .factors import view_bytes
 from .formats import layout
@@ -51,7 +52,9 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
     arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
     arguments += ["--output", str(output), "--overwrite"]
     say(f"\n$ lora-merge {shlex.join(arguments)}")
-    subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=True)
+    code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode
+    if code:
+        raise SystemExit(code)  # it has said why
     wrong, total = _check(model, parts, output)
     say(f"\nChecked every one of {total} elements against fp64: {wrong} differ from the correctly rounded value.")
     if wrong > total // 1000:
@@ -179,7 +182,7 @@ def _is_ours(path: Path) -> bool:
 
 def _save(tensors: Tensors, path: Path) -> None:
     entries = [(key, FILE_DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()]
-    with replacing(path, overwrite=True) as part, part.open("wb") as f:
+    with failures(path), replacing(path, overwrite=True) as part, part.open("wb") as f:
         f.write(layout(entries, METADATA, 0))
         for t in tensors.values():
             f.write(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS
-from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, pairs, shown, unlike
+from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
 from .errors import UsageError
 from .patterns import endless
 
@@ -94,7 +94,7 @@ def split_strength(text: str) -> tuple[str, float | None]:
     """("style.safetensors", 0.8) for "style.safetensors:0.8"; None where no number follows the last colon."""
     path, colon, tail = text.rpartition(":")
     try:
-        return (path, float(tail)) if colon and path else (text, None)
+        return (path, number(tail)) if colon and path else (text, None)
     except ValueError:
         return text, None
 
@@ -176,13 +176,14 @@ def home(path: str | Path) -> Path:
         raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
     try:
         os.fsencode(path)
-        return Path(path).expanduser()
+        found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
     except TypeError as e:
         raise unlike(path, "a path", "a str or a Path") from e
     except UnicodeEncodeError as e:
         raise UsageError("a path with half a character in it", ascii(str(path))[:200], "correct the path") from e
-    except RuntimeError as e:
-        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so") from e
+    if str(found).startswith("~") and str(path).startswith("~"):
+        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so")
+    return found
 
 
 def _absolute(path: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from .arguments import number
 from .errors import MergeError, UsageError
 from .job import Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
@@ -229,7 +230,7 @@ class _Loader:
         with self._noting(place):
             text = render(given, values) if isinstance(given, str) else given
             try:
-                return float(text)
+                return number(text) if isinstance(text, str) else float(text)
             except ValueError:
                 raise NoSuchName(f"{given!r} becomes {text!r}, which is no number") from None
         return 1.0

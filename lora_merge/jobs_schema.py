@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from .arguments import DEVICE, DEVICES
+from .arguments import DEVICE, DEVICES, number
 from .errors import UsageError
 from .job import parse_size
 from .yaml_lines import Place
@@ -36,14 +36,14 @@ def _strength(value: Any) -> Any:
     if isinstance(value, str) and "{" in value:
         return value
     try:
-        number = float(value)
+        found = number(value) if isinstance(value, str) else float(value)
     except OverflowError:
         raise ValueError("a number of hundreds of digits") from None
     except ValueError:
         raise ValueError(f"{value!r} is no number and has no template") from None
-    if not math.isfinite(number):
+    if not math.isfinite(found):
         raise ValueError(f"{value} is not finite")
-    return number
+    return found
 
 
 Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema({"type": ["number", "string"]})]

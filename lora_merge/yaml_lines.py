@@ -6,6 +6,7 @@ so the values are made here: a few lines, with a bound on what aliases unfold to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ Place: TypeAlias = tuple[str | int, ...]
 """Where a value is: names and numbers from the top."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
+"""Stays text, as in YAML 1.2: to YAML 1.1, and so to PyYAML, 010 is eight, 1_0 ten and 1:30 ninety."""
 _TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -121,7 +124,8 @@ class _Values:
 
     def _scalar(self, node: ScalarNode) -> tuple[Any, int]:
         try:
-            return self.scalars.construct_object(node), 1
+            value = self.scalars.construct_object(node)
+            return node.value if isinstance(value, int | float) and _OLD_NUMBER.match(node.value) else value, 1
         except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date and is none
             self._note(node, getattr(e, "problem", None) or str(e))
             return node.value, 1

@@ -66,6 +66,15 @@ jobs:
     assert [e.job.adapters[0].strength for e in entries[:2]] == [0.5, 0.1]
 
 
+def test_numbers_are_those_of_today(tmp_path: Path) -> None:
+    """To YAML 1.1, and so to PyYAML, 010 is eight, 1_0 ten, 1:30 ninety and 0x10 sixteen."""
+    job = "version: 1\njobs: [{{base: b, adapters: [{{path: a, strength: {}}}], output: o, matrix: {{x: [{}]}}}}]"
+    assert read(tmp_path, job.format("010", "1"))[0].job.adapters[0].strength == 10
+    for odd in ("1_0", "1:30", "0x10", "-1_0.5", "'1_0'"):
+        assert "is no number" in refused(tmp_path, job.format(odd, "1"))
+        assert "which is no number" in refused(tmp_path, job.format("'{x}'", odd))
+
+
 def test_options_of_a_job_beat_the_defaults(tmp_path: Path) -> None:
     one, two = read(tmp_path, """\
 version: 1

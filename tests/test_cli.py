@@ -132,6 +132,15 @@ def test_home_and_relative_paths(
     assert (tmp_path / "sub" / "o.safetensors").exists()
 
 
+def test_names_that_begin_as_home_folders_do(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    style.rename("~style.safetensors")
+    assert run(model, "./~style.safetensors", "-o", "./~o.safetensors", "--dry-run")[0] == 0
+    _refused(run(model, "~style.safetensors"), 2, tmp_path, "no such user")
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -316,6 +325,9 @@ USAGE: dict[str, tuple[int, list[str]]] = {
     "bad part number": (2, ["--strength-for", "te=much"]),
     "bad expression": (2, ["--strength-for", "re:(=1"]),
     "infinite strength": (2, ["-s", "inf"]),
+    "a strength in Python's notation": (2, ["-s", "1_0"]),
+    "a part in Python's notation": (2, ["--strength-for", "unet=1_0"]),
+    "no strength at all": (2, ["-s", "much"]),
     "bad memory": (2, ["--max-memory", "lots"]),
     "endless memory": (2, ["--max-memory", "9" * 320 + "GB"]),
     "endless video memory": (2, ["--max-vram", "9" * 30]),
@@ -671,6 +683,16 @@ def test_the_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path) 
     for _ in range(2):
         assert run("demo", tmp_path / "demo")[0] == 0
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
+
+
+def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lora_merge.demo.command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(5)"])
+    assert run("demo", tmp_path / "demo")[0] == 5
+    monkeypatch.setattr("lora_merge.demo.layout", full)
+    _refused(run("demo", tmp_path / "new"), 5, tmp_path, "no space left")
 
 
 @pytest.fixture
