@@ -1,12 +1,13 @@
 """Weights that an adapter makes larger: the base then stands in the low corner of zeros.
 
-Either the file says so (`reshape_weight`; ComfyUI comfy/weight_adapter/base.py), or it is a control LoRA of Black
-Forest Labs, whose `img_in` takes twice the channels (ComfyUI comfy/lora_convert.py). Anything else that does not
-fit is refused: a wider adapter mostly is one for another model.
+Either the file says so (`reshape_weight`; ComfyUI comfy/weight_adapter/base.py), or it is a control LoRA for Flux.1,
+of Black Forest Labs (ComfyUI comfy/lora_convert.py) or by diffusers' script (examples/flux-control), whose first layer
+takes twice the channels. Anything else that does not fit is refused: a wider adapter mostly is one for another model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import Final
@@ -24,15 +25,18 @@ GIVE_BIAS: Final = (
 )
 
 CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
-"""Tensors that only control LoRAs have together."""
+"""Tensors that only control LoRAs of Black Forest Labs have together."""
+
+FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
+"""Flux.1's first layer, by the names of both layouts."""
 
 
-def grown(module: Module, view: View, adapter: AdapterFile, values: Values) -> View:
+def grown(module: Module, view: View, adapter: AdapterFile, values: Values, model: str) -> View:
     """The weight at the size that the adapter gives it; `view` itself where that is its own.
 
-    FitError if it would shrink, or if it is no whole tensor of the base.
+    `model` is the base's architecture. FitError if it would shrink, or if it is no whole tensor of the base.
     """
-    shape = _wanted(module, view, adapter, values)
+    shape = _wanted(module, view, adapter, values, model)
     if shape == view.shape:
         return view
     piece, where = view.pieces[0], f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
@@ -57,10 +61,12 @@ def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
     return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 
 
-def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values) -> Shape:
+def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
         return tuple(int(n) for n in values.numbers(module.shared["reshape"]))
-    control = module.name == "img_in" and all(key in adapter.index.tensors for key in CONTROL)
-    if control and module.parameter == "weight" and {"up", "down"} <= set(module.slots):
-        return module.slots["up"].shape[0], module.slots["down"].shape[1]
-    return view.shape
+    first = module.parameter == "weight" and FIRST.fullmatch(module.name)
+    if not first or not {"up", "down"} <= set(module.slots):
+        return view.shape
+    wide = module.slots["up"].shape[0], module.slots["down"].shape[-1]
+    doubled = model == "Flux.1" and len(view.shape) == 2 and wide == (view.shape[0], 2 * view.shape[1])
+    return wide if doubled or all(key in adapter.index.tensors for key in CONTROL) else view.shape

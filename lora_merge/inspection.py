@@ -13,7 +13,7 @@ from .adapter import AdapterFile, FileValues, group, looks_like_adapter
 from .checkpoint import Index, open_checkpoint
 from .conventions import part
 from .errors import FitError
-from .guess import weight_shape
+from .guess import weight_shapes
 from .json_text import from_json
 from .names import Names, guess, names
 from .prefixes import PREFIXES
@@ -64,8 +64,7 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
         (matched,) = match(job, base, lookup, [file], FileValues())
     except FitError as e:
         return {"adapter": str(adapter), "matched": 0, "total": len(file.modules), "why": str(e)}
-    shapes = {m.name: weight_shape(m.shapes) for m in file.modules}
-    why = lookup.explain(list(matched.unmatched), shapes) if matched.unmatched else ""
+    why = lookup.explain(list(matched.unmatched), weight_shapes(file.modules)) if matched.unmatched else ""
     return {
         "adapter": str(adapter), "algorithms": list(matched.algorithms), "matched": matched.modules,
         "total": matched.total, "components": dict(matched.components), "unmatched": dict(matched.unmatched),
@@ -109,7 +108,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         "kind": "adapter", "algorithms": dict(found), **({"dora": dora} if dora else {}),
         "modules": len(file.modules), "ranks": _range(ranks), "alphas": _range(alphas),
         "trainer": _trainer(file.index), "names": _dialect(file),
-        "made_for": guess({part(m.name)[0]: weight_shape(m.shapes) for m in file.modules}),
+        "made_for": guess({part(name)[0]: shape for name, shape in weight_shapes(file.modules).items()}),
         "parameters": sum(prod(t.shape) for t in file.index.tensors.values()),
         "configuration": {k: v for k, v in file.index.config.items() if v not in (None, False, [], {})},
         "incomplete": incomplete, "ignored": dict(file.ignored),

@@ -11,19 +11,17 @@ from math import prod
 from typing import Final
 
 from .adapter import WRAPPED, Module, twice
-from .algorithms import ALGORITHMS, Shape, flat
+from .algorithms import ALGORITHMS, flat
 from .conventions import apart, part
 from .copies import Seen
 from .doubles import TWICE, Doubles
-from .errors import FitError, InputError, MergeError, ShapeMismatch, UnmatchedModules
-from .explain import NO_NAMES, OWN_BASE
-from .folders import listed
+from .errors import InputError, MergeError, ShapeMismatch
 from .gaps import gaps, incomplete
 from .growth import GIVE_BIAS, NO_BIAS, bias_beside, grown
-from .guess import weight_shape
 from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
+from .misfits import UNKNOWN, doubtful, refuse
 from .names import EXPERTS, Names
 from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
@@ -31,10 +29,7 @@ from .replacements import by_rows, sizes
 from .tying import Heads
 from .views import Piece, View, rows_of, whole
 
-UNKNOWN: Final = "unknown tensor"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
-OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
-LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
 class Matcher:
@@ -69,7 +64,10 @@ class Matcher:
         unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
         self.failures += unfit
         self.result.notes += notes
-        self._raise(unmatched)
+        refuse(self.result, self.names, self.failures, unmatched)
+        if unmatched == "error" and (refusal := self.heads.refusal()):
+            raise refusal
+        doubtful(self.result, self.names, unmatched)
         self.heads.follow()
         self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
         return self.result
@@ -88,7 +86,7 @@ class Matcher:
         if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
             self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
             return
-        larger = grown(module, view, self.adapter, self.patcher.values)
+        larger = grown(module, view, self.adapter, self.patcher.values, self.names.architecture)
         if larger is not view:
             self.result.grown[view.pieces[0].key] = larger.shape
             self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
@@ -251,48 +249,6 @@ class Matcher:
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.pieces] = self.seen.resized(where)
         self.result.notes.append(f"{info.name}: {self.seen.notes.get(info.name, meant.why)}")
-
-    def _shapes(self) -> dict[str, Shape]:
-        """Module → shape of the weight that it changes, as far as the adapter tells."""
-        return {m.name: weight_shape(m.shapes) for m in self.adapter.modules}
-
-    def _raise(self, unmatched: Unmatched) -> None:
-        path, result = self.adapter.path, self.result
-        reason = (
-            self.names.explain(list(result.unmatched), self._shapes()) if result.unmatched or not result.modules else ""
-        )
-        if self.failures:
-            worst = self.failures[0]
-            same = [e.where.removeprefix(f"{path}: ") for e in self.failures if type(e) is type(worst)]
-            why = self.names.explain([], self._shapes()) if isinstance(worst, ShapeMismatch) else ""
-            others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(self.failures) else ""
-            raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
-        if result.modules == 0:
-            raise UnmatchedModules(
-                f"no module of the adapter is in the base (0 of {result.total})",
-                f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                reason,
-            )
-        if unmatched == "error" and set(result.unmatched.values()) == {UNKNOWN}:
-            raise UnmatchedModules(
-                f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
-                f"{path}: {listed(result.unmatched)}: neither a parameter of the base nor a tensor of any known method",
-                f"{reason.replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
-            )
-        if result.unmatched and unmatched == "error":
-            raise UnmatchedModules(
-                f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
-                f"{path}: {listed(result.unmatched)}; the base is {self.names.architecture}",
-                f"{reason}; or leave them out with --unmatched skip",
-            )
-        if unmatched == "error" and (refusal := self.heads.refusal()):
-            raise refusal
-        if doubt := self.names.doubt(self._shapes):
-            if unmatched == "error":
-                what = "the adapter looks made for another variant of the model"
-                fix = "use the base it was trained on, or merge all the same with --unmatched skip"
-                raise FitError(what, f"{path}: {doubt}", fix)
-            result.notes.append(doubt)
 
 
 def _with_view(patch: Patch, view: View) -> Patch:

@@ -131,7 +131,7 @@ class Names:
     def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
         """The likely reason why names found no place, in one sentence that names both sides.
 
-        `shapes` are those of the weights that the adapter changes, as `guess.weight_shape` gives them. Without
+        `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
         names (where shapes do not fit) "" if nothing looks wrong.
         """
         if self.second and any(m.startswith("transformer.") for m in unmatched):

@@ -77,4 +77,4 @@ def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values)
         uses = [u for m in matched for u in m.uses.get(key, ())]
         if any(u.patch.view.shape != shape for u in uses):
             raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
-                           "merge the adapters one after the other, the one that makes it larger first")  # fmt: skip
+                           "merge the adapters one after the other, the one that makes it larger last")  # fmt: skip

@@ -209,7 +209,8 @@ def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
                 part["vocab_size"] = new[0]
     elif PATCHES.fullmatch(name) and config.get("in_channels") == old[1]:
         config["in_channels"] = new[1]
-        if "out_channels" in config and config["out_channels"] is None:  # "as many as come in"
+        if config.get("out_channels") is None and ("out_channels" in config or name == "x_embedder.weight"):
+            # "as many as come in", which Flux's need not say
             config["out_channels"] = old[1]
     elif HEAD.fullmatch(name) and old[0] != new[0]:
         labels = [f"LABEL_{i}" for i in range(new[0])]

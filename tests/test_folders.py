@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import lora_merge
 from lora_merge.errors import FitError
@@ -69,6 +70,34 @@ def test_more_channels_come_in_than_go_out(tmp_path: Path) -> None:
     padded = torch.cat([base.x_embedder.weight, torch.zeros(16, 4)], dim=1)
     torch.testing.assert_close(got.x_embedder.weight, padded + delta)
     torch.testing.assert_close(got.proj_out.weight, base.proj_out.weight)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_control_lora_of_the_librarys_script_is_merged_into_both_layouts(*, bias: bool, tmp_path: Path) -> None:
+    """As examples/flux-control of diffusers trains it; configurations of FLUX.1-dev do not speak of out_channels."""
+    torch.manual_seed(0)
+    base = diffusers.FluxTransformer2DModel(**CONFIGS["FluxTransformer2DModel"])
+    base.save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config.pop("out_channels", None)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    wide = torch.nn.Linear(8, 16)
+    wide.load_state_dict({"weight": F.pad(base.x_embedder.weight, (0, 4)), "bias": base.x_embedder.bias})
+    base.x_embedder = wide
+    layers = ["x_embedder", "attn.to_q", "attn.to_out.0", "ff.net.2"]
+    base.add_adapter(peft.LoraConfig(r=2, lora_alpha=2, target_modules=layers, lora_bias=bias, init_lora_weights=False))
+    norms = {f"transformer.{k}": v + 1 for k, v in base.named_parameters() if "norm_q" in k or "norm_added" in k}
+    diffusers.FluxControlPipeline.save_lora_weights(
+        tmp_path, transformer_lora_layers={**peft.get_peft_model_state_dict(base), **norms}
+    )
+    lora_merge.merge(tmp_path / "base", tmp_path / "pytorch_lora_weights.safetensors", tmp_path / "out")
+    base.load_state_dict({k.removeprefix("transformer."): v for k, v in norms.items()}, strict=False)
+    base.fuse_lora()
+    base.unload_lora()
+    got = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+    assert (got.config.in_channels, got.config.out_channels) == (8, 4)
+    for key, value in base.state_dict().items():
+        assert torch.allclose(got.state_dict()[key], value, atol=2e-6), key
 
 
 @pytest.mark.parametrize("parts", [("transformer_2",), ("transformer", "transformer_2")])

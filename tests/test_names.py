@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from lora_merge.adapter import group
 from lora_merge.algorithms import Shape, flat
 from lora_merge.checkpoint import Index
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.explain import absence
-from lora_merge.guess import weight_shape
+from lora_merge.guess import weight_shape, weight_shapes
 from lora_merge.header import TensorInfo
 from lora_merge.names import Names, guess, names
 from lora_merge.views import Piece, View, stacked, transposed, whole
@@ -723,6 +724,14 @@ def test_weight_shape_from_the_factors() -> None:
     assert weight_shape({"up": (320, 4, 1, 1), "down": (4, 64, 3, 3)}) == (320, 64)
     assert weight_shape({"diff": (5, 6)}) == (5, 6)
     assert weight_shape({"w1": (2, 2)}) == ()
+
+
+def test_a_bias_beside_the_factors_hides_no_width() -> None:
+    """Each `lora_B.bias` is a module of its own, of the same name."""
+    shapes = {"q.lora_A.weight": (4, 5120), "q.lora_B.weight": (5120, 4), "q.lora_B.bias": (5120,)}
+    infos = {key: TensorInfo(key, "BF16", shape, Path("a.safetensors"), 0, 0) for key, shape in shapes.items()}
+    modules = group(Index(Path("a.safetensors"), infos, {}, ())).modules
+    assert weight_shapes(modules) == {"q": (5120, 5120)}
 
 
 # --- a user's own map ---------------------------------------------------------------------------------
