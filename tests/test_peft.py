@@ -20,7 +20,7 @@ from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.peft import KINDS, SHARED, Plain, Rules, rules
 from lora_merge.peft_config import REFUSED, REFUSED_INIT, REFUSED_LORA
-from lora_merge.peft_numbers import SCALES, SETTINGS
+from lora_merge.peft_numbers import COUNTS, SCALES, SETTINGS
 from lora_merge.views import Piece, View
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
@@ -537,9 +537,12 @@ FIELDS = sorted(
     }
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("a") | st.just("relu")
-JSON = st.recursive(SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3))
+ITEMS = SCALARS | st.just([]) | st.just({})  # st.recursive takes ten times as long, and nothing looks deeper
+JSON = SCALARS | st.lists(ITEMS, max_size=3) | st.dictionaries(st.text(max_size=4), ITEMS, max_size=3)
 SHAPES = {
-    name: {slot: (4, 4, 4, 4) for slot in row.slots} for name, row in ALGORITHMS.items() if name in {*SCALES, *SETTINGS}
+    name: {slot: (4, 4, 4, 4) for slot in row.slots}
+    for name, row in ALGORITHMS.items()
+    if name in {*SCALES, *SETTINGS, *COUNTS}
 }
 
 
@@ -561,8 +564,8 @@ def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config
         ):
             try:
                 ask()
-            except MergeError as e:
-                assert isinstance(e, InputError)
+            except (MergeError, DoesNotFit) as e:
+                assert isinstance(e, InputError | DoesNotFit)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+", "(a|a)*b", "a*a*a*a*a*b", "[", "(?P<x>", "a{99999999999}", "x" * 9999])
@@ -578,9 +581,3 @@ def test_patterns_that_are_broken_or_would_never_end_are_refused_at_once(pattern
 def test_odd_metadata_is_refused(text: str) -> None:
     with pytest.raises(InputError):
         pair_scale(rules({}, "f", {"lora_adapter_metadata": text}).of("a"), "a", rank=0)
-
-
-@pytest.mark.parametrize("config", [[], "LORA", 3])
-def test_a_configuration_that_is_no_object_is_refused(config: Any) -> None:
-    with pytest.raises(InputError):
-        rules(config, "c")
