@@ -162,11 +162,7 @@ class FileValues:
         return differing(copy, own)
 
     def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
-        if self._reader is None or info.data is not None:
-            return read_bytes(info, first, count)
-        raw = bytearray(count)
-        self._reader.read_into(memoryview(raw), info.file, info.offset + first)
-        return raw
+        return (self._reader.read if self._reader else read_bytes)(info, first, count)
 
 
 @lru_cache(maxsize=256)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .errors import BatchFailed, UsageError, error_dict
-from .showing import echo, remarks
+from .showing import bar, echo, remarks
 from .showing import size as _size
 
 if TYPE_CHECKING:
     from .batch import Batch
     from .outcome import JobReport
-    from .run import Progress
     from .survey import Sketch
     from .telling import ReportFile
 
@@ -62,8 +59,7 @@ def batch(
         _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
         return
     ended: list[JobReport] = []
-    with ExitStack() as stack:
-        progress = stack.enter_context(_progress(made, quiet=quiet))
+    with bar(made.size, "batch", quiet=quiet) as progress:
         for one in made.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
             ended.append(one)
             if told is not None:
@@ -179,18 +175,6 @@ def _broken(made: Batch) -> int:
 def _failure(count: int, total: int, what: str) -> BatchFailed:
     return BatchFailed(f"{count} of {total} jobs could not be {what}", "see the lines above",
                        "correct them and start again; what is done is not done twice")  # fmt: skip
-
-
-@contextmanager
-def _progress(made: Batch, *, quiet: bool) -> Iterator[Progress]:
-    """One bar over the bytes of all jobs, on a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=made.size, unit="B", unit_scale=True, unit_divisor=1024, desc="batch", file=sys.stderr) as bar:
-        yield bar.update
 
 
 def _write(*lines: str, to: IO[str] | None = None) -> None:

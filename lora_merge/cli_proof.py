@@ -70,11 +70,7 @@ def replay(
     plan = plan_again(expand(made), output, folders, device=device, overwrite=overwrite)
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=False)
-    done = carry_out(plan, quiet=quiet)
-    if as_json:
-        echo(done.to_json())
-    else:
-        conclude(done, say)
+    conclude(carry_out(plan, quiet=quiet), say, plan.base.notes, as_json=as_json)
 
 
 def unmerge(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from .arguments import factor, number
@@ -27,10 +28,10 @@ def one_strength(text: str) -> float:
 def part(text: str) -> tuple[str, float]:
     """("te", 0.5) for "te=0.5"."""
     name, equals, value = text.rpartition("=")
-    try:
-        return (name, number(value)) if equals else _no_part(text)
-    except ValueError:
-        return _no_part(text)
+    with suppress(ValueError):
+        if equals:
+            return name, number(value)
+    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
 
 
 def one_setting(text: str) -> tuple[str, Any]:
@@ -42,7 +43,3 @@ def one_setting(text: str) -> tuple[str, Any]:
         return name, from_json(value)
     except ValueError:
         return name, value
-
-
-def _no_part(text: str) -> tuple[str, float]:
-    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")

@@ -33,10 +33,7 @@ class Factors:
         key = (info.file, info.offset, info.nbytes)  # one without elements lies where the next one does
         tensor = self._kept.get(key)
         if tensor is None:
-            raw = bytearray(info.nbytes)
-            if raw:
-                self._reader.read_into(memoryview(raw), info.file, info.offset)
-            tensor = view_bytes(memoryview(raw), info.dtype, info.shape)
+            tensor = view_bytes(memoryview(self._reader.read(info)), info.dtype, info.shape)
             if info.file in self._adapters:
                 check_finite(tensor, info)
             self._kept[key] = tensor

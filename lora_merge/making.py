@@ -40,7 +40,7 @@ class Making:
                 out[low:high] = image[low:high]
         for c in turn.change.converts:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
-            convert(source, view_bytes(out[c.at : c.at + c.bytes], c.to_dtype, (c.count,)))
+            convert(source, view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,)))
         kept = None if turn.last else image  # the last turn folds where the base values lie
         for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in turn.change.folds]):
             turn.under_way.append(future)

@@ -69,16 +69,16 @@ def merge_state_dict(
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
-        factors = held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
+        held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
         kept = Kept()
-        folder = Folder(at, lambda i: held.fetch(i, factors), values(base, matched), None, job.max_vram, kept,
+        folder = Folder(at, held.fetch, values(base, matched), None, job.max_vram, kept,
                         spare=spare(job.device, at))  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
-            merged |= _merged(some, held, folder, factors)
-            factors.forget()
+            merged |= _merged(some, held, folder)
+            held.factors.forget()
             kept.clear()
     parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
     for one, other in parted + held.head * any(m.untied for m in matched):
@@ -100,12 +100,12 @@ def _portions(targets: Iterable[Target]) -> Iterator[list[Target]]:
     yield some
 
 
-def _merged(targets: Sequence[Target], held: _Held, folder: Folder, factors: Factors) -> dict[str, Tensor]:
+def _merged(targets: Sequence[Target], held: _Held, folder: Folder) -> dict[str, Tensor]:
     """Output tensors, on the CPU."""
     merged, items = {}, []
     for target in targets:
         dtype = TORCH_DTYPES[target.dtype]
-        base = None if target.source is None else held.fetch(target.source, factors)
+        base = None if target.source is None else held.fetch(target.source)
         if not target.uses:
             assert base is not None, "a tensor is created by its uses"
             merged[target.name] = host(base, dtype)
@@ -188,11 +188,11 @@ class _Held:
             refs.append((ref, strength) if paired else ref)
         return refs, files
 
-    def fetch(self, info: TensorInfo, factors: Factors) -> Tensor:
+    def fetch(self, info: TensorInfo) -> Tensor:
         """The tensor where it is: in memory, on whatever device, or in a file."""
         found = self._tensors.get((info.file, info.name))
         if found is None:
-            return factors.fetch(info)
+            return self.factors.fetch(info)
         if info.file.name.startswith("<adapter"):
             check_finite(found, info)
         return found.detach()
@@ -213,7 +213,7 @@ class _Held:
 
     def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
-        theirs, mine = (self.fetch(info, self.factors) for info in (copy, own))
+        theirs, mine = (self.fetch(info) for info in (copy, own))
         a, b = host(theirs, torch.float64), host(host(mine, theirs.dtype), torch.float64)
         return int(((a != b) & ~(a.isnan() & b.isnan())).reshape(len(a), -1).any(1).sum())
 

@@ -33,7 +33,7 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .json_text import from_json
-from .peft_config import CONVERT, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora, refuse_type
+from .peft_config import CONVERT, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
 from .peft_parameters import WRAPPER, bare, experts_row, is_layer, parameters
@@ -219,8 +219,6 @@ class Rules:
 
 def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Rules:
     """The rules of a file with this configuration and header; InputError for what cannot be merged."""
-    if not isinstance(config, Mapping):
-        raise InputError("a PEFT configuration must be a JSON object", where, RETAKE)
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
     if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
@@ -230,7 +228,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
         return Rules(fields)
     given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
-    refuse_type(fields, kind)
+    if kind in REFUSED:
+        raise refuse(kind, *REFUSED[kind], where)
     if kind not in KINDS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
         raise refuse(what, "this tool does not know it", CONVERT, where)

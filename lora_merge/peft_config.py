@@ -198,12 +198,6 @@ def refuse(method: str, why: str, instead: str, where: str) -> InputError:
     return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
 
 
-def refuse_type(fields: Fields, kind: str) -> None:
-    """InputError if this `peft_type` is not mergeable."""
-    if kind in REFUSED:
-        raise refuse(kind, *REFUSED[kind], fields.where)
-
-
 def refuse_lora(fields: Fields) -> None:
     """InputError if a LoRA configuration is in truth another method, or one that changed its
     base."""

@@ -102,6 +102,13 @@ class Reader:
                 raise changed(file, f"it ends at byte {offset + done}")
             done += got
 
+    def read(self, info: TensorInfo, first: int = 0, count: int | None = None) -> bytearray:
+        """Bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
+        raw = bytearray(info.nbytes - first if count is None else count)
+        if raw:
+            self.read_into(memoryview(raw), info.file, info.offset + first)
+        return raw
+
     def descriptor(self, file: Path) -> int:
         """Of an open file, for calls of the system."""
         return self._files[file].fd

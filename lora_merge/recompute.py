@@ -73,16 +73,10 @@ class Stored:
     def __call__(self, info: TensorInfo, shape: Shape, entries: Array | None = None) -> Array:
         """The tensor seen in `shape`, or these entries of its first axis."""
         if entries is None:
-            return decode(self._bytes(info, 0, info.nbytes), info.dtype).reshape(shape)
+            return decode(self._reader.read(info), info.dtype).reshape(shape)
         width = info.nbytes // max(shape[0], 1)
-        raw = b"".join(self._bytes(info, first * width, count * width) for first, count in runs(entries))
+        raw = b"".join(self._reader.read(info, first * width, count * width) for first, count in runs(entries))
         return decode(raw, info.dtype).reshape(len(entries), *shape[1:])
-
-    def _bytes(self, info: TensorInfo, start: int, count: int) -> bytearray:
-        raw = bytearray(count)
-        if count:
-            self._reader.read_into(memoryview(raw), info.file, info.offset + start)
-        return raw
 
 
 class Recomputation:

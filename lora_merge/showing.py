@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,7 @@ from .folders import listed
 if TYPE_CHECKING:
     from .plans import Plan
     from .report import Report
+    from .run import Progress
 
 
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
@@ -69,12 +71,20 @@ def carry_out(plan: Plan, *, quiet: bool) -> Report:
     _leave_lost_folder()
     from .run import run
 
+    with bar(plan.size, "merging", quiet=quiet) as progress:
+        return run(plan, progress)
+
+
+@contextmanager
+def bar(total: int, what: str, *, quiet: bool) -> Iterator[Progress]:
+    """A bar over so many bytes, on a terminal; to be told of those that were just written."""
     if quiet or not sys.stderr.isatty():
-        return run(plan)
+        yield lambda _: None
+        return
     from tqdm import tqdm
 
-    with tqdm(total=plan.size, unit="B", unit_scale=True, unit_divisor=1024, desc="merging", file=sys.stderr) as bar:
-        return run(plan, bar.update)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, file=sys.stderr) as drawn:
+        yield drawn.update
 
 
 def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
@@ -86,8 +96,11 @@ def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
         yield from (f"{name}: note: {note}" for note in found["notes"])
 
 
-def conclude(done: Report, say: Any, said: Sequence[str] = ()) -> None:
-    """A few lines after the work; without the notes that were `said` before it. Where nothing is said: what matters."""
+def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool) -> None:
+    """The report, or a few lines, without the notes that were `said` before it. Where nothing is said: what matters."""
+    if as_json:
+        echo(done.to_json())
+        return
     for remark in remarks(done.coverage, done.notes) if say is silent else ():
         sys.stderr.write(f"{remark}\n")
     rate = size(int(done.written / max(done.seconds, 1e-9)))

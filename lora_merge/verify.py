@@ -139,13 +139,13 @@ def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) ->
     assert source is not None, "only tensors with a source come here"
     found = read_exactly(fd, count, target.offset + first)
     if target.copied:
-        want = _source_bytes(reader, target, first, count)
+        want = reader.read(source, first, count)
         if found != want:
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return
     scale = ITEM_BYTES[source.dtype]
-    raw = _source_bytes(reader, target, first // width * scale, count // width * scale)
+    raw = reader.read(source, first // width * scale, count // width * scale)
     exact, got = saturated(decode(raw, source.dtype), target.dtype), decode(found, target.dtype)
     with np.errstate(invalid="ignore"):
         near = np.abs(got - exact) <= 0.5 * step(exact, target.dtype)
@@ -153,13 +153,6 @@ def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) ->
     if not same.all():
         at = first // width + int(np.argmin(same))
         raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{target.name}, element {at}")
-
-
-def _source_bytes(reader: Reader, target: Target, first: int, count: int) -> bytes:
-    assert target.source is not None, "only tensors with a source come here"
-    raw = bytearray(count)
-    reader.read_into(memoryview(raw), target.source.file, target.source.offset + first)
-    return bytes(raw)
 
 
 def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:

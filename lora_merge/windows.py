@@ -49,7 +49,7 @@ class Convert:
         return self.count * ITEM_BYTES[self.from_dtype]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes in the output buffer."""
         return self.count * ITEM_BYTES[self.to_dtype]
 
