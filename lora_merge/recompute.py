@@ -146,8 +146,9 @@ class Recomputation:
     def _judge(self, target: Target, rows: Array, found: Array, exact: Exact) -> None:
         """Count what is further from the exact value than rounding explains.
 
-        Units are those of the value itself where the output is coarser than the sum, as 16 bits are behind
-        fp32; else those of the largest term of its row, which is what the sum's own rounding depends on.
+        The worst is told in units of the element's largest term where the output is coarser than the sum, as 16 bits
+        are behind fp32: of terms that cancel, values remain whose own units are as small as you like. Else in those of
+        the largest term of its row, which is what the sum's own rounding depends on.
         """
         value, largest = saturated(exact.value, target.dtype), exact.largest
         units = step(value, target.dtype)
@@ -159,7 +160,7 @@ class Recomputation:
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
-        worst = float(np.max(error / (units if coarse else step(largest, target.dtype)), initial=0.0))
+        worst = float(np.max(error / step(exact.terms if coarse else largest, target.dtype), initial=0.0))
         f = self.findings
         f.rows, f.elements = f.rows + len(rows), f.elements + found.size
         f.broken += int(np.count_nonzero(~np.isfinite(found)))

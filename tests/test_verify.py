@@ -82,6 +82,15 @@ def test_a_sound_file_passes(made: Path, dtype: str, full: bool) -> None:  # noq
         assert proof["untouched"]["bytes"] == proof["untouched"]["of"] > 0
 
 
+def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path: Path) -> None:
+    up, down = rand(64, 8, seed=1), rand(8, 64, seed=2)
+    base = save({"a.weight": -(up.double() @ down.double()).float()}, tmp_path / "base.safetensors")
+    lora = save({"a.lora_A.weight": down, "a.lora_B.weight": up}, tmp_path / "lora.safetensors")
+    lora_merge.merge(base, lora, tmp_path / "out.safetensors", dtype="bf16")
+    assert load(tmp_path / "out.safetensors")["a.weight"].abs().max() < 1e-5
+    assert prove(tmp_path / "out.safetensors", full=True)["worst_ulp"] < 0.6
+
+
 @pytest.mark.parametrize("compute", ["fp32", "fp64", "bf16", "fp16"])
 def test_every_compute_dtype_passes(made: Path, compute: str) -> None:
     assert prove(merge(made, compute, compute_dtype=compute), full=True)["proven"]
