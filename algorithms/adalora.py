@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,7 @@ class AdaLoraTensors:
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
-    wanted = {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)}
-    for slot, shape in wanted.items():
-        expect(
-            holds=shapes[slot] == shape,
-            otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}",
-        )
-    return wanted
+    return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 
 
 def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:

@@ -142,6 +142,30 @@ def expect(*, holds: bool, otherwise: str) -> None:
         raise DoesNotFit(otherwise)
 
 
+def expect_shapes(shapes: Shapes, want: Shapes) -> Shapes:
+    """The wanted shapes; DoesNotFit where a stored one is another."""
+    for slot, shape in want.items():
+        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
+    return want
+
+
+def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
+    """Shapes of up (out, r) and down (r, cols) where the file has such a pair beside its other tensors."""
+    if "down" not in shapes and "up" not in shapes:
+        return {}
+    (out, cols), down, up = flat(target), shapes.get("down", ()), shapes.get("up", ())
+    expect(
+        holds=len(down) == 2 and down[1] == cols and up == (out, down[0]),
+        otherwise=f"up is {list(up)}, down {list(down)}, the weight {out}×{cols}",
+    )
+    return {"down": down, "up": up}
+
+
+def inside(indices: Tensor, size: int) -> bool:
+    """Whether all of these integers count something of that size from 0 on."""
+    return bool(((indices >= 0) & (indices < size)).all())
+
+
 def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
     """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0,
     which no trainer writes: they take it for "α = r". DoesNotFit for NaN and infinity."""

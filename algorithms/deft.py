@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +34,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
         otherwise=f"subspace is {list(stored)}, the weight has {out} rows",
     )
     wanted = {"subspace": stored, "content": (stored[1], cols)}
-    if "content" in shapes:
-        expect(
-            holds=shapes["content"] == wanted["content"],
-            otherwise=f"content is {list(shapes['content'])}, not {list(wanted['content'])}",
-        )
-    return {slot: wanted[slot] for slot in shapes}
+    return expect_shapes(shapes, {slot: wanted[slot] for slot in shapes})
 
 
 def delta(base: Tensor, t: DeftTensors) -> Tensor:

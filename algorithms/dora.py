@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
-from .base import Shape, expect
+from .base import DoesNotFit, Shape, expect
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,7 @@ def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
         return "out", (out, 1)
     if size == channels and shaped and magnitude[1] == channels:
         return "in", (1, channels)
-    expect(holds=False, otherwise=f"the magnitude is {list(magnitude)}, the weight {list(target)}")
-    raise AssertionError
+    raise DoesNotFit(f"the magnitude is {list(magnitude)}, the weight {list(target)}")
 
 
 def rescale(base: Tensor, delta: Tensor, magnitude: Tensor, axis: Axis) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_over, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,7 @@ class EmbeddingTensors:
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up (dim, r) and down (r, vocabulary)."""
     (rows, cols), (rank, _) = flat(target), flat(shapes["down"])
-    wanted = {"up": (cols, rank), "down": (rank, rows)}
-    for slot, shape in wanted.items():
-        expect(
-            holds=shapes[slot] == shape,
-            otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}",
-        )
-    return wanted
+    return expect_shapes(shapes, {"up": (cols, rank), "down": (rank, rows)})
 
 
 def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:

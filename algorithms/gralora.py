@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +37,8 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
         holds=k > 0 and a[1] * k == cols and b == (k, rank, out // k) and out % k == 0 and rank % k == 0,
         otherwise=f"inputs {list(a)} and outputs {list(b)} do not make a {out}×{cols} weight",
     )
-    fitted: dict[str, Shape] = {"inputs": (k, a[1], k, rank // k), "outputs": (k, k, rank // k, b[2])}
-    if "down" in shapes or "up" in shapes:
-        down, up = shapes.get("down", ()), shapes.get("up", ())
-        expect(
-            holds=len(down) == 2 and down[1] == cols and up == (out, down[0]),
-            otherwise=f"up is {list(up)}, down {list(down)}, the weight {out}×{cols}",
-        )
-        fitted |= {"down": down, "up": up}
-    return fitted
+    blocks = {"inputs": (k, a[1], k, rank // k), "outputs": (k, k, rank // k, b[2])}
+    return {**blocks, **extra_pair(shapes, target)}
 
 
 def delta(base: Tensor, t: GraloraTensors) -> Tensor:

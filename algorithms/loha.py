@@ -69,14 +69,13 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
 
 def delta(base: Tensor, t: LohaTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
-    rows, cols = _first(t)
-    return ((rows * t.scale) @ cols).mul_(_second(t))
+    (rows, cols), (others, width) = _halves(t)
+    return ((rows * t.scale) @ cols).mul_(others @ width)
 
 
 def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
     """acc += strength · ΔW, some rows at a time: the two halves of all rows would not stay in the caches."""
-    rows, cols = _first(t)
-    others, width = (t.w2_a, t.w2_b) if t.t2 is None else (t.w2_a.transpose(1, 2), tucker(t.t2, t.w2_b))
+    (rows, cols), (others, width) = _halves(t)
     rows = rows * (t.scale * strength)
     step = max(1, ROWS // max(acc.shape[2], 1))  # of the width alone, so that results do not depend on n
     for first in range(0, acc.shape[1], step):
@@ -85,14 +84,10 @@ def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
         acc.narrow(1, first, count).addcmul_(part, others.narrow(1, first, count) @ width)
 
 
-def _first(t: LohaTensors) -> tuple[Tensor, Tensor]:
-    """Factors [n, out, r] and [n, r, cols] of the first half, not multiplied yet."""
-    return (t.w1_a, t.w1_b) if t.t1 is None else (t.w1_a.transpose(1, 2), tucker(t.t1, t.w1_b))
-
-
-def _second(t: LohaTensors) -> Tensor:
-    """The second half, [n, out, cols]."""
-    return t.w2_a @ t.w2_b if t.t2 is None else t.w2_a.transpose(1, 2) @ tucker(t.t2, t.w2_b)
+def _halves(t: LohaTensors) -> list[tuple[Tensor, Tensor]]:
+    """Factors [n, out, r] and [n, r, cols] of both halves, not multiplied yet."""
+    stored = ((t.w1_a, t.w1_b, t.t1), (t.w2_a, t.w2_b, t.t2))
+    return [(a, b) if core is None else (a.transpose(1, 2), tucker(core, b)) for a, b, core in stored]
 
 
 LOHA = Algorithm(

@@ -10,10 +10,11 @@ times too large.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt, prod, sqrt
+from math import prod, sqrt
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, DoesNotFit, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat
+from .peft_oft import block_size, skew_blocks, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +42,10 @@ def fit_conv(shapes: Shapes, target: Shape) -> Shapes:
 
 def _fit(shapes: Shapes, target: Shape) -> Shapes:
     stored, (_, cols) = shapes["skew"], flat(target)
-    if len(stored) != 2 or block_size(stored[1]) is None:
-        raise DoesNotFit(f"skew is {list(stored)}: not the triangles of square blocks")
-    k, b = stored[0], block_size(stored[1]) or 1
+    k, b = (stored[0], block_size(stored[1])) if len(stored) == 2 else (0, 0)
+    expect(holds=b > 0, otherwise=f"skew is {list(stored)}: not the triangles of square blocks")
     expect(
-        holds=k * b == cols or (k == 1 and cols % b == 0),
+        holds=tiles(k, b, cols),
         otherwise=f"{k} blocks of {b} columns, the weight is {list(target)}",
     )
     if "scaled" not in shapes:
@@ -54,21 +54,11 @@ def _fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"skew": stored, "scaled": (1,)}
 
 
-def block_size(triangle: int) -> int | None:
-    """b where b(b−1)/2 numbers are stored, None if no b fits; 1 for none."""
-    b = (1 + isqrt(1 + 8 * triangle)) // 2
-    return b if b * (b - 1) // 2 == triangle else None
-
-
 def _turned(t: OneTrainerOftTensors) -> Tensor:
     """R − I, [n, k, b, b]."""
-    import torch
-
-    b = block_size(t.skew.shape[2]) or 1
-    rows, cols = torch.triu_indices(b, b, 1, device=t.skew.device)
-    half = t.skew.new_zeros(*t.skew.shape[:2], b, b)
-    half[..., rows, cols] = t.skew if t.scaled is None or b < 2 else t.skew / (2 * sqrt(b - 1))
-    s = half - half.mT
+    s = skew_blocks(t.skew)
+    if t.scaled is not None:
+        s = s / (2 * sqrt(max(s.shape[-1] - 1, 1)))
     squared = s @ s
     return squared @ (squared + 2 * s) + 2 * (squared + s)
 

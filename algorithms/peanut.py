@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, expect_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +45,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
     want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
     expect(holds=len(target) == 2 and rank > 0, otherwise=f"A is {list(shapes['down'])}, the weight {list(target)}")
-    for slot, shape in want.items():
-        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
-    return want
+    return expect_shapes(shapes, want)
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 from .oft import stretch
+from .peft_oft import Rotation, cayley
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,24 +48,12 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": stored, "rows": (out, 1)}
 
 
-@dataclass(frozen=True)
-class Rotations:
-    """What the blocks stand for."""
-
-    turned: Tensor  # R − I, [n, N, k, b, b]
-    rows: Tensor  # s, [n, out, 1]
-
-
-def prepare(t: BoftTensors) -> Rotations:
+def prepare(t: BoftTensors) -> Rotation:
     """The blocks inverted: R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
-    import torch
-
-    skew = (t.blocks - t.blocks.mT) / 2
-    identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
-    return Rotations(torch.linalg.solve(identity + skew, -2 * skew, left=False), t.rows)
+    return Rotation(cayley((t.blocks - t.blocks.mT) / 2), t.rows)
 
 
-def delta(base: Tensor, t: Rotations) -> Tensor:
+def delta(base: Tensor, t: Rotation) -> Tensor:
     """s ⊙ (W Mᵀ) − W, [n, out, cols]: the stages' changes are summed, each of what came before it."""
     n, stages, count, size, _ = t.turned.shape
     total: Tensor | None = None

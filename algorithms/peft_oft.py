@@ -21,6 +21,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, Shape, Shapes, expect, flat
+from .oft import stretch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,13 +63,10 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
     stored, cols = shapes["skew"], flat(target)[1]
     expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
-    size = _size(stored[1])
+    size = block_size(stored[1])
+    expect(holds=size > 0, otherwise=f"{stored[1]} numbers are no triangle of a block")
     expect(
-        holds=size * (size - 1) // 2 == stored[1],
-        otherwise=f"{stored[1]} numbers are no triangle of a block",
-    )
-    expect(
-        holds=_tiles(stored[0], size, cols),
+        holds=tiles(stored[0], size, cols),
         otherwise=f"{stored[0]} blocks of {size} do not cover {cols} inputs",
     )
     return {"skew": stored}
@@ -78,7 +76,7 @@ def fit_second(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of blocks (k, b, b) that tile the columns and rows (out, 1)."""
     (out, cols), (count, size) = flat(target), _square(shapes["blocks"])
     expect(
-        holds=_tiles(count, size, cols),
+        holds=tiles(count, size, cols),
         otherwise=f"{count} blocks of {size} do not cover {cols} inputs",
     )
     expect(
@@ -99,7 +97,7 @@ def fit_first(shapes: Shapes, target: Shape) -> Shapes:
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
     """One block for all only where the configuration says so."""
     stored = shapes["skew"] if "skew" in shapes else shapes["blocks"]
-    size = _size(stored[1]) if "skew" in shapes else stored[1]
+    size = block_size(stored[1]) if "skew" in shapes else stored[1]
     rows, cols = flat(target)
     width = rows if "blocks" in shapes and "rows" not in shapes else cols
     expect(
@@ -108,8 +106,10 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
     )
 
 
-def _size(triangle: int) -> int:
-    return (1 + isqrt(1 + 8 * triangle)) // 2
+def block_size(triangle: int) -> int:
+    """b where b(b−1)/2 numbers are stored, 1 for none; 0 if no b fits."""
+    b = (1 + isqrt(1 + 8 * triangle)) // 2
+    return b if b * (b - 1) // 2 == triangle else 0
 
 
 def _square(stored: Shape) -> tuple[int, int]:
@@ -118,7 +118,8 @@ def _square(stored: Shape) -> tuple[int, int]:
     return stored[0], stored[1]
 
 
-def _tiles(count: int, size: int, width: int) -> bool:
+def tiles(count: int, size: int, width: int) -> bool:
+    """Whether so many blocks, or one for all, cover the width."""
     return count * size == width or (count == 1 and width % size == 0)
 
 
@@ -126,22 +127,25 @@ def _tiles(count: int, size: int, width: int) -> bool:
 class Rotation:
     """What the blocks stand for."""
 
-    turned: Tensor  # R − I, [n, k or 1, b, b]
+    turned: Tensor  # R − I, [n, k or 1, b, b]; butterfly [n, N, k, b, b]
     rows: Tensor | None = None  # [n, out, 1]
 
 
 def prepare(t: OftTensors) -> Rotation:
     """The blocks inverted."""
+    skew = _bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
+    return Rotation(_series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
+
+
+def skew_blocks(triangles: Tensor) -> Tensor:
+    """S [n, k, b, b] from the upper triangles [n, k, b(b−1)/2], row by row."""
     import torch
 
-    n, count, elements = t.skew.shape
-    size = _size(elements)
-    upper, lower = torch.triu_indices(size, size, 1, device=t.skew.device)
-    skew = t.skew.new_zeros(n, count, size, size)
-    skew[..., upper, lower] = t.skew
-    skew = _bounded(skew - skew.transpose(2, 3), t.limit / count**0.5)
-    rotation = _series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else _cayley(skew)
-    return Rotation(rotation - _identity(rotation))
+    size = block_size(triangles.shape[2])
+    rows, cols = torch.triu_indices(size, size, 1, device=triangles.device)
+    half = triangles.new_zeros(*triangles.shape[:2], size, size)
+    half[..., rows, cols] = triangles
+    return half - half.mT
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
@@ -149,7 +153,7 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
     n, out, cols = base.shape
     blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
     change = (blocks @ t.turned.transpose(2, 3)).transpose(1, 2).reshape(n, out, cols)
-    return change if t.rows is None else (base + change) * t.rows - base
+    return stretch(base, change, t.rows)
 
 
 def prepare_embedding(t: OftTensors) -> Rotation:
@@ -160,14 +164,12 @@ def prepare_embedding(t: OftTensors) -> Rotation:
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
     blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
-    rotation = _cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks)))
-    return delta(base, Rotation(rotation - _identity(rotation), t.rows))
+    return delta(base, Rotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
 
 
 def prepare_first(t: FirstTensors) -> Rotation:
     """The blocks inverted."""
-    rotation = _cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2]))
-    return Rotation(rotation - _identity(rotation))
+    return Rotation(cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2])))
 
 
 def first_delta(base: Tensor, t: Rotation) -> Tensor:
@@ -196,10 +198,10 @@ def _bounded(blocks: Tensor, limit: float) -> Tensor:
 
 
 def _series(skew: Tensor, terms: int, *, doubled_last: bool) -> Tensor:
-    """I + 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
-    coefficients = [1.0] + [2.0] * (terms - 1)
+    """R − I = 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
+    coefficients = [0.0] + [2.0] * (terms - 1)
     if not doubled_last and terms > 2:  # three terms and four are the same series there
-        coefficients = [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
+        coefficients = [0.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
     identity = _identity(skew)
     total = coefficients[-1] * identity
     for coefficient in reversed(coefficients[:-1]):
@@ -207,13 +209,12 @@ def _series(skew: Tensor, terms: int, *, doubled_last: bool) -> Tensor:
     return total
 
 
-def _cayley(skew: Tensor) -> Tensor:
-    """(I − S)(I + S)⁻¹ per block."""
+def cayley(skew: Tensor) -> Tensor:
+    """R − I for R = (I − S)(I + S)⁻¹ per block; a small rotation keeps its digits so."""
     import torch
 
-    identity = _identity(skew)
-    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew, left=False)
-    return rotation
+    turned: Tensor = torch.linalg.solve(_identity(skew) + skew, -2 * skew, left=False)
+    return turned
 
 
 def _identity(like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,11 +43,7 @@ class KasaTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
-    (out, cols), (rows, rank), (down_rank, width) = (
-        flat(target),
-        flat(shapes["up"]),
-        flat(shapes["down"]),
-    )
+    (out, cols), (rows, rank), (down_rank, width) = map(flat, (target, shapes["up"], shapes["down"]))
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
     expect(
         holds=(rows, width) == (out, cols),
@@ -59,10 +55,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     )
     fitted = {"up": (out, rank), "down": (rank, cols)}
     if "values" in shapes:
-        expect(
-            holds=shapes["values"] == (rank,),
-            otherwise=f"values is {list(shapes['values'])}, not [{rank}]",
-        )
+        expect_shapes(shapes, {"values": (rank,)})
         fitted["values"] = (rank, 1)
     return fitted
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, inside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
     """Refuses places outside of the weight."""
     for axis, size in enumerate(flat(target)):
-        places = stored["places"][axis]
-        inside = bool(((places >= 0) & (places < size)).all())
-        expect(holds=inside, otherwise=f"places lie outside of the weight {list(target)}")
+        expect(holds=inside(stored["places"][axis], size), otherwise=f"places lie outside of the weight {list(target)}")
 
 
 def delta(base: Tensor, t: ShiraTensors) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair, inside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,27 +32,18 @@ class SuperTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of values and places (m,), up (out, r), down (r, cols)."""
-    (out, cols), count = flat(target), prod(shapes["values"])
+    count = prod(shapes["values"])
     expect(
         holds=shapes["values"] == shapes["places"] == (count,) and count <= prod(target),
         otherwise=f"values is {list(shapes['values'])}, places {list(shapes['places'])}",
     )
-    fitted: dict[str, Shape] = {"values": (count,), "places": (count,)}
-    if "up" in shapes or "down" in shapes:
-        up, down = shapes.get("up", ()), shapes.get("down", ())
-        expect(
-            holds=len(down) == 2 and down[1] == cols and up == (out, down[0]),
-            otherwise=f"up is {list(up)}, down {list(down)}, the weight {out}×{cols}",
-        )
-        fitted |= {"up": up, "down": down}
-    return fitted
+    return {"values": (count,), "places": (count,), **extra_pair(shapes, target)}
 
 
 def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
     """Refuses places outside of the weight."""
-    places = stored["places"]
-    inside = bool(((places >= 0) & (places < prod(target))).all())
-    expect(holds=inside, otherwise=f"places lie outside of the weight {list(target)}")
+    within = inside(stored["places"], prod(target))
+    expect(holds=within, otherwise=f"places lie outside of the weight {list(target)}")
 
 
 def delta(base: Tensor, t: SuperTensors) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat, inside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,14 +34,9 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes as stored."""
     (out, cols), choice = flat(target), shapes["down_choice"]
     rank, bank = choice[0] if choice else 0, shapes.get("bank", ())
-    want = {
-        "down_choice": (rank, cols),
-        "down_weight": (rank, cols),
-        "up_choice": (out, rank),
-        "up_weight": (out, rank),
-    }
-    for slot, shape in want.items():
-        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
+    up, down = (out, rank), (rank, cols)
+    want = {"down_choice": down, "down_weight": down, "up_choice": up, "up_weight": up}
+    expect_shapes(shapes, want)
     expect(holds=len(bank) == 1 and bank[0] > 0, otherwise=f"the vector that all layers share is {list(bank)}")
     return {**want, "bank": bank}
 
@@ -49,8 +44,8 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 def check(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
     """Refuses entries that the vector does not have."""
     for slot, chosen in stored.items():
-        inside = bool(((chosen >= 0) & (chosen < shapes["bank"][0])).all())
-        expect(holds=inside, otherwise=f"{slot} lies outside of the {shapes['bank'][0]} numbers of the vector")
+        count = shapes["bank"][0]
+        expect(holds=inside(chosen, count), otherwise=f"{slot} lies outside of the {count} numbers of the vector")
 
 
 def delta(base: Tensor, t: UniTensors) -> Tensor:

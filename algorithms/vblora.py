@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, inside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,8 +95,8 @@ def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
 def check_top(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
     """Refuses choices that the bank does not have."""
     for slot, chosen in stored.items():
-        inside = bool(((chosen >= 0) & (chosen < shapes["bank"][0])).all())
-        expect(holds=inside, otherwise=f"{slot} lies outside of the {shapes['bank'][0]} vectors of the bank")
+        count = shapes["bank"][0]
+        expect(holds=inside(chosen, count), otherwise=f"{slot} lies outside of the {count} vectors of the bank")
 
 
 def _mix(logits: Tensor, bank: Tensor, top: int) -> Tensor:

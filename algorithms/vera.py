@@ -34,10 +34,7 @@ class VeraTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of out_scale (out, 1), rank_scale (r, 1) and, where stored, down and up."""
-    (out, cols), (ranks,) = (
-        flat(target),
-        shapes["rank_scale"] if len(shapes["rank_scale"]) == 1 else (0,),
-    )
+    (out, cols), ranks = flat(target), shapes["rank_scale"][0] if len(shapes["rank_scale"]) == 1 else 0
     expect(holds=ranks > 0, otherwise=f"rank_scale is {list(shapes['rank_scale'])}, not a vector")
     expect(
         holds=prod(shapes["out_scale"]) == out,
