@@ -20,7 +20,7 @@ from .comparing import differing
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
-from .kinds import BESIDE, foreign
+from .kinds import foreign
 from .reader import Reader, read_bytes
 
 IGNORED: Final = {
@@ -208,9 +208,9 @@ def group(index: Index) -> AdapterFile:
     if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         what = foreign(index.tensors)
         raise InputError(
-            "this file holds no adapter tensors" + (f", it is {what}" if what else ""),
+            "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
             f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
-            BESIDE if what else IN_ORDER,
+            what[1] if what else IN_ORDER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     used = {part(m.name)[0] for m in modules} | {m.name for m in modules}

@@ -177,6 +177,12 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_lora.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
         ("_lora.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
         ("_lora.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
+        # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
+        (
+            "_custom_diff",
+            r"(.*)\.processor\.(to_\w+)_custom_diffusion((?:\.0)?\.(?:weight|bias))",
+            r"\1.\2\3.set_weight",
+        ),
         # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
         (".lora_", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
         (".oft_blocks.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,26 +37,56 @@ BESIDE: Final = (
     "load it beside the model when that runs; it changes none of the model's weights, so nothing can be merged"
 )
 
+EMBEDDING: Final = "an embedding (textual inversion)"
+CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+BY_NUMBERS: Final = (
+    "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
+    "take a version of it with names"
+)
+
 FOREIGN: Final = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
-        # a key looks so                                                  what the file is
-        (r"lora_controlnet$",                                             "a Control-LoRA: factors of a ControlNet"),
-        (r"lllite_",                                                      "a ControlNet-LLLite"),
-        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",   "a ControlNet"),
-        (r"(?:image_proj|ip_adapter)\.",                                  "an IP-Adapter"),
-        (r"(?:emb_params|string_to_param|clip_[lg])$",                    "an embedding (textual inversion)"),
-        (r"\d+\.\d\.linear\d?\.",                                       "a hypernetwork"),
+        # a key looks so                                                     what the file is
+        (r"lora_controlnet$",                                                "a Control-LoRA: factors of a ControlNet"),
+        (r"lllite_",                                                         "a ControlNet-LLLite"),
+        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",     "a ControlNet"),
+        (r"control_(?:layers|noise_refiner)\.",                              "a ControlNet"),
+        (r"(?:image_proj|ip_adapter(?:_proj_model)?)\.|.*\.ip_adapter_",     "an IP-Adapter"),
+        (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
+        (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
+        (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
+        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     EMBEDDING),
+        (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
+        (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
     )
 )  # fmt: skip
-"""What people take for an adapter though it is a network of its own or no change of weights. Asked only of a file in
-which nothing is an adapter's."""
+"""What people take for an adapter though it is a network of its own or no change of weights, the surer first. Asked
+only of a file in which nothing is an adapter's."""
 
 
-def foreign(keys: Iterable[str]) -> str | None:
-    """What a file without adapter tensors is, if one of its keys tells."""
-    found = (what for key in keys for pattern, what in FOREIGN if pattern.match(key))
-    return next(found, None)
+def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
+    """What a file without adapter tensors is, if its keys tell, and what to do with it."""
+    keys = [*keys]
+    what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
+    if what is None and keys and not any("." in key for key in keys):
+        what = EMBEDDING  # by its token's or its encoder's name alone
+    return (what, BY_NUMBERS if what == CLONEOFSIMO else BESIDE) if what else None
+
+
+def are_factors(loaded: Sequence[object]) -> bool:
+    """Whether a list of tensors is up, down, up, down …, as cloneofsimo's first files are."""
+    shapes = [tuple(getattr(t, "shape", ())) for t in loaded]
+    pairs = [*zip(shapes[::2], shapes[1::2], strict=False)]
+    return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
+
+
+def nested(value: object, name: str = "", depth: int = 3) -> Iterator[str]:
+    """Names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors."""
+    entries = dict.items(value) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries if depth else ():
+        yield f"{name}{key}"
+        yield from nested(inner, f"{name}{key}.", depth - 1)
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:

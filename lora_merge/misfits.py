@@ -10,6 +10,7 @@ from .explain import NO_NAMES, OWN_BASE
 from .folders import listed
 from .guess import weight_shapes
 from .job import Unmatched
+from .kinds import foreign
 from .matched import Matched
 from .names import Names
 
@@ -29,6 +30,8 @@ def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatc
         why = names.explain([], shapes) if isinstance(worst, ShapeMismatch) else ""
         others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
         raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
+    if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
+        raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {listed(result.unmatched)}", what[1])
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total})",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .errors import InputError
 from .folders import listed
 from .header import ITEM_BITS, FileState, Header, TensorInfo, open_regular
-from .kinds import quoted
+from .kinds import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested, quoted
 from .reader import MEMORY, read_bytes
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def _read(path: Path) -> Header:
     infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
     infos.sort(key=lambda t: (t.offset, t.nbytes))
     found = {t.name: t for t in infos}
+    if not found and (what := foreign(nested(table))):
+        raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
     left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
         notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
@@ -195,6 +197,8 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
             break
         loaded = dict.get(loaded, inner)
         unwrapped.append(inner)
+    if isinstance(loaded, list) and are_factors(loaded):
+        raise InputError(f"not a state dict but {CLONEOFSIMO}", f"{path}: {len(loaded)} tensors in a list", BY_NUMBERS)
     if not isinstance(loaded, dict):
         raise InputError(
             "not a state dict",

@@ -70,6 +70,9 @@ SPELLED = {
     "te.layers.3.self_attn.to_q_lora.up.weight": ("te.layers.3.self_attn.q_proj", "up"),
     "te.layers.3.self_attn.to_out_lora.down.weight": ("te.layers.3.self_attn.out_proj", "down"),
     "te.layers.3.mlp.fc1.lora_linear_layer.up.weight": ("te.layers.3.mlp.fc1", "up"),
+    # Custom Diffusion
+    "mid.attn2.processor.to_k_custom_diffusion.weight": ("mid.attn2.to_k.weight", "diff"),
+    "mid.attn2.processor.to_out_custom_diffusion.0.bias": ("mid.attn2.to_out.0.bias", "diff"),
     # XLabs
     "double_blocks.7.processor.qkv_lora1.down.weight": ("double_blocks.7.img_attn.qkv", "down"),
     "double_blocks.7.processor.proj_lora2.up.weight": ("double_blocks.7.txt_attn.proj", "up"),

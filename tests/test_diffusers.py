@@ -408,6 +408,34 @@ def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa
     _assert_same(lora_merge.merge_state_dict(base, adapter), wanted, "motion")
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["q, k, v, out", "k and v"])
+def test_custom_diffusion_puts_its_layers_in_the_place_of_the_attentions(*, whole: bool, tmp_path: Path) -> None:
+    """As examples/custom_diffusion sets its processors up; the model computes the same with its own once it is merged."""
+    from diffusers.models.attention_processor import CustomDiffusionAttnProcessor2_0 as Processor
+
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(**CONFIGS["UNet2DConditionModel SD1"]).eval()
+    before = {k: v.clone() for k, v in unet.state_dict().items()}
+    processors = {}
+    for name in unet.attn_processors:
+        cross = name.endswith("attn2.processor")
+        width = unet.get_submodule(name.removesuffix(".processor")).to_q.in_features
+        processors[name] = Processor(
+            train_kv=cross, train_q_out=cross and whole, hidden_size=width,
+            cross_attention_dim=unet.config.cross_attention_dim if cross else None,
+        )  # fmt: skip
+    given = torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 5, unet.config.cross_attention_dim)
+    unet.set_attn_processor(processors)
+    with torch.no_grad():
+        want = unet(*given).sample
+    unet.save_attn_procs(tmp_path, safe_serialization=False)
+    merged = lora_merge.merge_state_dict(before, [tmp_path / "pytorch_custom_diffusion_weights.bin"])
+    unet.set_default_attn_processor()
+    unet.load_state_dict(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(unet(*given).sample, want, rtol=0, atol=1e-5)
+
+
 def _assert_same(merged: Tensors, weights: Tensors, what: str) -> None:
     for key, value in weights.items():
         worst = (merged[key] - value).abs().max().item() if value.numel() else 0.0

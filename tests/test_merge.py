@@ -11,6 +11,7 @@ import threading
 import time
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -359,6 +360,8 @@ def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) 
     ("lora_controlnet", "Control-LoRA"), ("lllite_unet_input_blocks_4_1_attn1_to_q.down.0.weight", "LLLite"),
     ("control_model.input_hint_block.0.weight", "ControlNet"), ("controlnet_cond_embedding.conv_in.weight", "ControlNet"),
     ("ip_adapter.1.to_k_ip.weight", "IP-Adapter"), ("clip_g", "textual inversion"), ("768.0.linear1.weight", "hypernetwork"),
+    ("control_layers.0.after_proj.weight", "ControlNet"), ("body.0.block1.weight", "T2I-Adapter"), ("redux_up.weight", "Redux"),
+    ("ip_adapter_proj_model.proj.weight", "IP-Adapter"), ("pulid_ca.0.to_q.weight", "PuLID"),
 ])  # fmt: skip
 def test_what_is_loaded_beside_a_model_is_called_what_it_is(
     files: tuple[Path, Path], tmp_path: Path, key: str, what: str
@@ -371,6 +374,24 @@ def test_what_is_loaded_beside_a_model_is_called_what_it_is(
     with pytest.raises(InputError, match="no adapter tensors\n") as error:
         lora_merge.merge_state_dict(base, base)
     assert "base model first" in error.value.fix
+
+
+@pytest.mark.parametrize(("content", "what", "fix"), [
+    ({"<cat>": torch.ones(4)}, "textual inversion", "beside"), ({"t5_out": torch.ones(2, 4)}, "textual inversion", "beside"),
+    ({"string_to_param": {"*": torch.ones(2, 4)}, "name": "cat"}, "textual inversion", "beside"),
+    ({"image_proj": {"proj.weight": torch.ones(4, 4)}, "ip_adapter": {"1.to_k_ip.weight": torch.ones(4, 4)}}, "IP-Adapter", "beside"),
+    ({768: [{"linear.0.weight": torch.ones(4, 4)}], "name": "h"}, "hypernetwork", "beside"),
+    ({"unet:0:up": torch.ones(4, 2), "unet:0:down": torch.ones(2, 4), "<s1>": torch.ones(4)}, "cloneofsimo", "lora_add"),
+    ([torch.ones(4, 2), torch.ones(2, 4), torch.ones(8, 2), torch.ones(2, 4)], "cloneofsimo", "lora_add"),
+    ({"ip_adapter.0.to_q_lora.down.weight": torch.ones(2, 4), "ip_adapter.0.to_q_lora.up.weight": torch.ones(4, 2)}, "IP-Adapter", "beside"),
+])  # fmt: skip
+def test_torch_files_of_other_kinds_are_called_what_they_are(
+    files: tuple[Path, Path], tmp_path: Path, content: Any, what: str, fix: str
+) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(MergeError, match=what) as error:
+        lora_merge.plan(files[0], tmp_path / "other.pt", tmp_path / "out.safetensors")
+    assert fix in error.value.fix
 
 
 def test_a_model_is_no_adapter_even_if_it_has_what_a_control_lora_has(tmp_path: Path) -> None:
