@@ -411,6 +411,7 @@ def test_a_motion_lora_in_the_words_of_animatediff(whole: bool) -> None:  # noqa
 @pytest.mark.parametrize("whole", [True, False], ids=["q, k, v, out", "k and v"])
 def test_custom_diffusion_puts_its_layers_in_the_place_of_the_attentions(*, whole: bool, tmp_path: Path) -> None:
     """As examples/custom_diffusion sets its processors up; the model computes the same with its own once it is merged."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
     from diffusers.models.attention_processor import CustomDiffusionAttnProcessor2_0 as Processor
 
     torch.manual_seed(0)
@@ -430,7 +431,7 @@ def test_custom_diffusion_puts_its_layers_in_the_place_of_the_attentions(*, whol
         want = unet(*given).sample
     unet.save_attn_procs(tmp_path, safe_serialization=False)
     merged = lora_merge.merge_state_dict(before, [tmp_path / "pytorch_custom_diffusion_weights.bin"])
-    unet.set_default_attn_processor()
+    unet.set_attn_processor(AttnProcessor2_0())
     unet.load_state_dict(merged)
     with torch.no_grad():
         torch.testing.assert_close(unet(*given).sample, want, rtol=0, atol=1e-5)
