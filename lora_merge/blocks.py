@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from .matched import Use
-from .plans import Target, rows_of
+from .plans import Target
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: both casts take a third of what 2**22 take
 
@@ -81,7 +81,7 @@ class Block:
 
 def blocks(target: Target) -> Iterator[Block]:
     """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
-    rows, cols = rows_of(target)
+    rows, cols = target.matrix
     for low, high in _uncut(target, rows, cols):
         whole = _grows(target) or any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))

@@ -18,7 +18,7 @@ from .header import FileState, Header, TensorInfo, open_regular, parse_file
 from .json_text import from_json
 from .kinds import quoted
 from .prefixes import PEFT
-from .quantised import Quantised, quantised
+from .quantised import Quantised, quantised, together
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
@@ -52,7 +52,9 @@ class Index:
     @cached_property
     def quantised(self) -> Quantised:
         """What of it is quantised."""
-        return quantised(self)
+        if self.components:
+            return together({name: part.quantised for name, part in self.components.items()})
+        return quantised(self.tensors, self.metadata, self.config)
 
 
 def open_checkpoint(path: Path) -> Index:

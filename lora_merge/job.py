@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Real
 from os import PathLike
@@ -135,7 +135,7 @@ def make_job(
     as "2GiB".
     """
     check_options(options, ["strength", "strength_for", *(f.name for f in fields(Job)[3:])])
-    single = isinstance(adapters, str | PathLike | Adapter) or _is_pair(adapters)
+    single = isinstance(adapters, str | PathLike | Adapter) or is_pair(adapters)
     wanted = "a path, or a list of them,"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
     if not adapters:
@@ -209,7 +209,8 @@ def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
     return _absolute(Path()) / (name if folder(base) else f"{name}.safetensors")
 
 
-def _is_pair(value: object) -> bool:
+def is_pair(value: object) -> bool:
+    """Whether it is one adapter with its strength, not a list of two."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
@@ -225,15 +226,12 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
 
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
-    if isinstance(value, Adapter):
-        own = (_part(p, f) for p, f in pairs(value.parts, str(value.path)))
-        return _checked(Adapter(expand(value.path), value.strength, (*own, *parts)))
     path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
-    return _checked(Adapter(expand(path), strength, parts))
-
-
-def _checked(adapter: Adapter) -> Adapter:
-    return replace(adapter, strength=factor(adapter.strength, str(adapter.path)))
+    own: list[tuple[str, Any]] = []
+    if isinstance(value, Adapter):
+        path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
+    path = expand(path)
+    return Adapter(path, factor(strength, str(path)), (*(_part(p, f) for p, f in own), *parts))
 
 
 def _part(part: str, value: float) -> tuple[str, float]:

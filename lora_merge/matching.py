@@ -107,7 +107,8 @@ class Matcher:
         both = ALGORITHMS[patch.algorithm].and_bias or self.patcher.turns_bias(patch.algorithm)
         bias = self._look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
-            self._add(_with_view(patch, bias))
+            shapes = ALGORITHMS[patch.algorithm].fit(patch.module.shapes, bias.shape)
+            self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
@@ -249,8 +250,3 @@ class Matcher:
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.pieces] = self.seen.resized(where)
         self.result.notes.append(f"{info.name}: {self.seen.notes.get(info.name, meant.why)}")
-
-
-def _with_view(patch: Patch, view: View) -> Patch:
-    shapes = ALGORITHMS[patch.algorithm].fit(patch.module.shapes, view.shape)
-    return replace(patch, shapes=shapes, view=view, magnitude=None)

@@ -23,7 +23,7 @@ from .errors import InputError, UsageError
 from .factors import Factors, Kept, check_finite
 from .folding import Folder, Item
 from .header import TensorInfo
-from .job import COMPUTE_DTYPES, Adapter, expand, make_job
+from .job import COMPUTE_DTYPES, Adapter, expand, is_pair, make_job
 from .kernels import change
 from .matched import Use
 from .names import Names, names
@@ -166,9 +166,7 @@ class _Held:
 
     def adapters(self, given: Any) -> tuple[list[Any], list[AdapterFile]]:
         """The adapters as make_job takes them, and opened."""
-        if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or (
-            isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], int | float)
-        ):
+        if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
             given = [given]
         given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
         refs: list[Any] = []

@@ -161,11 +161,6 @@ class Names:
             return ""
         return other_variant(_denoiser(shapes()), known, self._weights())
 
-    def describe(self) -> str:
-        """Architecture and variant, such as "Wan 14B"."""
-        known = self._parts[0].architecture if self._parts else None
-        return described([known], seen(self._weights())) if known else "unknown"
-
     def _weights(self, part: Component | None = None) -> dict[str, Shape]:
         """Module → shape of the weight, of one network; of the main one without."""
         part = part or (self._parts[0] if self._parts else None)

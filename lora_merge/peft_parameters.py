@@ -16,7 +16,7 @@ from .algorithms import DoesNotFit
 from .peft_config import Fields
 from .prefixes import PEFT, TRAINING
 
-WRAPPED: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
+_LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
 """What a training loop calls the model that PEFT made, if it has but one."""
 WRAPPER: Final = ".base_layer"
@@ -48,7 +48,7 @@ def in_out(modules: Iterable[str]) -> frozenset[str]:
 
 def bare(module: str) -> str:
     """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
-    path = WRAPPED.sub("", module) if "_mod" in module else module  # all of them have that
+    path = _LEVELS.sub("", module) if "_mod" in module else module  # all of them have that
     before, found, rest = path.partition(PEFT)
     return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
 

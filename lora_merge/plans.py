@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,14 @@ class Target(NamedTuple):
     def copied(self) -> bool:
         """Whether the output bytes equal the source's."""
         return not self.uses and self.source is not None and self.source.dtype == self.dtype
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as its uses see it, else axis 0 and the rest."""
+        if self.uses:
+            cols = self.uses[0].piece.cols
+            return prod(self.shape) // max(cols, 1), cols
+        return flat(self.shape)
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,6 @@ class Plan:
 def values(base: Index, matched: Sequence[Matched]) -> dict[str, TensorInfo]:
     """Base key → the tensor that is merged into: the base's, or what an adapter stores in its place."""
     return {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
-
-
-def rows_of(target: Target) -> tuple[int, int]:
-    """(rows, cols) of the target as its uses see it, else axis 0 and the rest."""
-    if target.uses:
-        cols = target.uses[0].piece.cols
-        return (flat(target.shape)[0] * flat(target.shape)[1] // max(cols, 1), cols)
-    return flat(target.shape)
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:

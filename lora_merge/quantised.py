@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from .errors import FitError, InputError
 from .header import ITEM_BYTES, TensorInfo
@@ -48,17 +48,6 @@ METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
     "quantization_config": "SVDQuant (nunchaku)",
 }
-
-
-class _Index(Protocol):
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-    @property
-    def metadata(self) -> Mapping[str, str]: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def components(self) -> Mapping[str, _Index]: ...
 
 
 @dataclass(frozen=True)
@@ -104,30 +93,32 @@ class Quantised:
         )
 
 
-def quantised(index: _Index) -> Quantised:
-    """What of the checkpoint is quantised; of a pipeline, in any of its components."""
-    if index.components:
-        made = {name: quantised(component) for name, component in index.components.items()}
-        parts = {f"{name}.{part}".removesuffix(".") for name, one in made.items() for part in one.parts}
-        how = (f"{one.how}, in {name}" for name, one in made.items() if one.parts)
-        return Quantised(next(how, ""), frozenset(parts))
+def together(parts: Mapping[str, Quantised]) -> Quantised:
+    """What is quantised in any component of a pipeline."""
+    inside = {f"{name}.{part}".removesuffix(".") for name, one in parts.items() for part in one.parts}
+    how = (f"{one.how}, in {name}" for name, one in parts.items() if one.parts)
+    return Quantised(next(how, ""), frozenset(inside))
+
+
+def quantised(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], config: Mapping[str, Any]) -> Quantised:
+    """What of one checkpoint is quantised."""
     signs = dict(SIGNS)
     found: dict[str, str] = {}
-    for name, info in index.tensors.items():
+    for name, info in tensors.items():
         path, _, last = name.rpartition(".")
         if last in signs:
             module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
             found.setdefault(module, f"{signs[last]}, it has {name}")
         elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
             found.setdefault("", f"{info.dtype} numbers, as in {name}")
-        elif last == SCALE and (weight := index.tensors.get(f"{path}.weight")) and weight.dtype in CODES:
+        elif last == SCALE and (weight := tensors.get(f"{path}.weight")) and weight.dtype in CODES:
             found.setdefault(path, f"SDNQ, it has {name}")
     if found:
         return Quantised(next(iter(found.values())), frozenset(found))
     for key, what in METADATA.items():
-        if key in index.metadata:
+        if key in metadata:
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
-    config = index.config.get("quantization_config") or index.config.get("quantization")  # of transformers, of mlx
-    if isinstance(config, Mapping):
-        return Quantised(f"{config.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+    how = config.get("quantization_config") or config.get("quantization")  # of transformers, of mlx
+    if isinstance(how, Mapping):
+        return Quantised(f"{how.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()

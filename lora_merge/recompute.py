@@ -14,7 +14,7 @@ from .algorithms import ALGORITHMS, Shape
 from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
-from .plans import Plan, Target, rows_of
+from .plans import Plan, Target
 from .reader import Reader, read_at
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
@@ -96,12 +96,12 @@ class Recomputation:
     def expected(self, target: Target) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
         if target.name not in self.left_out:
-            width = rows_of(target)[1] * ITEM_BYTES[target.dtype]
+            width = target.matrix[1] * ITEM_BYTES[target.dtype]
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
 
     def _chosen(self, target: Target) -> Array:
         if self.full:
-            return np.arange(rows_of(target)[0])
+            return np.arange(target.matrix[0])
         if target.name not in self._sampled:
             self._sampled[target.name] = sample(target)
         return self._sampled[target.name]
@@ -114,7 +114,7 @@ class Recomputation:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
         if target.name in self.left_out:
             return
-        (rows, cols), chosen = rows_of(target), self._chosen(target)
+        (rows, cols), chosen = target.matrix, self._chosen(target)
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
         self.findings.tensors += 1
         for first in range(0, len(chosen), size):

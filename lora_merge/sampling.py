@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from .plans import Target, rows_of
+from .plans import Target
 from .reference.floats import Array
 
 ROWS: Final = 2  # of a merged tensor, more where rows are short
@@ -31,7 +31,7 @@ def shuffled(name: str) -> int:
 
 def sample(target: Target) -> Array:
     """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
-    rows, cols = rows_of(target)
+    rows, cols = target.matrix
     random = Random(shuffled(target.name))
     count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
     chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
