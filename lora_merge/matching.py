@@ -25,10 +25,13 @@ from .misfits import UNKNOWN, doubtful, refuse
 from .names import EXPERTS, Names
 from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
+from .peft_parameters import nested, paths
 from .replacements import by_rows, sizes
 from .tying import Heads
 from .views import Piece, View, rows_of, whole
 
+UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 
 
@@ -115,7 +118,9 @@ class Matcher:
     def _look(self, name: str, parameter: str = "weight") -> View | None:
         if self.lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self.lone):
             return None
-        return self.seen.view(self.names.find(name.removeprefix(self.lone), parameter))
+        names = paths(self.patcher.rules.of(name).fields, name.removeprefix(self.lone))
+        found = (self.names.find(n, parameter) for n in names)
+        return self.seen.view(next((view for view in found if view is not None), None))
 
     def _find(self, module: Module) -> View | None:
         """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
@@ -212,9 +217,16 @@ class Matcher:
         elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
                 self.heads.untie(name, view)
+            if nested(self.patcher.rules.of(name).fields, info.name) and not self._is_copy(info, view):
+                self.failures.append(InputError(UNUSED, f"{self.adapter.path}: {info.name}", INSIDE))
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
         elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice
             self.failures.append(twice(self.adapter.path, first, info))
+
+    def _is_copy(self, info: TensorInfo, view: View) -> bool:
+        """Whether a tensor is the base's own."""
+        own = self.base[view.pieces[0].key]
+        return info.shape == own.shape and not self.patcher.values.differing(info, own)
 
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]

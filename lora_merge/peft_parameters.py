@@ -34,6 +34,9 @@ SQUARE: Final = (
 )
 
 
+TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
+"""Classes of transformers for one tower of two: CLIP's, SigLIP's and their kin."""
+
 CONV1D: Final = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 """What transformers calls its layers of [in, out] weights, all of them."""
 
@@ -51,6 +54,18 @@ def bare(module: str) -> str:
     path = _LEVELS.sub("", module) if "_mod" in module else module  # all of them have that
     before, found, rest = path.partition(PEFT)
     return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
+
+
+def paths(fields: Fields, module: str) -> tuple[str, ...]:
+    """What a module may be called, best first: one tower trained alone lacks the level that a model of two has."""
+    tower = TOWER.fullmatch(_trained_class(fields))
+    return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
+
+
+def nested(fields: Fields, name: str) -> bool:
+    """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
+    saved, levels = fields.texts("modules_to_save"), bare(name).split(".")[:-1]
+    return sum(".".join(levels[:i]).endswith(saved) for i in range(1, len(levels) + 1)) > 1 if saved else False
 
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:
@@ -106,12 +121,16 @@ def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bo
 
 def _in_out(fields: Fields, model: str) -> bool | None:
     """Whether the model's experts are [in, out]; None if nothing tells what it is."""
-    mapping = fields.get("auto_mapping")
-    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    for known in (model, trained):
-        if isinstance(known, str) and known:
+    for known in (model, _trained_class(fields)):
+        if known:
             return _plain(known).startswith(IN_OUT)
     return True if IN_OUT[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
+
+
+def _trained_class(fields: Fields) -> str:
+    """What the model was that PEFT wrapped; "" where the task was told, and with it the class."""
+    mapping = fields.get("auto_mapping")
+    return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 
 
 def _plain(name: str) -> str:

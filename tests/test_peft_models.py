@@ -90,3 +90,22 @@ def test_a_head_of_its_own_for_a_tied_base_is_stored_apart(tmp_path: Path) -> No
     head = load_file(tmp_path / "adapter" / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")["lm_head.weight"], head)
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_module_that_is_saved_inside_one_that_is_saved(changed: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """The model computes with the copy inside the outer one, which nothing trains; the file has another copy."""
+    LLAMA().save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(model, lora(["q_proj"], modules_to_save=["mlp", "down_proj"])()).eval()
+    for name, parameter in tuned.named_parameters():
+        parameter.data += 0.1 * (parameter.requires_grad and (changed or "down_proj" not in name))
+    tuned.save_pretrained(tmp_path / "adapter")
+    if changed:
+        with pytest.raises(lora_merge.MergeError, match="names a module and one inside it"):
+            lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+        return
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval(), torch.arange(9)[None]
+    torch.testing.assert_close(ours(tokens).logits, tuned(tokens).logits)

@@ -1,0 +1,53 @@
+"""Adapters of a part of a transformers model on the whole of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import lora_merge
+from lora_merge.errors import AmbiguousName
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def _trained(kind: str, folder: Path, **more: Any) -> Any:
+    """One tower of a CLIP whose towers are equally wide, with a random adapter that was saved."""
+    torch.manual_seed(0)
+    text, vision = {**TOWER, "vocab_size": 32}, {**TOWER, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    transformers.CLIPModel(config).save_pretrained(folder / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], bias="lora_only", init_lora_weights=False, **more)
+    tuned = peft.get_peft_model(getattr(transformers, kind).from_pretrained(folder / "base"), lora)
+    for parameter in tuned.parameters():
+        parameter.data += 0.1 * parameter.requires_grad
+    tuned.save_pretrained(folder / "adapter")
+    return tuned
+
+
+@pytest.mark.parametrize("kind", ["CLIPTextModel", "CLIPVisionModel"])
+def test_a_tower_trained_alone_is_changed_alone(kind: str, tmp_path: Path) -> None:
+    """Transformers 5 calls the layers of both `encoder.layers…`."""
+    tuned = _trained(kind, tmp_path)
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    theirs = tuned.merge_and_unload().state_dict()
+    tower = f"{kind[4:-5].lower()}_model."
+    before, ours = (transformers.CLIPModel.from_pretrained(tmp_path / f).state_dict() for f in ("base", "ours"))
+    wanted = before | {f"{tower}{name}": value for name, value in theirs.items()}
+    assert wanted.keys() == ours.keys()
+    assert any(not torch.equal(before[name], ours[name]) for name in ours)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, wanted[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_tower_that_nothing_tells_is_not_guessed(tmp_path: Path) -> None:
+    _trained("CLIPTextModel", tmp_path, task_type="FEATURE_EXTRACTION")  # then PEFT does not write down the class
+    with pytest.raises(AmbiguousName):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
