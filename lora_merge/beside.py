@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from .checkpoint import read_json
 from .job import DTYPES
+from .json_text import from_json
 from .plans import Plan
 from .recipe import sha256
 from .sidefiles import configured
@@ -45,6 +47,23 @@ def contents(plan: Plan) -> Contents:
 def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
     """Names of files beside the weights that an output lacks, or has with other bytes."""
     return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
+
+
+def misleading(plan: Plan, output: Path) -> list[str]:
+    """Names of what is written of the merge's own beside the weights and would let them be loaded as another model, or
+    not at all: an index or a config.json that is missing, or one that says of sizes and ties what the base's does.
+    """
+    found = []
+    for name, side in contents(plan).sides.items():
+        if isinstance(side, bytes) and not (output / name).is_file():
+            found.append(name)
+        elif Path(name).name == "config.json":
+            content = (plan.base.path / name).read_bytes()
+            resized = configured(content, None, plan.resized(str(Path(name).parent)))
+            if resized != content:
+                before, after, now = from_json(content), from_json(resized), read_json(output / name)
+                found += [name] * any(after[k] != before.get(k) == now.get(k) for k in after)
+    return found
 
 
 def _is(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:

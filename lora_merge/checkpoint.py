@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,9 +99,15 @@ def configuration(path: Path) -> Path | None:
     """
     folder = path if path.is_dir() else path.parent
     found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
-    if path.is_dir() or not found or _is_called_trained(path) or any(PEFT in key for key in _header(path).tensors):
+    if path.is_dir() or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
         return next(iter(found), None)
     return None
+
+
+@lru_cache(1024)
+def _holds_peft(path: Path, _: FileState | None) -> bool:
+    """Whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to open."""
+    return any(PEFT in key for key in _header(path).tensors)
 
 
 def _is_called_trained(path: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from .beside import contents, differing
+from .beside import contents, differing, misleading
 from .checkpoint import Index, open_checkpoint
 from .errors import UsageError, VerificationFailed
 from .folders import listed
@@ -61,6 +61,10 @@ def prove(  # noqa: PLR0913  # what may be said of an output
             raise VerificationFailed(what, str(output), f"name the {kind} itself")
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         proof = verify(plan, output, reader, full=full, fresh=False)
+        if KEY in made.metadata and (wrong := misleading(plan, output)):
+            raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
+                                     "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
+                                     "merge again, or take these files from lora-merge replay")  # fmt: skip
         if sides := differing(contents(plan), output):
             proof["warnings"].append(f"not what the merge writes, or missing beside the weights: {listed(sides)}")
         return {"output": str(output), "proven": True, **proof}

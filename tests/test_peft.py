@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge import pickles
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import FitError, InputError, MergeError
@@ -488,6 +489,17 @@ def test_configuration_counts_for_files_of_peft_by_other_names(name: str, wrappe
     assert "read with the adapter_config.json beside it" in open_checkpoint(told / name).notes
     with pytest.raises(InputError, match=f"if {name} is the adapter, name that file"):
         lora_merge.merge_state_dict(base, told)
+
+
+def test_files_by_other_names_are_not_opened_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles take long."""
+    told, opened = folder(tmp_path, LORA), list[Path]()
+    torch.save(load_file(told / "adapter_model.safetensors"), told / "pytorch_model.bin")
+    save_file({"a.weight": torch.zeros(6, 5)}, tmp_path / "base.safetensors")
+    really = pickles.read_pickled
+    monkeypatch.setattr(pickles, "read_pickled", lambda path: opened.append(path) or really(path))
+    lora_merge.merge(tmp_path / "base.safetensors", told / "pytorch_model.bin", tmp_path / "out.safetensors")
+    assert len(opened) == 2
 
 
 def test_configuration_beside_a_file_of_another_trainer_does_not_count(tmp_path: Path) -> None:

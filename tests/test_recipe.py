@@ -172,6 +172,10 @@ def test_files_beside_the_weights_are_compared(files: Path) -> None:
     (out / "tokenizer.json").unlink()
     (warning,) = prove(out)["warnings"]
     assert "config.json, tokenizer.json" in warning
+    (out / "config.json").unlink()
+    with pytest.raises(VerificationFailed, match="not at all") as e:
+        prove(out)
+    assert e.value.where.endswith("config.json")
 
 
 def test_named_inputs_that_are_missing_are_no_failed_proof(files: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules
+from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules, VerificationFailed
 from lora_merge.replay import prove
 
 from .support import load
@@ -359,6 +360,14 @@ def test_the_tensor_that_peft_stores_of_its_base_is_what_counts(
     stated = "3 of 100 rows are not those of model.embed_tokens.weight" if what == "values" else "100 rows become 104"
     assert stated in _notes(report)
     prove(tmp_path / "ours", full=True)
+    was, config = (tmp_path / folder / "config.json" for folder in ("base", "ours"))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_cache": False}))
+    (warning,) = prove(tmp_path / "ours")["warnings"]
+    assert "config.json" in warning
+    if ours.config.vocab_size == 104 or ours.config.tie_word_embeddings != tie:
+        shutil.copy(was, config)
+        with pytest.raises(VerificationFailed, match="loaded as another model"):
+            prove(tmp_path / "ours")
 
 
 START: dict[str, Callable[[], dict[str, Any]]] = {
