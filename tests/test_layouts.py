@@ -177,3 +177,10 @@ def test_so_they_do_with_the_conversion_scripts(number: int) -> None:
 
     two = [DENOISER[n % len(DENOISER)] for n in (2 * number, 2 * number + 1)]
     assert_square(filled({k: v or (1,) for k, v in native.items()}), convert, two)
+
+
+def test_z_image_omni_has_one_more_refiner() -> None:
+    shapes = header("native/zimage-fused")
+    omni = {k.replace("context_", "siglip_"): s for k, s in shapes.items() if k.startswith("context_refiner.")}
+    convert = partial(converted, "z_image_transformer_checkpoint_to_diffusers", {})
+    assert_square(filled(small(shapes | omni)), convert, DENOISER[:1])
