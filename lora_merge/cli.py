@@ -19,7 +19,7 @@ from .cli_values import named_adapter, one_setting, one_strength, part
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
 from .scarcity import scarcity
-from .showing import carry_out, conclude, describe, dry, echo, needs, remarks, silent
+from .showing import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
 from .stopping import heeding, on_stop
 
 if TYPE_CHECKING:
@@ -215,10 +215,13 @@ def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
     """Make a small model and three adapters, merge them, check the result. Offline, seconds."""
-    from .demo import demo as run_demo
     from .job import expand
 
-    run_demo(expand(folder), echo)
+    where = expand(folder)
+    leave_lost_folder()
+    from .demo import demo as run_demo
+
+    run_demo(where, echo)
 
 
 add_to(app)

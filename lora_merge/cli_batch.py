@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import BatchFailed, UsageError, error_dict
-from .showing import bar, echo, remarks
+from .showing import bar, echo, leave_lost_folder, remarks
 from .showing import size as _size
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def batch(
     if dry_run:
         _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
         return
+    leave_lost_folder()
     ended: list[JobReport] = []
     with bar(made.size, "batch", quiet=quiet) as progress:
         for one in made.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast, progress=progress):

@@ -9,7 +9,7 @@ import typer
 
 from .arguments import DEVICES
 from .cli_values import named_adapter, one_setting, part
-from .showing import carry_out, conclude, describe, echo, show_proof, silent
+from .showing import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
 
 
 def add_to(app: typer.Typer) -> None:
@@ -89,10 +89,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
 ) -> None:
     """Say whether this machine can merge: versions, devices, every formula, the disk. Exit 0 if all is well."""
-    from .doctor import examine, lines
     from .job import expand
 
-    found = examine(expand(folder))
+    where = expand(folder)
+    leave_lost_folder()
+    from .doctor import examine, lines
+
+    found = examine(where)
     for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
         echo(line)
     raise typer.Exit(1 if found["problems"] else 0)

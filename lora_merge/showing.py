@@ -55,10 +55,10 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
                 )
 
 
-def _leave_lost_folder() -> None:
+def leave_lost_folder() -> None:
     """Go to the root if the current folder was deleted: MKL ends the process when it is loaded there.
 
-    Called when every path of the job is absolute already.
+    Called when every path is absolute already, and torch not there yet.
     """
     try:
         Path.cwd()
@@ -68,7 +68,7 @@ def _leave_lost_folder() -> None:
 
 def carry_out(plan: Plan, *, quiet: bool) -> Report:
     """Run a plan, with a progress bar on a terminal."""
-    _leave_lost_folder()
+    leave_lost_folder()
     from .run import run
 
     with bar(plan.size, "merging", quiet=quiet) as progress:

@@ -206,6 +206,7 @@ class Writing:
             self.writers[number, file] = writer
             self.opened.callback(writer.close)
             writer.write(memoryview(planned.header), 0)
+            self.progress(len(planned.header))
         return self.writers[number, file]
 
     def _shift(self, turn: Turn) -> int:

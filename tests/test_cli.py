@@ -20,6 +20,7 @@ import torch
 import lora_merge
 from lora_merge import cli as program
 from lora_merge.errors import ResourceError
+from lora_merge.run import run as carry_out
 
 from .conftest import Nursery
 from .support import Tensors, cli, kohya, load, metadata, rand, save, sd1
@@ -122,6 +123,12 @@ def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
     assert out.exists()
 
 
+def test_progress_is_told_of_every_byte(tmp_path: Path, model: Path, style: Path) -> None:
+    plan, told = lora_merge.plan(model, style, tmp_path / "o.safetensors"), list[int]()
+    carry_out(plan, told.append)
+    assert sum(told) == plan.size == (tmp_path / "o.safetensors").stat().st_size
+
+
 def test_home_and_relative_paths(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +146,23 @@ def test_names_that_begin_as_home_folders_do(
     style.rename("~style.safetensors")
     assert run(model, "./~style.safetensors", "-o", "./~o.safetensors", "--dry-run")[0] == 0
     _refused(run(model, "~style.safetensors"), 2, tmp_path, "no such user")
+
+
+@pytest.mark.usefixtures("model", "style")
+@pytest.mark.parametrize("command", ["batch", "doctor"])
+def test_a_current_folder_that_is_gone_is_left(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Torch's libraries end a process that loads them there."""
+    (tmp_path / "j.yaml").write_text(
+        "version: 1\njobs: [{base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}]\n"
+    )
+    (tmp_path / "lost").mkdir()
+    monkeypatch.chdir(tmp_path / "lost")
+    (tmp_path / "lost").rmdir()
+    code, _, err = run(command, tmp_path / {"batch": "j.yaml", "doctor": ""}[command])
+    assert code == 0, err
+    assert Path.cwd() == Path("/")
 
 
 # ---------------------------------------------------------------- bad input
