@@ -105,7 +105,7 @@ def _read(path: Path) -> Header:
     infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
     infos.sort(key=lambda t: (t.offset, t.nbytes))
     found = {t.name: t for t in infos}
-    if not found and (what := foreign(nested(table))):
+    if not found and (what := foreign(name for name in nested(table) if "." in name)):
         raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
     left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
