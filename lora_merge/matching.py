@@ -27,7 +27,7 @@ from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
 from .peft import Plain
 from .peft_parameters import nested, paths
 from .replacements import by_rows, sizes
-from .tying import Heads
+from .tying import Heads, shared_layers
 from .views import Piece, View, rows_of, whole
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
@@ -67,6 +67,8 @@ class Matcher:
         unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
         self.failures += unfit
         self.result.notes += notes
+        if unmatched == "error" and (refusal := shared_layers(self.patcher)):
+            raise refusal
         refuse(self.result, self.names, self.failures, unmatched)
         if unmatched == "error" and (refusal := self.heads.refusal()):
             raise refusal

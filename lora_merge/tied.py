@@ -16,7 +16,7 @@ from .header import TensorInfo
 from .names import Names
 
 DECODERS: Final = ("ForCausalLM", "LMHeadModel")
-HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
+HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForBlockDiffusion", "MTModel")
 """Ends of the names of transformers' classes that have a head."""
 
 LM_HEAD: Final = "lm_head"
@@ -40,6 +40,9 @@ SEEING: Final = frozenset(
     )
 )
 """Types of models whose head is that, and which load it apart: all were tried."""
+
+SHARED_LAYERS: Final = {"diffusion_gemma": re.compile(r"(?:.*\.)?(?:encoder\.language_model|decoder)\.layers\..*")}
+"""Types of models → layers that two parts of the model share, each of which PEFT gives factors of its own."""
 
 COUPLE: Final = "EncoderDecoderModel"
 BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
@@ -93,7 +96,7 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
         return None
     kind = str(config.get("model_type"))
     family = kind if kind in (*SEEING, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
-    found = _of_encoder(base) or _of_decoder(names, base, family)
+    found = _of_encoder(base) or _of_decoder(names, base, family) or (_alone(base, config) if stated is True else None)
     own = names.find(found.head) if found else None
     if found is None or own is None:
         return found
@@ -132,6 +135,13 @@ def _of_decoder(names: Names, base: Mapping[str, TensorInfo], family: str) -> Ti
         return Tied(info, "proj_out", None, _plain(info))
     known = bool(family) and (name in APART or (family, name) == APART_IN)
     return Tied(info, LM_HEAD, None, known and _plain(info))
+
+
+def _alone(base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
+    """The only tensor with a row for every token, where nothing else tells."""
+    told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
+    return Tied(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
 
 
 def _plain(info: TensorInfo) -> bool:

@@ -22,7 +22,7 @@ from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched, Use
 from .patching import Patcher
-from .tied import LM_HEAD, Tied
+from .tied import LM_HEAD, SHARED_LAYERS, Tied
 from .views import View, whole
 
 EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)
@@ -116,9 +116,11 @@ class Heads:
     def refusal(self) -> MergeError | None:
         """The error for a head that cannot be stored apart, where PEFT trained one end alone; `skip` changes both."""
         names = [name for name in self._both if self._patcher.rules.of(name).kind]
-        if self._base is None or self._result.parted or not names:
+        if self._base is None:  # nothing tells that it is tied but that it is not stored
+            names = names if self._patcher.by_config else []
+        if self._result.parted or not names:
             return None
-        where = f"{self._patcher.adapter.path}: {listed(names)} on {self._shared}"
+        where = f"{self._patcher.adapter.path}: {listed(names)} on {self._shared or self._both[names[0]]}"
         return FitError("the adapter trained one end of embeddings that the base ties, and models of its kind cannot "
                         "be stored with the two apart", where,
                         "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both "
@@ -233,6 +235,17 @@ def _moved(use: Use, key: str, strength: float) -> Use:
     pieces = tuple(piece._replace(key=key) for piece in use.patch.view.pieces)
     patch = replace(use.patch, view=use.patch.view._replace(pieces=pieces))
     return Use(patch, use.piece._replace(key=key), use.start, strength)
+
+
+def shared_layers(patcher: Patcher) -> MergeError | None:
+    """The error for an adapter of layers that two parts of the model share: it changes the one or both, not as one."""
+    shared = SHARED_LAYERS.get(patcher.model)
+    names = [
+        m.name for m in patcher.adapter.modules if shared and shared.match(m.name) and patcher.rules.of(m.name).kind
+    ]
+    what = "the encoder and the decoder of the base share their layers, and the adapter trained them apart"
+    fix = "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both"
+    return FitError(what, f"{patcher.adapter.path}: {listed(names)}", fix) if names else None
 
 
 def check_alone(refs: Sequence[Adapter], matched: Sequence[Matched]) -> None:

@@ -252,6 +252,46 @@ def test_one_end_of_a_model_that_cannot_be_parted_is_refused(tmp_path: Path, end
     assert "both ends change" in _notes(report)
 
 
+@pytest.mark.parametrize("layers", ["decoder.layers", "encoder.language_model.layers"])
+def test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them(tmp_path: Path, layers: str) -> None:
+    """DiffusionGemma runs the prompt through the layers that it denoises with."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    kind = {"architectures": ["DiffusionGemmaForBlockDiffusion"], "model_type": "diffusion_gemma"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(kind))
+    save_file(
+        {"model.decoder.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}, tmp_path / "base" / "model.safetensors"
+    )
+    module = f"base_model.model.model.{layers}.0.self_attn.q_proj"
+    factors = {f"{module}.lora_A.weight": torch.ones(2, 4), f"{module}.lora_B.weight": torch.ones(4, 2)}
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+    )
+    with pytest.raises(FitError, match="share their layers"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+
+
+UNNAMED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    # embeddings of a name that no other model has, and heads of classes that are called otherwise
+    "ctrl": ("CTRLLMHeadModel", "CTRLConfig", dict(n_embd=16, n_head=2, n_layer=1, dff=16), "Wq", "transformer.w"),
+    "marian": ("MarianMTModel", "MarianConfig", dict(d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=0), "q_proj", "lm_head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_one_end_of_a_model_with_names_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
+    kind, config, sizes, layer, end = UNNAMED[name]
+    made = getattr(transformers, config)(vocab_size=50, tie_word_embeddings=True, **sizes)
+    model = getattr(transformers, kind)(made)
+    model.save_pretrained(tmp_path / "base")
+    _tune(model, _lora(target_modules=[layer, end])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(FitError, match="one end of embeddings that the base ties"):
+        lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", unmatched="skip")
+    assert "both ends change" in _notes(report)
+
+
 SOME = ("ensured, embeddings", "ensured, head", "tokens", "embeddings", "both")
 EACH = [("qwen2", c) for c in (*AS_ONE, *APART)] + [(m, c) for m in ("gemma3", "gpt2") for c in SOME]
 
