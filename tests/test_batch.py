@@ -39,7 +39,7 @@ from lora_merge.reader import Reader
 from lora_merge.slots import Turn
 
 from .conftest import Nursery
-from .support import assert_rounded, expected, kohya, load, rand, save, sd1, steps
+from .support import assert_rounded, expected, kohya, load, rand, save, sd1, steps, strays
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -83,10 +83,6 @@ def run(jobs: Any, **options: Any) -> list[JobReport]:
 
 def fates(reports: list[JobReport]) -> list[str]:
     return [r.status for r in sorted(reports, key=lambda r: r.number)]
-
-
-def strays(folder: Path) -> list[str]:
-    return [p.name for p in folder.rglob("*") if p.name.startswith(".")]
 
 
 def test_jobs_made_together_on_a_pickle_whose_tensors_are_put_in_order_in_memory(models: Path) -> None:

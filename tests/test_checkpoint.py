@@ -31,12 +31,7 @@ from lora_merge.pickles import FORMAT_NAMES
 from lora_merge.reader import MEMORY, Reader, read_bytes
 from lora_merge.volumes import Mode
 
-from .support import steps
-
-
-def blob(header: Any, data: bytes = b"") -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw)) + raw + data
+from .support import blob, steps
 
 
 def library_accepts(content: bytes) -> bool:

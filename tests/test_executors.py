@@ -33,7 +33,7 @@ from lora_merge.passes import Pass
 from lora_merge.worker import Task
 
 from .conftest import Nursery
-from .support import kohya, rand, save, sd1
+from .support import kohya, rand, save, sd1, strays
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,10 +58,6 @@ def heavy(models: Path, count: int = 12) -> None:
     """More bytes, so that a job takes long enough to be killed in."""
     base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(count)}
     save(base, models / "base.safetensors")
-
-
-def strays(folder: Path) -> list[str]:
-    return [p.name for p in folder.rglob("*") if p.name.startswith(".")]
 
 
 DYING = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import struct
@@ -26,12 +25,9 @@ from lora_merge.errors import InputError, MergeError
 from lora_merge.json_text import from_json
 from lora_merge.recipe import parsed
 
+from .support import blob
+
 ROOT = Path(__file__).parents[1]
-
-
-def blob(header: Any, data: bytes = b"") -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw)) + raw + data
 
 
 def entry(shape: Any = (1,), span: Any = (0, 4), dtype: Any = "F32") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -21,7 +20,7 @@ from lora_merge.known_hashes import MOST, place, recall, remember, state
 from lora_merge.recipe import KEY
 from lora_merge.replay import prove
 
-from .support import kohya, save, sd1
+from .support import kohya, save, sd1, sha
 
 LATER = known_hashes.SETTLED + 1
 DIGEST = "0123456789abcdef" * 4
@@ -45,10 +44,6 @@ def merged(folder: Path) -> str:
     lora_merge.merge(folder / "base.safetensors", [folder / "style.safetensors"], out, overwrite=True)
     recipe = json.loads(parse_file(out).metadata[KEY])
     return str(recipe["base"]["files"][0]["sha256"])
-
-
-def sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from lora_merge.header import TensorInfo
 from lora_merge.names import Names, guess, names
 from lora_merge.views import Piece, View, stacked, transposed, whole
 
-from .support import steps
+from .support import index, steps
 
 HEADERS = Path(__file__).parent / "headers"
 
@@ -100,11 +100,6 @@ def complete_openclip(shapes: dict[str, Shape], prefix: str) -> None:
         shapes[key.replace(f"{block}30.", f"{block}31.")] = shapes[key]
     shapes |= {f"{prefix}ln_final.{p}": (1280,) for p in ("weight", "bias")}
     shapes[f"{prefix}text_projection"] = (1280, 1280)
-
-
-def index(shapes: Mapping[str, Shape]) -> Index:
-    infos = {k: TensorInfo(k, "BF16", s, Path("base.safetensors"), 0, 0) for k, s in shapes.items()}
-    return Index(Path("base.safetensors"), infos, {}, ())
 
 
 def pipeline(**parts: Mapping[str, Shape]) -> Index:

@@ -12,7 +12,7 @@ import torch
 import lora_merge
 from lora_merge.errors import FitError
 
-from .support import Tensors, load, save
+from .support import Tensors, load, load_all, save
 from .test_diffusers import CONFIGS
 
 diffusers = pytest.importorskip("diffusers")
@@ -146,7 +146,3 @@ def test_a_single_component_takes_its_own_part(tmp_path: Path) -> None:
     lora_merge.merge(tmp_path / "base", lora, tmp_path / "whole")
     want = load_all(tmp_path / "whole" / "unet")
     assert all(torch.equal(value, want[key]) for key, value in load(out).items())
-
-
-def load_all(folder: Path) -> Tensors:
-    return {k: t for f in sorted(folder.glob("*.safetensors")) for k, t in load(f).items()}

@@ -24,7 +24,7 @@ from lora_merge.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.run import run
 
 from .conftest import Nursery
-from .support import kohya, load, metadata, save, sd1
+from .support import kohya, load, metadata, save, sd1, sha
 
 
 @pytest.fixture
@@ -40,10 +40,6 @@ def merged(folder: Path, name: str = "out", **options: Any) -> Path:
     out = folder / f"{name}.safetensors"
     lora_merge.merge(folder / "base.safetensors", [(folder / "style.safetensors", 0.7)], out, **options)
     return out
-
-
-def sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_an_output_says_how_it_was_made(files: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.replay import prove
 
-from .support import Tensors, load
+from .support import load, load_all
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -89,18 +89,14 @@ def compare(model: Any, config: Any, folder: Path) -> None:
     tuned.save_pretrained(folder / "adapter")
     lora_merge.merge(folder / "base", folder / "adapter", folder / "ours")
     tuned.merge_and_unload().save_pretrained(folder / "theirs")
-    ours, theirs = _all(folder / "ours"), _all(folder / "theirs")
+    ours, theirs = load_all(folder / "ours"), load_all(folder / "theirs")
     assert set(ours) == set(theirs)
     changed = 0
-    before = _all(folder / "base")
+    before = load_all(folder / "base")
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, atol=2e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
         changed += not torch.equal(before[key], value)
     assert changed
-
-
-def _all(folder: Path) -> Tensors:
-    return {k: t for f in sorted(folder.glob("*.safetensors")) for k, t in load(f).items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -220,7 +216,7 @@ def _stacked(name: str, folder: Path) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**arguments))
     model.save_pretrained(folder, save_original_format=False)
-    assert any(key.endswith("experts.gate_up_proj") for key in _all(folder))
+    assert any(key.endswith("experts.gate_up_proj") for key in load_all(folder))
     return model
 
 
@@ -237,7 +233,7 @@ def test_experts_that_are_stored_stacked(name: str, parameters: list[str], tmp_p
     tuned.save_pretrained(tmp_path / "adapter")
     lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
     tuned.merge_and_unload().save_pretrained(tmp_path / "theirs", save_original_format=False)
-    ours, theirs = _all(tmp_path / "ours"), _all(tmp_path / "theirs")
+    ours, theirs = load_all(tmp_path / "ours"), load_all(tmp_path / "theirs")
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, atol=2e-6, rtol=1e-5)

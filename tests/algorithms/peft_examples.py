@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
-from adapter_examples import INPUTS, Example, Maker
+from adapter_examples import EXAMPLES, INPUTS, Example, Maker
 from torch import Tensor
+
+from lora_merge.algorithms import ALGORITHMS
 
 Stored = dict[str, Tensor]
 PAIR = {"up": (12, 3), "down": (3, 10)}
@@ -252,3 +255,11 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
     "osf": [Example("four smallest", (12, 10), {"left": (12, 4), "values": (4,), "right": (4, 10)},
                     neutral=start(lambda m, n: n - m))],
 }  # fmt: skip
+
+ALL_EXAMPLES = {**EXAMPLES, **PEFT_EXAMPLES}
+
+every = pytest.mark.parametrize(
+    ("name", "example"),
+    [pytest.param(n, e, id=f"{n}: {e.label}") for n in ALGORITHMS for e in ALL_EXAMPLES.get(n, [])],
+)
+"""For tests of every example of every row."""

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
-from adapter_examples import EXAMPLES as LYCORIS_EXAMPLES
 from adapter_examples import Example, stacked
-from peft_examples import PEFT_EXAMPLES
+from peft_examples import ALL_EXAMPLES as EXAMPLES
+from peft_examples import every
 from pipeline import Stacked, stack
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_merge.algorithms import ALGORITHMS
 
-EXAMPLES = {**LYCORIS_EXAMPLES, **PEFT_EXAMPLES}
 AWAY = "cuda:0" if torch.cuda.is_available() else "meta"
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(name, example, id=f"{name}: {example.label}")
-        for name in ALGORITHMS
-        for example in EXAMPLES.get(name, [])
-    ]
-
-
-every = pytest.mark.parametrize(("name", "example"), cases())
 
 
 def tensors_of(s: Stacked) -> dict[str, Tensor]:

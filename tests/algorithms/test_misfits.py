@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_examples import EXAMPLES as LYCORIS_EXAMPLES
 from adapter_examples import Example
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_examples import PEFT_EXAMPLES
+from peft_examples import ALL_EXAMPLES as EXAMPLES
+from peft_examples import every
 from pipeline import candidates, stack
 
 from lora_merge.adapter import Module
@@ -23,7 +23,6 @@ from lora_merge.gaps import gaps
 from lora_merge.header import TensorInfo
 from lora_merge.peft import rules
 
-EXAMPLES = {**LYCORIS_EXAMPLES, **PEFT_EXAMPLES}
 MISSING_IS_FINE = {
     ("lora", "tucker", "mid"): False,
     ("diag_oft", "conv, rescaled", "rescale"): True,
@@ -34,19 +33,8 @@ MISSING_IS_FINE = {
 """Slots whose absence no reader could notice."""
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(name, example, id=f"{name}: {example.label}")
-        for name in ALGORITHMS
-        for example in EXAMPLES.get(name, [])
-    ]
-
-
 def _kept(slot: str, example: Example, slots: Mapping[str, Shape]) -> bool:
     return slot in slots and slots[slot] == example.slots[slot]
-
-
-every = pytest.mark.parametrize(("name", "example"), cases())
 
 
 STAGES = ("boft", "blocks", 0)

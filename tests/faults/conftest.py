@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
@@ -17,12 +16,9 @@ from safetensors.torch import save_file
 from lora_merge.volumes import RESERVES, file_system
 
 from ..conftest import Nursery
+from ..support import sha
 
 PART = "lora-merge.part"
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @dataclass
@@ -70,9 +66,9 @@ class Scene:
     def check(self, *, finished: bool | None = None, quiet: bool = True) -> None:
         """Inputs as they were; at the output the old file or the complete new one (`finished`: which)."""
         for name, value in self.inputs.items():
-            assert digest(self.folder / name) == value, name
+            assert sha(self.folder / name) == value, name
         kept = self.out.exists() and self.out.read_bytes() == self.old
-        made = self.out.exists() and digest(self.out) == self.new
+        made = self.out.exists() and sha(self.out) == self.new
         assert kept or made, f"neither the old nor the new file: {self.out.stat() if self.out.exists() else 'nothing'}"
         if finished is not None:
             assert made is finished, self.log()
@@ -105,12 +101,12 @@ def furnish(folder: Path, nursery: Nursery) -> Scene:
     save_file(base, folder / "base.safetensors")
     save_file(adapter, folder / "a.safetensors")
     scene = Scene(folder, nursery)
-    scene.inputs = {name: digest(folder / name) for name in ("base.safetensors", "a.safetensors")}
+    scene.inputs = {name: sha(folder / name) for name in ("base.safetensors", "a.safetensors")}
     assert scene.run() == 0, scene.log()
     started = time.perf_counter()
     assert scene.run() == 0, scene.log()
     scene.seconds = time.perf_counter() - started
-    scene.new = digest(scene.out)
+    scene.new = sha(scene.out)
     scene.reset()
     return scene
 

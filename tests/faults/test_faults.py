@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from lora_merge.volumes import CLONES, file_system
 
 from ..conftest import Nursery
-from .conftest import PART, Scene, digest, furnish, send
+from ..support import sha
+from .conftest import PART, Scene, furnish, send
 
 STEPS = [("pwrite", 0), ("pwrite", 1), ("pwrite", 3), ("ftruncate", 0), ("fsync", 0), ("fsync", 1), ("name", 0)]
 
@@ -247,4 +248,4 @@ def test_the_harness_sees_what_it_should(scene: Scene) -> None:
     assert scene.strays()
     assert scene.run() == 0
     assert not scene.strays()
-    assert digest(scene.out) == scene.new
+    assert sha(scene.out) == scene.new

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ..conftest import Nursery
-from .conftest import PART, digest, send
+from ..support import sha
+from .conftest import PART, send
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Model:
     def out(self) -> dict[str, str]:
         """Every file of the output by its digest."""
         out = self.folder / "out"
-        return {p.relative_to(out).as_posix(): digest(p) for p in out.rglob("*") if p.is_file()}
+        return {p.relative_to(out).as_posix(): sha(p) for p in out.rglob("*") if p.is_file()}
 
     def strays(self) -> list[str]:
         return [p.name for p in self.folder.iterdir() if PART in p.name]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import json
-import struct
 import warnings
 from math import prod
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+
+from ..support import blob
 
 text = st.text(st.characters(codec="utf-8"), max_size=8)
 numbers = st.one_of(
@@ -93,12 +94,6 @@ def _apply(content: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
         }[kind]
         content = content[:at] + rest
     return content
-
-
-def blob(header: Any, data: bytes) -> bytes:
-    """A safetensors file."""
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw)) + raw + data
 
 
 fills = st.sampled_from([b"\0\0\x80?", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\1\0\0\0"])
