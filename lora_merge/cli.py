@@ -148,13 +148,15 @@ def merge(
     from .telling import reporting
 
     named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]
-    job = make_job(
-        base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
-        compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
-        unmatched=unmatched, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify, map=map_file,
-        setting=[one_setting(s) for s in setting or []],
-    )  # fmt: skip
-    with reporting(report, sources(job), [job.output]) as told:
+    with reporting(report) as told:
+        job = make_job(
+            base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
+            compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
+            unmatched=unmatched, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify,
+            map=map_file, setting=[one_setting(s) for s in setting or []],
+        )  # fmt: skip
+        if told is not None:
+            told.spare(sources(job), [job.output])
         _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
 
 

@@ -54,7 +54,9 @@ def batch(
     made = make_batch(jobs, workers=workers, executor=executor, overwrite=overwrite)
     if not dry_run:
         _announce(made, quiet=quiet or as_json)
-    told = ReportFile(report, *_files(made, jobs)) if report is not None else None
+    told = None if report is None else ReportFile(report)
+    if told is not None:
+        told.spare(*_files(made, jobs))
     if dry_run:
         _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
         return

@@ -19,6 +19,8 @@ from .volumes import same
 
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
+REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
+"""How the reports of merges begin."""
 
 
 CONTROLS: Final = {c: f"\\u{c:04x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\r\t"}
@@ -84,12 +86,11 @@ def open_descriptors() -> None:
 class ReportFile:
     """`--report`: looked at before the work begins, so that it is not the work that fails."""
 
-    def __init__(self, text: str, inputs: Iterable[Path], outputs: Iterable[Path]) -> None:
-        """UsageError if it can be no report, or if a file that is read or made here is meant."""
+    def __init__(self, text: str) -> None:
+        """UsageError if it can be no report."""
         from .job import expand
 
-        self.path = expand(text)
-        self.spare(inputs, outputs)
+        self.path, self._spares = expand(text), False
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
             raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
 
@@ -98,6 +99,7 @@ class ReportFile:
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise UsageError(f"the report would be written over {role}", f"--report {self.path}", ELSEWHERE)
+        self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
@@ -111,14 +113,15 @@ class ReportFile:
             self._put("", "w")
 
     def fail(self, e: BaseException) -> None:
-        """Report a failure, unless something else than a report is there: maybe not all inputs are known yet."""
+        """Report a failure, unless something else than a report is there, or may get there: an input, the output."""
         with suppress(OSError):
-            if not self.path.exists() or (self.path.is_file() and self._is_report()):
+            if self._is_report() if self.path.is_file() else self._spares and not self.path.exists():
                 self.replace(json.dumps({"error": error_dict(e)}, ensure_ascii=False))
 
     def _is_report(self) -> bool:
         with self.path.open("rb") as f:
-            return f.read(2) in (b"", b'{"')
+            start = f.read(20)
+        return not start or start.startswith(REPORTS)
 
     def replace(self, line: str) -> None:
         """The line is all of the report."""
@@ -137,9 +140,9 @@ class ReportFile:
 
 
 @contextmanager
-def reporting(text: str | None, inputs: Iterable[Path], outputs: Iterable[Path]) -> Iterator[ReportFile | None]:
+def reporting(text: str | None) -> Iterator[ReportFile | None]:
     """The file for the report of what is done in the block, if one is wanted; a failure is reported there too."""
-    told = None if text is None else ReportFile(text, inputs, outputs)
+    told = None if text is None else ReportFile(text)
     try:
         yield told
     except BaseException as e:

@@ -578,6 +578,8 @@ def test_a_failure_is_reported_in_place_of_an_earlier_success(
     assert told["what"] in err and told["where"] == str(out) and told["fix"] in err
     assert run(tmp_path / "absent.safetensors", *arguments)[0] == 3
     assert json.loads(place.read_text())["error"]["exit_code"] == 3
+    assert run(model, *arguments, "--dtype", "no")[0] == 2
+    assert json.loads(place.read_text())["error"]["where"] == "--dtype"
     out.unlink()
     seen = []
 
@@ -599,6 +601,11 @@ def test_a_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Pat
     before = model.read_bytes()
     assert run(tmp_path / "folder", tmp_path / "absent", "-o", tmp_path / "o", "--report", model)[0] == 3
     assert model.read_bytes() == before
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"peft_type": "LORA"}')
+    for place in (mine, tmp_path / "o.safetensors"):
+        assert run(model, style, "-o", tmp_path / "o.safetensors", "--report", place, "--dtype", "no")[0] == 2
+    assert mine.read_text() == '{"peft_type": "LORA"}' and not (tmp_path / "o.safetensors").exists()
 
 
 def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
