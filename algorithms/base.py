@@ -88,6 +88,12 @@ class Algorithm:
         """The tensors as `delta` takes them."""
         return tensors if self.prepare is None else self.prepare(tensors)
 
+    def derived(self, shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """The slots that `derive` gives, if the file lacks any."""
+        if self.derive is None or all(slot in shapes for slot in self.slots):
+            return {}
+        return self.derive(shapes, target, settings)
+
     @cached_property
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, read off the dataclass."""

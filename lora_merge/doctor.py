@@ -156,8 +156,7 @@ def computed(  # noqa: PLR0913, PLR0917
         slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])
         for slot, v in given_tensors.items()
     }
-    if row.derive is not None:
-        slots |= row.derive(shapes(example), example.shape, example.settings)
+    slots |= row.derived(shapes(example), example.shape, example.settings)
     fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}
     scalars = {n: numbers([example.numbers.get(n, 1.0)], to) for n in row.scalars}
     with torch.no_grad():

@@ -136,10 +136,8 @@ def given(
 ) -> Given:
     """The example as the reference formulas take it, for some rows of ΔW or all."""
     row, stored = ALGORITHMS[name], dict(tensors(name, example) if stored is None else stored)
-    if row.derive is not None:
-        shapes = {slot: value.shape for slot, value in stored.items()}
-        derived = row.derive(shapes, example.shape, example.settings)
-        stored |= {slot: np.asarray(value) for slot, value in derived.items()}
+    derived = row.derived(shapes(example), example.shape, example.settings)
+    stored |= {slot: np.asarray(value) for slot, value in derived.items()}
 
     def read(slot: str, entries: Array | None) -> Array:
         value = stored[slot]

@@ -181,10 +181,9 @@ class Folder:
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
         for name in row.scalars:
             fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to)
-        if row.derive is not None and any(slot not in fields for slot in row.slots):
-            for slot, tensor in row.derive(patch.shapes, patch.view.shape, dict(patch.settings)).items():
-                put = stage_indices if slot in row.integer_slots else stage
-                fields[slot] = put([tensor] * len(slices), to)
+        for slot, tensor in row.derived(patch.shapes, patch.view.shape, dict(patch.settings)).items():
+            put = stage_indices if slot in row.integer_slots else stage
+            fields[slot] = put([tensor] * len(slices), to)
         tensors = row.prepared(row.tensors(**fields))
         return Stack(
             row,

@@ -101,6 +101,6 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
 
 
-def quoted(name: str, limit: int = 120) -> str:
-    """A name out of a file, safe to print: quoted, control characters escaped, cut to `limit`."""
-    return ascii(name) if len(name) <= limit else ascii(name[:limit]) + "…"
+def quoted(name: str) -> str:
+    """A name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
+    return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

@@ -234,8 +234,7 @@ class Recomputation:
     def _given(self, patch: Patch, rows: Array) -> Given:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
-        missing = row.derive and any(slot not in patch.shapes for slot in row.slots)
-        derived = row.derive(patch.shapes, patch.view.shape, dict(patch.settings)) if row.derive and missing else {}
+        derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
 
         def read(slot: str, entries: Array | None) -> Array:
             if slot in derived:

@@ -23,6 +23,7 @@ from .resume import Hashes, done
 from .volumes import CLONES, file_system, ignores_case, share_blocks
 from .windows import layout_key, unshared_bytes, window_bytes
 
+SHOWN: Final = 20  # clashes that are listed one by one
 TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
 
 
@@ -243,6 +244,6 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in files if p.exists())
 
 
-def _listed(lines: Sequence[str], shown: int = 20) -> str:
-    more = [f"and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n".join([*lines[:shown], *more])
+def _listed(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n".join([*lines[:SHOWN], *more])

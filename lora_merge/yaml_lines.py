@@ -24,7 +24,7 @@ DEPTH: Final = 40  # of nesting; the format needs 6
 Place: TypeAlias = tuple[str | int, ...]
 """Where a value is: names and numbers from the top."""
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
 """Stays text, as in YAML 1.2: to YAML 1.1, and so to PyYAML, 010 is eight, 1_0 ten and 1:30 ninety."""
 _TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -61,7 +61,7 @@ def parse(text: str, name: str) -> Document:
     """The document; UsageError with the line where it is no YAML, InputError for what is built to exhaust memory."""
     try:
         check_depth(text, name)
-        root = yaml.compose(text, _LOADER)
+        root = yaml.compose(text, LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -79,7 +79,7 @@ def check_depth(text: str, name: str) -> None:
     Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process.
     """
     depth = 0
-    for event in yaml.parse(text, _LOADER):
+    for event in yaml.parse(text, LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH:
             raise _bomb(f"{name}:{_line(event)}")

@@ -13,7 +13,7 @@ native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}
 native in shards: {…}               # the same where the base is several files, if that means other rows
 spellings: {…}                      # further names that only adapters use, same notation
 native: sdxl                        # or: the same table as in sdxl.yaml
-adapter:                            # how to tell from an adapter's names alone, see names.guess
+adapter:                            # how to tell from an adapter's names alone, see guess.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import yaml
 
 from ..algorithms import Shape
 from ..errors import InputError
-from ..yaml_lines import check_depth, read_text
+from ..yaml_lines import LOADER, check_depth, read_text
 from .rows import BadRow, Row, Table, parse
 
 FOLDER: Final = Path(__file__).parent
@@ -116,12 +116,11 @@ def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architect
 
 def load(file: Path) -> Architecture:
     """One file, checked; InputError with file and line for anything that is not as it should be."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     text = read_text(file, LONGEST)
     try:
         if file.parent != FOLDER:
             check_depth(text, str(file))
-        node = yaml.compose(text, Loader=loader)
+        node = yaml.compose(text, LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         raise _bad(file, mark.line + 1 if mark else 1, "it is no YAML") from e
