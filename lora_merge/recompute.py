@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -11,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .algorithms import ALGORITHMS, Shape
+from .findings import Findings
 from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
@@ -26,26 +28,6 @@ DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
 
 ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
 """How far a sum in the compute dtype may be from the exact one, as a share of its largest term."""
-
-
-@dataclass
-class Findings:
-    """What the recomputation of some rows showed."""
-
-    tensors: int = 0
-    rows: int = 0
-    elements: int = 0
-    clipped: int = 0  # elements beyond the range of an 8-bit output
-    broken: int = 0  # elements that are NaN or infinite, rightly so
-    worst: float = 0.0  # units in the last place of the output dtype
-    worst_tensor: str = ""
-    wrong: dict[str, str] = field(default_factory=dict)  # tensor → where and how
-    applied: dict[int, float] = field(default_factory=dict)  # adapter → Σ ⟨applied, intended⟩
-    intended: dict[int, float] = field(default_factory=dict)  # adapter → Σ ‖intended‖²
-
-    def retained(self, adapter: int) -> float | None:
-        """The share of an adapter's change that is in the file; None where nothing of it was looked at."""
-        return self.applied[adapter] / self.intended[adapter] if self.intended.get(adapter) else None
 
 
 @dataclass
@@ -82,8 +64,8 @@ class Stored:
 class Recomputation:
     """All that is recomputed for one output."""
 
-    def __init__(self, plan: Plan, reader: Reader, *, full: bool) -> None:
-        self.plan, self.full = plan, full
+    def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
+        self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = Stored(reader)
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
@@ -109,19 +91,26 @@ class Recomputation:
     def _costly(self, target: Target) -> bool:
         return any(_whole(u) for u in target.uses)
 
-    @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def check(self, target: Target, fd: int) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
         if target.name in self.left_out:
             return
         (rows, cols), chosen = target.matrix, self._chosen(target)
         size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
+        parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
+        look = partial(self._look, target, fd, rows / max(len(chosen), 1))
         self.findings.tensors += 1
-        for first in range(0, len(chosen), size):
-            part = chosen[first : first + size]
-            found, exact = self._output(target, fd, part, cols), self._exact(target, part, cols)
-            self._judge(target, part, found, exact)
-            self._retention(found, exact, target.dtype, rows / len(chosen))
+        for found in self.pool.map(look, parts) if len(parts) > 1 else map(look, parts):
+            self.findings.add(found)
+
+    @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
+    def _look(self, target: Target, fd: int, weight: float, rows: Array) -> Findings:
+        """What some rows show; each stands for `weight` of its tensor."""
+        cols = target.matrix[1]
+        found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        findings = self._judged(target, rows, found, exact)
+        self._retention(findings, found, exact, target.dtype, weight)
+        return findings
 
     def _exact(self, target: Target, rows: Array, cols: int) -> Exact:
         """What these rows must be before they are rounded."""
@@ -143,7 +132,7 @@ class Recomputation:
             exact.loss = max(exact.loss, REFERENCE[use.patch.algorithm].loss)
         return exact
 
-    def _judge(self, target: Target, rows: Array, found: Array, exact: Exact) -> None:
+    def _judged(self, target: Target, rows: Array, found: Array, exact: Exact) -> Findings:
         """Count what is further from the exact value than rounding explains.
 
         The worst is told in units of the element's largest term where the output is coarser than the sum, as 16 bits
@@ -161,32 +150,30 @@ class Recomputation:
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
         worst = float(np.max(error / step(exact.terms if coarse else largest, target.dtype), initial=0.0))
-        f = self.findings
-        f.rows, f.elements = f.rows + len(rows), f.elements + found.size
-        f.broken += int(np.count_nonzero(~np.isfinite(found)))
-        f.clipped += int(np.count_nonzero(np.abs(exact.value) > np.abs(value)))
-        if not worst <= f.worst:
-            f.worst, f.worst_tensor = worst, target.name
+        findings = Findings(
+            rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
+            broken=int(np.count_nonzero(~np.isfinite(found))),
+            clipped=int(np.count_nonzero(np.abs(exact.value) > np.abs(value))),
+        )  # fmt: skip
         if bad.any():
             row, col = np.argwhere(bad)[0]
-            f.wrong.setdefault(
-                target.name,
+            findings.wrong[target.name] = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
-                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away",
+                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
             )
+        return findings
 
-    def _retention(self, found: Array, exact: Exact, dtype: str, weight: float) -> None:
-        """Add to each adapter's ⟨applied, intended⟩ and ‖intended‖².
+    def _retention(self, f: Findings, found: Array, exact: Exact, dtype: str, weight: float) -> None:
+        """Each adapter's ⟨applied, intended⟩ and ‖intended‖².
 
         Applied is the difference to what would have been written without this adapter, rounded as well.
         """
-        f = self.findings
         for number, change in exact.changes.items():
             applied = found - saturated(rounded(exact.value - change, dtype), dtype)
             sound = np.isfinite(applied) & np.isfinite(change)
             applied, change = applied[sound], change[sound]
-            f.applied[number] = f.applied.get(number, 0.0) + weight * float(np.sum(applied * change))
-            f.intended[number] = f.intended.get(number, 0.0) + weight * float(np.sum(change * change))
+            f.applied[number] = weight * float(np.sum(applied * change))
+            f.intended[number] = weight * float(np.sum(change * change))
 
     def _output(self, target: Target, fd: int, rows: Array, cols: int) -> Array:
         """Rows of the written tensor."""

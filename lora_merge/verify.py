@@ -26,6 +26,7 @@ from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
 
+THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 2 MiB
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
@@ -38,30 +39,34 @@ def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh:
 
     `fresh`: the files were written by this very plan, so places and provenance must be the planned ones as well.
     """
-    started = time.monotonic()
-    merged = Recomputation(plan, reader, full=full)
-    compared = {"bytes": 0, "of": 0}
-    for file in plan.files:
-        path = part / file.name if file.name else part
-        targets = check_header(file, path, fresh=fresh)
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            unmerged = _unmerged(targets, compared, full=full)
-            with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
-                if not full and hasattr(os, "posix_fadvise"):
-                    rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
-                    ahead.submit(_expect, fd, reader, [*unmerged, *rows])
-                for target, first, count in unmerged:
-                    _compare(target, first, count, fd, reader)
-                for target in targets:
-                    if target.uses:
-                        merged.check(target, fd)
-        except OSError as e:
-            raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
-        finally:
-            os.close(fd)
+    started, compared = time.monotonic(), {"bytes": 0, "of": 0}
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
+        merged = Recomputation(plan, reader, pool, full=full)
+        for file in plan.files:
+            _check(file, part / file.name if file.name else part, merged, compared, fresh=fresh)
     _conclude(plan, merged, part)
     return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
+
+
+def _check(file: OutputFile, path: Path, merged: Recomputation, compared: dict[str, int], *, fresh: bool) -> None:
+    """Header, untouched bytes and merged rows of one file."""
+    targets, reader = check_header(file, path, fresh=fresh), merged.reader
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        unmerged = _unmerged(targets, compared, full=merged.full)
+        with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
+            if not merged.full and hasattr(os, "posix_fadvise"):
+                rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
+                ahead.submit(_expect, fd, reader, [*unmerged, *rows])
+            for target, first, count in unmerged:
+                _compare(target, first, count, fd, reader)
+            for target in targets:
+                if target.uses:
+                    merged.check(target, fd)
+    except OSError as e:
+        raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
+    finally:
+        os.close(fd)
 
 
 def check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, ...]:

@@ -82,6 +82,21 @@ def test_a_sound_file_passes(made: Path, dtype: str, full: bool) -> None:  # noq
         assert proof["untouched"]["bytes"] == proof["untouched"]["of"] > 0
 
 
+def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, wrong = merge(made, "sound", dtype="bf16"), merge(made, "wrong", dtype="bf16")
+    last = parse_file(wrong).tensors[QUERY]
+    flip(wrong, QUERY, byte=last.nbytes - 1, bit=4)
+    proofs, errors = [], []
+    for chunk in (2**18, 64):
+        monkeypatch.setattr(recompute, "CHUNK", chunk)
+        proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0})
+        with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
+            prove(wrong, full=True)
+        errors.append(str(failed.value))
+    assert proofs[0] == proofs[1]
+    assert errors[0] == errors[1]
+
+
 def test_what_is_left_of_sums_that_cancel_is_told_in_units_of_its_terms(tmp_path: Path) -> None:
     up, down = rand(64, 8, seed=1), rand(8, 64, seed=2)
     base = save({"a.weight": -(up.double() @ down.double()).float()}, tmp_path / "base.safetensors")
