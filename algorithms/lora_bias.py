@@ -1,5 +1,5 @@
-"""A trained bias delta beside the factors, Δb = (α / r) · v; PEFT `lora_bias`, and BEFT (scale
-1)."""
+"""A trained bias delta beside the factors, Δb = (α / r) · v; PEFT `lora_bias`, ai-toolkit's `use_bias`, and
+BEFT (scale 1)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BiasTensors:
     """The stored vector."""
 
     diff: Tensor  # v, [n, out, 1]
-    scale: Scalar  # that of the weight's factors, or 1
+    scale: Scalar  # that of the factors beside it, or 1
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -37,5 +37,5 @@ def delta(base: Tensor, t: BiasTensors) -> Tensor:
 
 LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fit, delta, "arXiv:2106.09685", sliced={"diff": 0},
-    numbers=alpha_by(),
+    numbers=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # the factors beside it tell r
 )  # fmt: skip

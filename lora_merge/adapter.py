@@ -47,6 +47,9 @@ CODES: Final = {
 }  # fmt: skip
 """Dtype → what `struct` calls it."""
 
+SCALES: Final = ("alpha", "scale_override")
+"""Shared slots that say how much of the product of the factors counts."""
+
 IN_ORDER: Final = "name the base model first and the adapter after it; if they are in order, this file is no adapter"
 
 CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
@@ -250,11 +253,13 @@ def _is_adapter(g: _Group) -> bool:
 
 
 def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
-    """The group as a module; a part of a module shares the alpha of the whole."""
+    """The group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the factors."""
     whole, number = part(key[0])
-    parent = groups.get((whole, "weight")) if number is not None else None
-    g = groups[key]
-    return Module(*key, g.slots, {**(parent.shared if parent else {}), **g.shared}, g.algorithms or ())
+    g, parent = groups[key], groups.get((whole, "weight"))
+    shared = dict(parent.shared) if parent and number is not None else {}
+    if parent and g.algorithms == ("lora_bias",):
+        shared = {slot: info for slot, info in parent.shared.items() if slot in SCALES}
+    return Module(*key, g.slots, {**shared, **g.shared}, g.algorithms or ())
 
 
 def looks_like_adapter(index: Index) -> bool:

@@ -116,6 +116,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_B", "up", (*BARE_LORA, "adalora"), named=True),  # Mochi, litgpt
     Suffix(".lora_A", "down", (*BARE_LORA, "adalora"), named=True),
     Suffix(".lora_B.bias", "diff", ("lora_bias",), "bias", named=True),  # PEFT lora_bias, Flux control
+    Suffix(".lora_up.bias", "diff", ("lora_bias",), "bias"),  # ai-toolkit
     Suffix(".lora.up.weight", "up", LORA),
     Suffix(".lora.down.weight", "down", LORA),
     Suffix(".lora_linear_layer.up.weight", "up", LORA),

@@ -23,9 +23,10 @@ from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .misfits import UNKNOWN, doubtful, refuse
 from .names import EXPERTS, Names
-from .patching import ALPHA, TUNED_BIAS, TURNED_BIAS, Patch, Patcher
+from .patching import ALPHA, Patch, Patcher
 from .peft import Plain
 from .peft_parameters import nested, paths
+from .remarks import TUNED_BIAS, TURNED_BIAS
 from .replacements import by_rows, sizes
 from .tying import Heads, shared_layers
 from .views import Piece, View, rows_of, whole

@@ -20,23 +20,11 @@ from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
 from .peft_parameters import in_out
+from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, ZERO_ALPHA
 from .views import View, transposed
 
 ALPHA: Final = "lora_alpha"
 """The setting that says α where a file holds none."""
-
-NO_ALPHA: Final = (
-    "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
-    "--setting lora_alpha=VALUE"
-)
-ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
-BORROWED: Final = "its alpha is from the file's header, which calls this part of the model by another name"
-OTHER_ALPHA: Final = "its configuration says another scale than the alpha beside it, and counts, as PEFT has it"
-NO_DORA: Final = "its configuration says that it is without DoRA, so its magnitude is left out, as PEFT has it"
-EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
-KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
-TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
-TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
 
 UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
 FROM_THE_TRAINING: Final = (
@@ -96,6 +84,7 @@ class Patcher:
         self.model = ""  # the base's type
         self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
+        self._weights = {m.name: m for m in adapter.modules if m.parameter == "weight"}
         self.residual: set[str] = set()  # base tensors in whose place the adapter's own copy is: a start is out of it
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._told: dict[str, Trained] = {}  # by the metadata, per algorithm
@@ -180,8 +169,9 @@ class Patcher:
         alpha = self._number(module, "alpha")
         if alpha is None and "scale" in row.scalars:
             alpha = self.given.get(ALPHA)
+        beside = self._weights[module.name].shapes if name == "lora_bias" and module.name in self._weights else {}
         try:
-            found = dict(row.numbers(alpha, shapes, shape))
+            found = dict(row.numbers(alpha, {**beside, **shapes}, shape))
         except DoesNotFit as e:  # the shapes do, so it is the number
             raise _unusable("alpha", alpha, module.shared.get("alpha")) from e
         if "scale" in found:

@@ -376,6 +376,20 @@ def test_what_is_loaded_beside_a_model_is_called_what_it_is(
     assert "base model first" in error.value.fix
 
 
+@pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_down", "lora_up")], ids=["PEFT", "ai-toolkit"])
+@pytest.mark.parametrize("stored", [True, False], ids=["alpha in the file", "alpha stated"])
+def test_the_bias_of_a_factor_is_scaled_as_the_factors_are(tmp_path: Path, down: str, up: str, *, stored: bool) -> None:
+    layer, into, out = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 6)
+    lora = {f"a.{down}.weight": into.weight, f"a.{up}.weight": out.weight, f"a.{up}.bias": out.bias}
+    adapter = save(lora | ({"a.alpha": torch.tensor(6.0)} if stored else {}), tmp_path / "a.safetensors")
+    base = save({f"a.{k}": v for k, v in layer.state_dict().items()}, tmp_path / "b.safetensors")
+    settings = {} if stored else {"lora_alpha": 6.0}
+    lora_merge.merge(base, adapter, tmp_path / "o.safetensors", setting=settings)
+    got, x = load(tmp_path / "o.safetensors"), torch.randn(3, 4)
+    want = layer(x) + 6 / 2 * out(into(x))
+    torch.testing.assert_close(torch.nn.functional.linear(x, got["a.weight"], got["a.bias"]), want, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("content", "what", "fix"), [
     ({"<cat>": torch.ones(4)}, "textual inversion", "beside"), ({"t5_out": torch.ones(2, 4)}, "textual inversion", "beside"),
     ({"string_to_param": {"*": torch.ones(2, 4)}, "name": "cat"}, "textual inversion", "beside"),
