@@ -408,6 +408,24 @@ RENAMED = (
           ("vit.perceive.proj.2", "model.vision_tower.patch_merger.proj_out"),
     )),
     (("backbone.embeddings.weight", "backbone.norm_f.weight"), "backbone.layers.0.mixer.q_proj",     "model.layers.0.mixer.q_proj"),  # Nemotron-H
+    *((LLM, f"model.layers.1.{of}.linear_gate", f"model.layers.1.{of}.gate_proj") for of in ("self_attn", "mlp", "mlp.shared_experts")),  # HunYuan 4
+    *((("model.embed_tokens.weight", "model.layers.0.input_layernorm.W_down.weight"), disk, memory) for disk, memory in (  # A.X-K2
+        ("model.layers.1.self_attn.q_b_proj", "model.layers.1.self_attn.q_gate_proj"),
+        ("model.layers.1.post_attention_layernorm.W_up", "model.layers.1.post_attention_layernorm.mlp.fc2"),
+    )),
+    *((("model.word_embeddings.weight", "model.layers.0.attention.dense.weight", "model.layers.0.input_layernorm.weight"), disk, memory) for disk, memory in (
+        ("model.layers.1.attention.q_proj", "model.layers.1.self_attn.q_proj"),  # Ling
+        ("model.layers.1.attention.dense", "model.layers.1.self_attn.o_proj"),
+        ("model.layers.1.attention.f_proj", "model.layers.1.self_attn.forget_gate.f_proj"),
+    )),
+    (VLM,                                          "model.vision_projector",                         "model.projector"),  # HyperCLOVA X
+    *((("language_model.model.embed_tokens.weight",), disk, memory) for disk, memory in (  # MiniMax-M3
+        ("language_model.model.layers.0.block_sparse_moe.gate", "model.language_model.layers.0.mlp.gate"),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "model.vision_tower.layers.0.mlp.fc1"),
+        ("patch_merge_mlp.linear_1", "model.multi_modal_projector.merge_linear_1"),
+    )),
+    (("model.encoder.embed_tokens.eoi_embedding", "model.encoder.layers.0.self_attn.q_proj.weight"),
+                                                   "model.encoder.layers.1.mlp.up_proj",             "model.encoder.text_model.layers.1.mlp.up_proj"),  # T5Gemma 2
 )  # fmt: skip
 
 
@@ -422,7 +440,11 @@ def test_names_of_transformers_5_in_memory_mean_those_on_disk(telling: Sequence[
 
 
 @pytest.mark.parametrize(
-    "norm", ["post_feedforward_layernorm", "operator_norm", "input_layernorm.0", "input_layernorm"]
+    "norm",
+    [
+        *("post_feedforward_layernorm", "operator_norm", "input_layernorm.0", "input_layernorm"),
+        *("input_layernorm.W_down", "attn_hyper_connection.input_mix_weight_down"),
+    ],
 )
 def test_stacks_of_experts_are_found_whatever_the_norms_are_called(norm: str) -> None:
     block = "feed_forward" if norm == "operator_norm" else "mlp"
