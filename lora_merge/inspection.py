@@ -15,6 +15,7 @@ from .conventions import part
 from .errors import FitError
 from .guess import weight_shapes
 from .json_text import from_json
+from .kinds import foreign
 from .names import Names, guess, names
 from .prefixes import PREFIXES
 from .showing import COUNT, size
@@ -79,7 +80,9 @@ def _is_adapter(index: Index) -> bool:
 def _base(index: Index) -> dict[str, Any]:
     lookup = names(index)
     recipe = _json(index, "lora_merge.recipe")
+    other = foreign(index.tensors) if lookup.architecture == "unknown" else None
     return {
+        **({"looks_like": other[0]} if other else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         **({"quantised": why} if (why := index.quantised.how) else {}), **({"recipe": recipe} if recipe else {}),

@@ -31,6 +31,10 @@ OTHER_ROWS: Final = (
 )
 """What the user should know of a base whose files alone tell the order of its rows."""
 
+AVERAGES: Final = "model_ema."
+AVERAGED: Final = f"it also holds averages of its weights ({AVERAGES}*), which stay as they are: load its own weights"
+"""What the user should know of a base that training saved twice."""
+
 EXPERTS: Final = {
     "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
     "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
@@ -80,6 +84,8 @@ class Names:
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
         self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
+        if any(key.startswith(AVERAGES) for key in shapes):
+            self.notes = (*self.notes, AVERAGED)
 
     def find(self, module: str, parameter: str = "weight") -> View | None:
         """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""

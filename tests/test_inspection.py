@@ -71,6 +71,14 @@ def test_an_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None
     assert any(line.startswith("algorithms") and "lora 32" in line for line in lines(facts))
 
 
+def test_ia3_is_an_adapter_and_an_embedding_is_called_one(tmp_path: Path) -> None:
+    """Half of (IA)³'s tensors have names that any model's have."""
+    lora = {"lycoris_a.weight": torch.ones(4, 1), "lycoris_a.on_input": torch.zeros((), dtype=torch.bool)}
+    assert inspect(save(lora, tmp_path / "a.safetensors"))["algorithms"] == {"ia3": 1}
+    facts = inspect(save({"<cat>": torch.ones(4)}, tmp_path / "b.safetensors"))
+    assert "textual inversion" in facts["looks_like"]
+
+
 def test_a_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
     base = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
     match = inspect(base, save(kohya(sd1()), tmp_path / "a.safetensors"))["match"]

@@ -376,6 +376,16 @@ def test_what_is_loaded_beside_a_model_is_called_what_it_is(
     assert "base model first" in error.value.fix
 
 
+def test_averages_beside_the_weights_stay_and_a_note_says_so(tmp_path: Path) -> None:
+    base = {"model.diffusion_model.a.weight": rand(6, 4), "model_ema.diffusion_modelaweight": rand(6, 4)}
+    lora = {"diffusion_model.a.lora_up.weight": rand(6, 2), "diffusion_model.a.lora_down.weight": rand(2, 4)}
+    a, b = save(lora, tmp_path / "a.safetensors"), save(base, tmp_path / "b.safetensors")
+    report = lora_merge.merge(b, a, tmp_path / "o.safetensors")
+    assert any("model_ema" in note for note in report.notes)
+    merged, average = load(tmp_path / "o.safetensors"), "model_ema.diffusion_modelaweight"
+    assert torch.equal(merged[average], base[average])
+
+
 @pytest.mark.parametrize(("down", "up"), [("lora_A", "lora_B"), ("lora_down", "lora_up")], ids=["PEFT", "ai-toolkit"])
 @pytest.mark.parametrize("stored", [True, False], ids=["alpha in the file", "alpha stated"])
 def test_the_bias_of_a_factor_is_scaled_as_the_factors_are(tmp_path: Path, down: str, up: str, *, stored: bool) -> None:
