@@ -94,6 +94,8 @@ class AdapterEntry(_Strict):
 
 
 def _entry(value: Any) -> Any:
+    if not isinstance(value, str | dict | AdapterEntry):
+        raise ValueError("should be a path, or a table such as {path: a.safetensors, strength: 0.5}")
     return {"path": value} if isinstance(value, str) else value
 
 

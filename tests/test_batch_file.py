@@ -205,6 +205,7 @@ jobs:
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+)+': 1}}]", "too complex"),
         ("version: 1\njobs: !!python/object/apply:os.getcwd []", "tag"),
         ("version: 1\njobs: {a: 1}", "list"),
+        ("version: 1\njobs: [{base: b, adapters: [[a, 0.5]], output: o}]", "should be a path, or a table"),
         ('version: 1\njobs: [{base: "\\0", adapters: [a], output: o, map: ~no-such-user/x}]', "2 mistakes"),
     ],
 )
