@@ -131,7 +131,7 @@ def json_value(path: Path) -> Any:
     with open_regular(path) as f:
         if FileState.of(f.fileno()).size > JSON_LIMIT:
             raise InputError("JSON file of absurd length", str(path), "download it again")
-        raw = f.readall() if hasattr(f, "readall") else f.read()
+        raw = f.read()
     try:
         return from_json(raw)
     except ValueError as e:

@@ -46,7 +46,7 @@ def grown(module: Module, view: View, adapter: AdapterFile, values: Values, mode
         )
     if any(a < b for a, b in zip(shape, view.shape, strict=True)):
         raise FitError("the adapter makes a weight smaller", where, "merge into the model it was trained on")
-    if len(view.pieces) > 1 or piece.transposed or (piece.stop - piece.start) * piece.cols != prod(view.shape):
+    if len(view.pieces) > 1 or piece.transposed or piece.size != prod(view.shape):
         raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")
     return whole(piece.key, shape)
 
@@ -54,9 +54,7 @@ def grown(module: Module, view: View, adapter: AdapterFile, values: Values, mode
 def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
     """The name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
     piece = weight.pieces[0]
-    whole_tensor = piece.rows == weight.shape[0] and (piece.stop - piece.start) * piece.cols == prod(
-        base[piece.key].shape
-    )
+    whole_tensor = piece.rows == weight.shape[0] and piece.size == prod(base[piece.key].shape)
     named = len(weight.pieces) == 1 and piece.key.endswith(".weight")
     return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 

@@ -234,7 +234,7 @@ class Matcher:
     def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
         piece = view.pieces[0]
         strength, old = self.ref.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
-        all_of_it = len(view.pieces) == 1 and (piece.stop - piece.start) * piece.cols == prod(old)
+        all_of_it = len(view.pieces) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
             self.result.modules += 1

@@ -21,9 +21,9 @@ LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
     """Raise what is wrong, the worst first: modules that do not fit, none that has a place, some that have none."""
-    path = result.adapter.path
-    shapes = weight_shapes(result.adapter.modules)
-    reason = names.explain(list(result.unmatched), shapes) if result.unmatched or not result.modules else ""
+    if result.modules and not (failures or result.unmatched):
+        return
+    path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
@@ -32,6 +32,7 @@ def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatc
         raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {listed(result.unmatched)}", what[1])
+    reason = names.explain(list(result.unmatched), shapes)
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total})",

@@ -92,15 +92,8 @@ class Reader:
         if offset >= MEMORY:
             self._copy(buffer, file, offset)
             return
-        one, done = self._files[file], 0
-        while done < len(buffer):
-            try:
-                got = _some(one, buffer[done : done + AT_ONCE * BLOCK], offset + done)
-            except OSError as e:
-                raise unreadable(e, file, offset + done) from e
-            if not got:
-                raise changed(file, f"it ends at byte {offset + done}")
-            done += got
+        one = self._files[file]
+        _fill(buffer, file, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
 
     def read(self, info: TensorInfo, first: int = 0, count: int | None = None) -> bytearray:
         """Bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
@@ -143,13 +136,13 @@ class Reader:
     def _check(self, path: Path) -> None:
         one = self._files[path]
         if FileState.of(one.fd) != one.state:
-            raise changed(path, "its size or time of change differ")
+            raise _changed(path, "its size or time of change differ")
         try:
             s = path.stat()
         except OSError as e:
-            raise changed(path, f"it is gone ({e.strerror})") from e
+            raise _changed(path, f"it is gone ({e.strerror})") from e
         if (s.st_ino, s.st_dev) != (one.state.inode, one.state.device):
-            raise changed(path, "another file has taken its place")
+            raise _changed(path, "another file has taken its place")
 
     def close(self) -> None:
         """Close all files; the reader is of no use afterwards."""
@@ -169,7 +162,7 @@ class _Index(Protocol):
     def headers(self) -> Mapping[Path, Header]: ...
 
 
-def changed(path: Path, why: str) -> InputError:
+def _changed(path: Path, why: str) -> InputError:
     """The error for an input that is no longer what it was."""
     return InputError(
         "an input was changed while being read",
@@ -249,9 +242,18 @@ def _held(file: _File, block: memoryview, offset: int) -> bool:
     return False
 
 
-def unreadable(e: OSError, file: Path, offset: int) -> InputError:
-    """The error for a failed read."""
-    return InputError(f"file cannot be read: {e.strerror}", f"{file} at byte {offset}", "check the disk")
+def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryview, int], int]) -> None:
+    """Fill the buffer with calls that each give some of it."""
+    done = 0
+    while done < len(buffer):
+        try:
+            got = some(buffer[done:], offset + done)
+        except OSError as e:
+            where = f"{file} at byte {offset + done}"
+            raise InputError(f"file cannot be read: {e.strerror}", where, "check the disk") from e
+        if not got:
+            raise _changed(file, f"it ends at byte {offset + done}")
+        done += got
 
 
 def read_bytes(info: TensorInfo, first: int = 0, count: int | None = None) -> bytes:
@@ -259,15 +261,7 @@ def read_bytes(info: TensorInfo, first: int = 0, count: int | None = None) -> by
     count = info.nbytes - first if count is None else count
     if info.data is not None:
         return bytes(info.data[first : first + count])
-    out, start = memoryview(bytearray(count)), info.offset + first
+    out = bytearray(count)
     with open_regular(info.file) as f:
-        done = 0
-        while done < len(out):
-            try:
-                got = read_at(f.fileno(), out[done:], start + done)
-            except OSError as e:
-                raise unreadable(e, info.file, start + done) from e
-            if not got:
-                raise changed(info.file, f"it ends at byte {start + done}")
-            done += got
+        _fill(memoryview(out), info.file, info.offset + first, lambda part, at: read_at(f.fileno(), part, at))
     return bytes(out)

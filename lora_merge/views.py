@@ -29,6 +29,11 @@ class Piece(NamedTuple):
     transposed: bool = False
 
     @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return (self.stop - self.start) * self.cols
+
+    @property
     def rows(self) -> int:
         """Rows that it contributes to the view."""
         return self.cols if self.transposed else self.stop - self.start

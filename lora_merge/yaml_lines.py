@@ -88,7 +88,7 @@ def check_depth(text: str, name: str) -> None:
 def read_text(path: Path, limit: int) -> str:
     """A regular file of at most `limit` bytes, as text; InputError for any other."""
     with open_regular(path) as f:
-        raw = f.read(limit + 1) or b""
+        raw = f.read(limit + 1)
     if len(raw) > limit:
         raise InputError("a YAML file of absurd length", str(path), f"at most {limit >> 20} MiB are read")
     try:
