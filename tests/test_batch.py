@@ -362,9 +362,9 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
 
 
 def test_a_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
-    jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1200)]
+    jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1050)]
     sketches = make_batch([job(models, "0", dtype="fp32"), *jobs]).sketches
-    assert [s.level for s in sketches] == list(range(1200))
+    assert [s.level for s in sketches] == list(range(1050))  # more than Python calls within calls
     assert len({s.size for s in sketches}) == 1 and all(s.error is None for s in sketches)
 
 
@@ -437,8 +437,8 @@ def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.Monkey
         assert all(s.runs for s in planned.sketches)
         assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
 
-    few, many = (steps(lambda count=count: plan(count)) for count in (100, 1100))
-    assert (many - few) / 1000 < 2000  # 1200
+    few, many = (steps(lambda count=count: plan(count)) for count in (100, 400))
+    assert (many - few) / 300 < 2000  # 1200
 
 
 @pytest.fixture
