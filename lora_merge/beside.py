@@ -6,17 +6,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from .checkpoint import read_json
 from .job import DTYPES
-from .json_text import from_json
 from .plans import Plan
-from .recipe import sha256
+from .recipe import parsed, sha256
 from .sidefiles import configured
 
 Side: TypeAlias = bytes | Path
 """The content of a file, or the file of the base that it is a copy of."""
+
+KINDS: Final = ("model_type", "_class_name")
+"""Entries of a config.json that say what model it is of."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sh
 
 def misleading(plan: Plan, output: Path) -> list[str]:
     """Names of what is written of the merge's own beside the weights and would let them be loaded as another model, or
-    not at all: an index or a config.json that is missing, or one that says of sizes and ties what the base's does.
+    not at all: an index or a config.json that is missing, or one of another model, or of the base's sizes and ties.
     """
     found = []
     for name, side in contents(plan).sides.items():
@@ -60,9 +61,10 @@ def misleading(plan: Plan, output: Path) -> list[str]:
         elif Path(name).name == "config.json":
             content = (plan.base.path / name).read_bytes()
             resized = configured(content, None, plan.resized(str(Path(name).parent)))
-            if resized != content:
-                before, after, now = from_json(content), from_json(resized), read_json(output / name)
-                found += [name] * any(after[k] != before.get(k) == now.get(k) for k in after)
+            texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
+            before, after, now = (parsed(text) or {} for text in texts)
+            undone = (k for k in after if after[k] != before.get(k) == now.get(k))
+            found += [name] * any((*undone, *(k for k in KINDS if after.get(k) != now.get(k))))
     return found
 
 

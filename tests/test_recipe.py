@@ -160,18 +160,19 @@ def test_files_beside_the_weights_are_compared(files: Path) -> None:
     (files / "model").mkdir()
     (files / "base.safetensors").rename(files / "model" / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
-        (files / "model" / name).write_text("{}")
+        (files / "model" / name).write_text('{"model_type": "sd"}')
     out = files / "out"
     lora_merge.merge(files / "model", files / "style.safetensors", out, dtype="bf16")
     assert prove(out)["warnings"] == []
-    (out / "config.json").write_text("{ }")
+    (out / "config.json").write_text('{"model_type": "sd", "a": 1}')
     (out / "tokenizer.json").unlink()
     (warning,) = prove(out)["warnings"]
     assert "config.json, tokenizer.json" in warning
-    (out / "config.json").unlink()
-    with pytest.raises(VerificationFailed, match="not at all") as e:
-        prove(out)
-    assert e.value.where.endswith("config.json")
+    for spoil in (lambda: (out / "config.json").write_text("{}"), (out / "config.json").unlink):
+        spoil()
+        with pytest.raises(VerificationFailed, match="not at all") as e:
+            prove(out)
+        assert e.value.where.endswith("config.json")
 
 
 def test_named_inputs_that_are_missing_are_no_failed_proof(files: Path) -> None:
