@@ -187,7 +187,7 @@ def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, Vi
 
 
 def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
-    """The matrices of a `[E, out, in]` tensor, each cut in equal parts."""
+    """The matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each turned."""
     count, rows, cols = view.shape
     parts = hit.row.parts
     each, rest = divmod(rows, len(parts))
@@ -197,8 +197,9 @@ def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
-            start = e * rows + i * each
-            yield ".".join(fill(part.path, bound) + hit.tail), part.half, rows_of(stack, start, start + each)
+            matrix = rows_of(stack, e * rows + i * each, e * rows + (i + 1) * each)
+            name = ".".join(fill(part.path, bound) + hit.tail)
+            yield name, part.half, transposed(matrix) if part.transposed else matrix
 
 
 def _matrices(view: View) -> View:
@@ -246,7 +247,7 @@ def _in_turn(views: Sequence[View], block: int) -> list[View]:
 def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
     """One weight of a spelling from its canonical parts; None where some are missing."""
     count = 1 + max(n for n, _ in parts)
-    if len(parts) != count * len(row.parts):
+    if len(parts) != count * len(row.parts) or (row.stack and row.parts[0].transposed):  # turned stacks are as stored
         return None
     if row.parts[0].transposed:
         (view,) = parts.values()
