@@ -263,10 +263,11 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
 
 def looks_like_adapter(index: Index) -> bool:
-    """Whether half the tensors or more carry an adapter's suffix: a base that does was given in the wrong place."""
+    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place."""
     rows = [found[1] for key in index.tensors if (found := split(key)) is not None]
     marked = sum(1 for row in rows if row.slot not in SHARED and row.ending != ".weight")
-    return marked * 2 >= max(1, len(index.tensors))
+    marked += sum(row.slot == "on_input" for row in rows)  # which tells of the `.weight` beside it
+    return marked * 2 > len(index.tensors)
 
 
 def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
