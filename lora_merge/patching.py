@@ -19,7 +19,7 @@ from .network_args import Trained, trained
 from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
-from .peft_parameters import in_out
+from .peft_parameters import TABLES, in_out
 from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, ZERO_ALPHA
 from .views import View, transposed
 
@@ -108,8 +108,7 @@ class Patcher:
         if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
             candidates = []
         reasons = []
-        turned = told.fan_in_fan_out and module.name in self.in_out  # of embeddings PEFT never asks it
-        for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=turned and "embedding" not in n)):
+        for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=self._turned(module, n))):
             if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
                 continue
             full = self._with_shared(module, told.shared(name))
@@ -133,6 +132,13 @@ class Patcher:
         advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
         fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
+
+    def _turned(self, module: Module, name: str) -> bool:
+        """Whether a formula may take the weight for [in, out]."""
+        if name == "lora_transposed":
+            return module.name.rpartition(".")[2] in TABLES
+        told = self.rules.of(module.name).fan_in_fan_out and module.name in self.in_out
+        return told and "embedding" not in name  # of embeddings PEFT never asks it
 
     def notes(self) -> list[str]:
         """What the user should know, each with the modules that it is about."""
@@ -249,7 +255,8 @@ class Patcher:
         if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
             self.remark(NO_DORA, module)
             return None
-        if name == "lora_embedding":  # PEFT takes the norm over the vocabulary
+        if name == "lora_embedding" or (name == "lora_transposed" and self._turned(module, name)):
+            # PEFT takes the norm over the vocabulary, mlx-lm over what each token has
             return dora.fit((1, prod(info.shape)), shape, ".dora_scale")
         return dora.fit(info.shape, shape, ".dora_scale" if info.name.endswith(".dora_scale") else "")
 

@@ -41,6 +41,10 @@ CONV1D: Final = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 """What transformers calls its layers of [in, out] weights, all of them."""
 
 
+TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
+"""What models call their input embeddings, which mlx-lm takes for layers from the vocabulary (LoRAEmbedding)."""
+
+
 def in_out(modules: Iterable[str]) -> frozenset[str]:
     """Those of an adapter's modules that `fan_in_fan_out` may speak of: a configuration has it once, as PEFT saw the
     last layer, and a decoder like GPT-2's stands behind an encoder of [out, in]. All of them where none is called like

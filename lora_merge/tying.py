@@ -22,6 +22,7 @@ from .header import TensorInfo
 from .job import Adapter
 from .matched import Matched, Use
 from .patching import Patcher
+from .peft_kinds import MLX
 from .tied import LM_HEAD, SHARED_LAYERS, Tied
 from .views import View, whole
 
@@ -183,7 +184,10 @@ class Heads:
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
-        flag = self._patcher.rules.of(name).fields.flag("ensure_weight_tying", default=False)
+        rules = self._patcher.rules.of(name)
+        if rules.kind == MLX:  # its model has but one
+            return True
+        flag = rules.fields.flag("ensure_weight_tying", default=False)
         return flag and self._has_both and name not in self._unlike
 
     @cached_property

@@ -681,3 +681,24 @@ def test_tensors_of_unknown_meaning_are_called_so(tmp_path: Path) -> None:
     with pytest.raises(UnmatchedModules, match="meaning of 1 of the adapter's tensors is unknown") as e:
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
     assert "model.a.rank" in e.value.where and "trained on" not in e.value.fix
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_embeddings_that_mlx_lm_trained_change_both_ends(tmp_path: Path, kind: str) -> None:
+    """mlx_lm/tuner/lora.py and dora.py: LoRAEmbedding.fuse and DoRAEmbedding.fuse; tied heads are `as_linear`."""
+    model = _model("qwen2")
+    model.save_pretrained(tmp_path / "base")
+    down, up, sizes = torch.randn(100, 3), torch.randn(3, 32), torch.rand(100)
+    wanted = model.model.embed_tokens.weight.detach() + 20 * down @ up
+    factors = {"model.embed_tokens.lora_a": down, "model.embed_tokens.lora_b": up}
+    if kind == "dora":
+        wanted *= (sizes / wanted.norm(dim=1))[:, None]
+        factors["model.embed_tokens.m"] = sizes
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter" / "adapters.safetensors")
+    told = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": {"rank": 3, "dropout": 0.0, "scale": 20.0}}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
+    ours = type(model).from_pretrained(tmp_path / "ours")
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    torch.testing.assert_close(ours.lm_head.weight.detach(), wanted, rtol=1e-5, atol=1e-4)
