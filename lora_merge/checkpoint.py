@@ -104,7 +104,7 @@ def configuration(path: Path) -> Path | None:
     return None
 
 
-@lru_cache(1024)
+@lru_cache(maxsize=1024)
 def _holds_peft(path: Path, _: FileState | None) -> bool:
     """Whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to open."""
     return any(PEFT in key for key in _header(path).tensors)

@@ -79,7 +79,7 @@ class Names:
         self._by_hint: dict[str, list[Component]] = {}
         self.second = False  # whether the base lies in the folder of a pipeline's second expert
         main = parts[0] if parts else None
-        known = main.architecture if main else None
+        self._known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or "unknown"
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
@@ -144,15 +144,14 @@ class Names:
             return absence(["transformer"], ["transformer_2"])
         wanted = Counter(self.wanted(m) for m in unmatched)
         labels = {part.label for part in self._parts}
-        main = {m: () for m in unmatched} | dict(shapes)
-        known = self._parts[0].architecture if self._parts else None
-        if known and self._parts[0].label in wanted and (why := other_model(_denoiser(main), known, self._weights())):
+        known, modules = self._known, _denoiser({m: () for m in unmatched} | dict(shapes))
+        if known and self._parts[0].label in wanted and (why := other_model(modules, known, self._weights())):
             return why
         if absent := sorted(set(wanted) - labels):
             return absence(absent, sorted(labels))
         part = next((p for p in self._parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
         if part is None or part is self._parts[0]:
-            return likely_reason(unmatched, _denoiser(main), known, self._weights())
+            return likely_reason(unmatched, modules, known, self._weights())
         there = [m for m in unmatched if self.wanted(m) == part.label]
         return likely_reason(there, {}, part.architecture, self._weights(part))
 
@@ -162,7 +161,7 @@ class Names:
         Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
         `explain` takes, and is called only where the base has variants.
         """
-        known = self._parts[0].architecture if self._parts else None
+        known = self._known
         if known is None or not known.variants:
             return ""
         return other_variant(_denoiser(shapes()), known, self._weights())
@@ -209,14 +208,14 @@ class Names:
         encoders = [p for p in self._parts if p.kind]
         if not encoders and len(self._parts) == 1 and self._parts[0].label == "model" and self._parts[0].architecture:
             return list(self._parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
-        main = self._parts[0].architecture if self._parts else None
+        known = self._known
         if hint[0] == "=":  # a folder calls none of its encoders so
             unsure = [p for p in encoders if p.kind in UNSURE]
             meant = [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
             return meant or (unsure if len(unsure) == 1 else [])
-        if main and main.text_encoders:
-            kind = main.text_encoders.get(hint)
-            called = {label for label, theirs in main.text_encoders.items() if theirs == kind} | {hint}
+        if known and known.text_encoders:
+            kind = known.text_encoders.get(hint)
+            called = {label for label, theirs in known.text_encoders.items() if theirs == kind} | {hint}
             return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label in called)]
         if len(encoders) == 1:
             return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
