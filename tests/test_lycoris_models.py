@@ -36,6 +36,14 @@ ALGORITHMS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def others_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a preset sets is the class's, and stays for every test after this one."""
+    for name, value in vars(lycoris.LycorisNetwork).items():
+        if name.isupper():
+            monkeypatch.setattr(lycoris.LycorisNetwork, name, value)
+
+
 def model(name: str) -> Any:
     torch.manual_seed(0)
     return getattr(diffusers, name.split(" ")[0])(**CONFIGS[name])
