@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 Cache = Literal["warm", "cold"]
 CHUNK: Final = 2**26
+DISKS: Final = Path("/proc/diskstats")
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,16 @@ def prepare(files: Sequence[Path], cache: Cache) -> None:
             buffer = bytearray(CHUNK)
             while f.readinto(buffer):
                 pass
+    _settle()
+
+
+def _settle() -> None:
+    """Wait for half a second, a minute at most, in which no disk has anything under way: where a file of 24 GB was
+    deleted, its blocks are discarded after the sync, at the cost of what runs then."""
+    quiet = 0
+    for _ in range(600 if DISKS.exists() else 0):
+        under_way = any(int(line.split()[11]) for line in DISKS.read_text().splitlines())
+        quiet = 0 if under_way else quiet + 1
+        if quiet == 5:
+            return
+        time.sleep(0.1)
