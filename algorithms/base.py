@@ -73,7 +73,7 @@ class Algorithm:
     """Whether the formula holds for the module's bias as well, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without
-    forming ΔW."""
+    forming ΔW. Where ΔW depends on the base, acc is the untouched base."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → further slots that the file does not store (seeded
     indices …), CPU tensors without n."""

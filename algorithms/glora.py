@@ -85,25 +85,58 @@ def numbers_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[s
 
 def delta(base: Tensor, t: GloraTensors) -> Tensor:
     """ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
-    scale = t.scale * sqrt(t.a2.shape[1]) if t.rs_lora else t.scale
     n, out, cols = base.shape
     channels = t.a1.shape[1]
-    changed = (t.b1 * scale) @ (t.b2 if t.bm is None else tucker(t.bm, t.b2))
+    if channels == cols:
+        rows, factors = _joined(base, t)
+        return rows @ factors
+    changed = (t.b1 * _scale(t)) @ (t.b2 if t.bm is None else tucker(t.bm, t.b2))
     rows = base.reshape(n, out, channels, -1).transpose(2, 3).reshape(n, -1, channels)
-    through = (rows @ (t.a1 * scale)) @ t.a2  # [n, out·k, in]
+    through = (rows @ (t.a1 * _scale(t))) @ t.a2  # [n, out·k, in]
     return changed.add_(through.reshape(n, out, -1, channels).transpose(2, 3).reshape(n, out, cols))
+
+
+def accumulate(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
+    """acc += strength · ΔW, where acc is the untouched base."""
+    if t.a1.shape[1] != acc.shape[2]:
+        acc.addcmul_(strength, delta(acc, t))
+        return
+    rows, factors = _joined(acc, t)
+    acc.baddbmm_(rows.mul_(strength), factors)
+
+
+def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
+    """[W A₁, B₁] and [A₂; B₂], [n, out, 2r] and [n, 2r, in]: without a kernel, one product is all of it."""
+    import torch
+
+    b2 = t.b2 if t.bm is None else tucker(t.bm, t.b2)
+    scale = _scale(t)
+    return torch.cat([base @ (t.a1 * scale), t.b1 * scale], 2), torch.cat([t.a2, b2], 1)
+
+
+def _scale(t: GloraTensors) -> Scalar:
+    return t.scale * sqrt(t.a2.shape[1]) if t.rs_lora else t.scale
 
 
 def delta_old(base: Tensor, t: GloraTensors) -> Tensor:
     """ΔW [n, out, cols] of the old layout."""
-    return delta(base, replace(t, a1=t.a2, a2=t.a1, b1=t.b2, b2=t.b1))
+    return delta(base, _renamed(t))
+
+
+def accumulate_old(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
+    """As `accumulate`, of the old layout."""
+    accumulate(acc, _renamed(t), strength)
+
+
+def _renamed(t: GloraTensors) -> GloraTensors:
+    return replace(t, a1=t.a2, a2=t.a1, b1=t.b2, b2=t.b1)
 
 
 GLORA = Algorithm(
     "glora", GloraTensors, fit, delta, "arXiv:2306.07967",
-    numbers=alpha_over("a2"), sliced={"b1": 0}, reads_base=True,
+    numbers=alpha_over("a2"), sliced={"b1": 0}, reads_base=True, accumulate=accumulate,
 )  # fmt: skip
 GLORA_OLD = Algorithm(
     "glora_old", GloraTensors, fit_old, delta_old, "arXiv:2306.07967",
-    numbers=numbers_old, sliced={"b2": 0}, reads_base=True,
+    numbers=numbers_old, sliced={"b2": 0}, reads_base=True, accumulate=accumulate_old,
 )  # fmt: skip

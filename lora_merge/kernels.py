@@ -41,9 +41,10 @@ def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
     """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the first one,
     whose ΔW is formed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
-    for s in stacks:
+    for number, s in enumerate(stacks):
         target = s.region(merged)
-        if s.algorithm.accumulate is not None and s.magnitude is None and s.view is None and s.taken is None:
+        plain = s.magnitude is None and s.view is None and s.taken is None
+        if plain and s.algorithm.accumulate is not None and not (s.algorithm.reads_base and number):
             s.algorithm.accumulate(target, s.tensors, s.strength)
             continue
         target.addcmul_(s.strength, change(s, base))
