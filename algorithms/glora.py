@@ -90,7 +90,7 @@ def delta(base: Tensor, t: GloraTensors) -> Tensor:
     if channels == cols:
         rows, factors = _joined(base, t)
         return rows @ factors
-    changed = (t.b1 * _scale(t)) @ (t.b2 if t.bm is None else tucker(t.bm, t.b2))
+    changed = (t.b1 * _scale(t)) @ _columns(t)
     rows = base.reshape(n, out, channels, -1).transpose(2, 3).reshape(n, -1, channels)
     through = (rows @ (t.a1 * _scale(t))) @ t.a2  # [n, out·k, in]
     return changed.add_(through.reshape(n, out, -1, channels).transpose(2, 3).reshape(n, out, cols))
@@ -109,9 +109,13 @@ def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
     """[W A₁, B₁] and [A₂; B₂], [n, out, 2r] and [n, 2r, in]: without a kernel, one product is all of it."""
     import torch
 
-    b2 = t.b2 if t.bm is None else tucker(t.bm, t.b2)
     scale = _scale(t)
-    return torch.cat([base @ (t.a1 * scale), t.b1 * scale], 2), torch.cat([t.a2, b2], 1)
+    return torch.cat([base @ (t.a1 * scale), t.b1 * scale], 2), torch.cat([t.a2, _columns(t)], 1)
+
+
+def _columns(t: GloraTensors) -> Tensor:
+    """B₂ as [n, r, cols], contracted with the core where there is one."""
+    return t.b2 if t.bm is None else tucker(t.bm, t.b2)
 
 
 def _scale(t: GloraTensors) -> Scalar:

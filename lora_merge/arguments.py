@@ -56,11 +56,12 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def number(text: str) -> float:
-    """What a text of figures says; ValueError for any other, such as 1_0, which Python alone takes for ten."""
-    if "_" in text:
-        raise ValueError(f"{text!r} is no number")
-    return float(text)
+def number(value: float | str) -> float:
+    """A number, or what a text of figures says; ValueError for any other, such as 1_0, which Python alone takes for
+    ten."""
+    if isinstance(value, str) and "_" in value:
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
 
 
 def factor(value: Any, where: str) -> float:

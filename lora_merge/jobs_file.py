@@ -230,7 +230,7 @@ class _Loader:
         with self._noting(place):
             text = render(given, values) if isinstance(given, str) else given
             try:
-                return number(text) if isinstance(text, str) else float(text)
+                return number(text)
             except ValueError:
                 raise NoSuchName(f"{given!r} becomes {text!r}, which is no number") from None
         return 1.0

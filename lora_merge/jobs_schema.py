@@ -36,7 +36,7 @@ def _strength(value: Any) -> Any:
     if isinstance(value, str) and "{" in value:
         return value
     try:
-        found = number(value) if isinstance(value, str) else float(value)
+        found = number(value)
     except OverflowError:
         raise ValueError("a number of hundreds of digits") from None
     except ValueError:

@@ -25,7 +25,7 @@ from .misfits import UNKNOWN, doubtful, refuse
 from .names import EXPERTS, Names
 from .patching import ALPHA, Patch, Patcher
 from .peft import Plain
-from .peft_parameters import nested, paths
+from .peft_parameters import paths, saved_inside
 from .remarks import TUNED_BIAS, TURNED_BIAS
 from .replacements import by_rows, sizes
 from .tying import Heads, shared_layers
@@ -220,7 +220,7 @@ class Matcher:
         elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
                 self.heads.untie(name, view)
-            if nested(self.patcher.rules.of(name).fields, info.name) and not self._is_copy(info, view):
+            if saved_inside(self.patcher.rules.of(name).fields, info.name) and not self._is_copy(info, view):
                 self.failures.append(InputError(UNUSED, f"{self.adapter.path}: {info.name}", INSIDE))
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
         elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice

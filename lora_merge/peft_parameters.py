@@ -66,7 +66,7 @@ def paths(fields: Fields, module: str) -> tuple[str, ...]:
     return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
 
 
-def nested(fields: Fields, name: str) -> bool:
+def saved_inside(fields: Fields, name: str) -> bool:
     """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
     saved, levels = fields.texts("modules_to_save"), bare(name).split(".")[:-1]
     return sum(".".join(levels[:i]).endswith(saved) for i in range(1, len(levels) + 1)) > 1 if saved else False
