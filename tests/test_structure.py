@@ -83,7 +83,7 @@ def _kept(node: ast.ExceptHandler) -> bool:
 
 def test_a_file_is_no_longer_than_one_can_hold_in_mind() -> None:
     long = {
-        p.name: n for p in sorted((ROOT / "lora_merge").rglob("*.py")) if (n := len(p.read_text().splitlines())) > 300
+        p.name: n for p in sorted((ROOT / "lora_merge").rglob("*.py")) if (n := len(p.read_text().splitlines())) > 350
     }
     assert not long
 
