@@ -13,6 +13,7 @@ from .adalora import ADALORA
 from .base import Algorithm, DoesNotFit, Shape, Shapes, flat
 from .bdlora import BDLORA
 from .boft import BOFT
+from .bounds import COUNT, SEED, Bounds, below
 from .c3a import C3A
 from .deft import DEFT
 from .delora import DELORA
@@ -65,4 +66,4 @@ ROWS: Final = (
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})
 """The plan takes the first row whose slots and shapes fit."""
 
-__all__ = ["ALGORITHMS", "Algorithm", "DoesNotFit", "Shape", "Shapes", "flat"]
+__all__ = ["ALGORITHMS", "COUNT", "SEED", "Algorithm", "Bounds", "DoesNotFit", "Shape", "Shapes", "below", "flat"]

@@ -9,12 +9,14 @@ start fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from math import isfinite, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from .bounds import SEED, Bounds, outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,12 +79,33 @@ class Algorithm:
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → further slots that the file does not store (seeded
     indices …), CPU tensors without n."""
+    bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
+    """Integer slot or setting → (fitted shapes, weight shape) → between which ends its numbers lie: one for all of
+    them, or one for each entry of the slot's first axis. Every integer slot that a file may hold has its own."""
     check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
-    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where an
-    index points outside or a stored flag contradicts the shapes, which `fit` cannot see."""
+    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers inside of
+    their bounds contradict each other or the shapes, which `fit` cannot see."""
     check_settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
     """(settings given by the adapter's configuration, fitted shapes, weight shape): raises
     DoesNotFit for those that cannot be merged or do not belong to these shapes."""
+
+    def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
+        """DoesNotFit for integer slots (int64 on the CPU, in the fitted shapes) that a formula would read or write
+        outside of the weight with, or that make no sense."""
+        for slot, found in stored.items():
+            left = outside(found, self.bounds[slot](shapes, target))
+            expect(holds=left is None, otherwise=f"{slot} has numbers outside of {left}")
+        if self.check is not None:
+            self.check(stored, shapes, target)
+
+    def check_given(self, settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
+        """DoesNotFit for settings that cannot be merged or do not belong to these shapes."""
+        for name in self.bounds.keys() & settings.keys():
+            (allowed,) = self.bounds[name](shapes, target)
+            holds = allowed.number(settings[name]) is not None
+            expect(holds=holds, otherwise=f"{name} is no whole number from {allowed}")
+        if self.check_settings is not None:
+            self.check_settings(settings, shapes, target)
 
     def prepared(self, tensors: Any) -> Any:
         """The tensors as `delta` takes them."""
@@ -119,6 +142,12 @@ class Algorithm:
     def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
         """Settings without a default that were not given."""
         return [name for name, default in self.settings.items() if default is MISSING and name not in given]
+
+
+SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
+    {"seed": lambda _shapes, _target: [SEED]}
+)
+"""The bounds of rows whose only number is the seed of what they draw."""
 
 
 def flat(shape: Shape) -> tuple[int, int]:
@@ -165,11 +194,6 @@ def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
         otherwise=f"up is {list(up)}, down {list(down)}, the weight {out}×{cols}",
     )
     return {"down": down, "up": up}
-
-
-def inside(indices: Tensor, size: int) -> bool:
-    """Whether all of these integers count something of that size from 0 on."""
-    return bool(((indices >= 0) & (indices < size)).all())
 
 
 def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:

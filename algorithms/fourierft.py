@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,5 +66,5 @@ def delta(base: Tensor, t: FourierTensors) -> Tensor:
 
 FOURIERFT = Algorithm(
     "fourierft", FourierTensors, fit, delta, "arXiv:2405.03003",
-    numbers=alpha_by(), derive=derive, decomposes=True,
+    numbers=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED,
 )  # fmt: skip

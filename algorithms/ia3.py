@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect
+from .bounds import below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,7 @@ def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None
     """The axis that `on_input` names is as long as the vector."""
     axis = int(integers["on_input"])
     expect(
-        holds=axis in (0, 1) and shapes["diff"] == target[axis : axis + 1],
+        holds=shapes["diff"] == target[axis : axis + 1],
         otherwise=f"on_input {axis} for {list(shapes['diff'])}, the weight is {list(target)}",
     )
 
@@ -62,4 +63,7 @@ def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
     return torch.where(t.on_input == 1, on_columns, base * t.diff[:, :, None])
 
 
-IA3 = Algorithm("ia3", Ia3Tensors, fit, delta, "arXiv:2205.05638", check=check, reads_base=True)
+IA3 = Algorithm(
+    "ia3", Ia3Tensors, fit, delta, "arXiv:2205.05638", bounds={"on_input": lambda _s, _t: [below(2)]},
+    check=check, reads_base=True,
+)  # fmt: skip

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from .base import Algorithm, Shape, Shapes, expect, flat
+from .bounds import below
 from .oft import stretch
 
 if TYPE_CHECKING:
@@ -92,6 +94,10 @@ def fit_first(shapes: Shapes, target: Shape) -> Shapes:
     needed = -(-out // size)
     expect(holds=count in (1, needed), otherwise=f"{count} blocks of {size} do not cover {out} rows")
     return {"blocks": (count, size, size)}
+
+
+TERMS: Final = MappingProxyType({"terms": lambda _shapes, _target: [below(101)]})
+"""More of the series change no digit, and each costs a product."""
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
@@ -232,11 +238,12 @@ PEFT_OFT = Algorithm(
     sliced={},
     reads_base=True,
     prepare=prepare,
+    bounds=TERMS,
     check_settings=check_settings,
 )
 PEFT_OFT_EMBEDDING = Algorithm(
     "peft_oft_embedding", OftTensors, fit, delta, "arXiv:2306.07280",
-    sliced={}, reads_base=True, prepare=prepare_embedding, check_settings=check_settings,
+    sliced={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",

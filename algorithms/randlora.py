@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import Scalar
+    from .base import SEEDED, Scalar
 
 
 @dataclass(frozen=True)
@@ -96,4 +96,5 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 RANDLORA = Algorithm(
     "randlora", RandTensors, fit, delta, "arXiv:2502.00987", numbers=alpha_by(), derive=derive,
+    bounds=SEEDED,
 )  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, inside
+from .base import Algorithm, Shape, Shapes, expect, flat
+from .bounds import below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,12 +37,6 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"values": (count,), "places": (2, count)}
 
 
-def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
-    """Refuses places outside of the weight."""
-    for axis, size in enumerate(flat(target)):
-        expect(holds=inside(stored["places"][axis], size), otherwise=f"places lie outside of the weight {list(target)}")
-
-
 def delta(base: Tensor, t: ShiraTensors) -> Tensor:
     """ΔW [n, out, cols]; the values of `base` are not read, repeated places add up."""
     rows, cols = t.places[:, 0], t.places[:, 1]
@@ -51,4 +45,7 @@ def delta(base: Tensor, t: ShiraTensors) -> Tensor:
     return change
 
 
-SHIRA = Algorithm("shira", ShiraTensors, fit, delta, "arXiv:2406.13175", check=check)
+SHIRA = Algorithm(
+    "shira", ShiraTensors, fit, delta, "arXiv:2406.13175",
+    bounds={"places": lambda _, target: [below(size) for size in flat(target)]},
+)  # fmt: skip

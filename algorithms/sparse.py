@@ -12,10 +12,12 @@ the base included: ΔW = (α / r) · (B A + S) − W at the places of S.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 from . import lora
 from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .bounds import Bounds, below, outside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,11 +67,8 @@ def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
     out, cols = flat(target)
     size = [int(s) for s in _unwrapped(integers["size"])]
     expect(holds=size == [out, cols], otherwise=f"bias_size {size}, the weight {list(target)}")
-    rows, columns = _unwrapped(integers["indices"])
-    expect(
-        holds=not rows.numel() or bool((rows < out).all() and (columns < cols).all()),
-        otherwise=f"bias_indices point beyond {[out, cols]}",
-    )
+    beyond = outside(_unwrapped(integers["indices"]), [below(out), below(cols)])
+    expect(holds=beyond is None, otherwise=f"bias_indices point beyond {[out, cols]}")
 
 
 def check_tucker(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
@@ -92,6 +91,14 @@ def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
     return _added(dense, t.indices, t.values * t.scale[:, :, 0] - old)
 
 
+def stored_bounds(_: Shapes, __: Shape) -> list[Bounds]:
+    """What is stored: of int16, or, where a program has saved it wider, sizes as they are."""
+    return [Bounds(-(2**15), 2**31)]
+
+
+BOUNDS: Final = MappingProxyType({"indices": stored_bounds, "size": stored_bounds})
+
+
 def _added(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """dense + sparse, in place."""
     dense.view(dense.shape[0], -1).scatter_add_(1, _flat_places(indices, dense.shape[2]), values)
@@ -105,16 +112,23 @@ def _flat_places(indices: Tensor, cols: int) -> Tensor:
 
 
 def _unwrapped(stored: Tensor) -> Tensor:
-    """Indices with int16's overflow undone."""
+    """Indices with int16's overflow undone; BOUNDS leaves nothing below int16."""
     import torch
 
     return torch.where(stored < 0, stored + 65536, stored)
 
 
 LORA_SPARSE = Algorithm(
-    "lora_sparse", LoraSparseTensors, fit, delta, "LyCORIS", numbers=alpha_over("down"), check=check
+    "lora_sparse",
+    LoraSparseTensors,
+    fit,
+    delta,
+    "LyCORIS",
+    numbers=alpha_over("down"),
+    bounds=BOUNDS,
+    check=check,
 )
 LORA_SPARSE_TUCKER = Algorithm(
     "lora_sparse_tucker", LoraSparseTuckerTensors, fit, delta_tucker, "LyCORIS",
-    numbers=alpha_over("down"), check=check_tucker, reads_base=True,
+    numbers=alpha_over("down"), bounds=BOUNDS, check=check_tucker, reads_base=True,
 )  # fmt: skip

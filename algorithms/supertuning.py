@@ -6,12 +6,12 @@ tuners/supertuning/layer.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair, inside
+from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair
+from .bounds import below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +40,6 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"values": (count,), "places": (count,), **extra_pair(shapes, target)}
 
 
-def check(stored: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
-    """Refuses places outside of the weight."""
-    within = inside(stored["places"], prod(target))
-    expect(holds=within, otherwise=f"places lie outside of the weight {list(target)}")
-
-
 def delta(base: Tensor, t: SuperTensors) -> Tensor:
     """ΔW [n, out, cols]; the values of `base` are not read."""
     change = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
@@ -60,5 +54,5 @@ SUPERTUNING = Algorithm(
     delta,
     "arXiv:2607.09287",
     numbers=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
-    check=check,
+    bounds={"places": lambda _, target: [below(prod(target))]},
 )

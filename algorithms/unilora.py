@@ -7,11 +7,11 @@ follow from the order in which the model's code lists its layers, so only files 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat, inside
+from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
+from .bounds import Bounds, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +41,9 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {**want, "bank": bank}
 
 
-def check(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
-    """Refuses entries that the vector does not have."""
-    for slot, chosen in stored.items():
-        count = shapes["bank"][0]
-        expect(holds=inside(chosen, count), otherwise=f"{slot} lies outside of the {count} numbers of the vector")
+def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
+    """The numbers of the vector."""
+    return [below(shapes["bank"][0])]
 
 
 def delta(base: Tensor, t: UniTensors) -> Tensor:
@@ -59,5 +57,6 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
 
 UNILORA = Algorithm(
     "unilora", UniTensors, fit, delta, "arXiv:2506.00799",
-    sliced={"up_choice": 0, "up_weight": 0}, shared=frozenset({"bank"}), check=check,
+    sliced={"up_choice": 0, "up_weight": 0}, shared=frozenset({"bank"}),
+    bounds={"up_choice": entries, "down_choice": entries},
 )  # fmt: skip

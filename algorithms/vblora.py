@@ -7,11 +7,11 @@ logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, inside
+from .base import Algorithm, Shape, Shapes, expect, flat
+from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,11 +92,9 @@ def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
     return _product(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
 
 
-def check_top(stored: Mapping[str, Tensor], shapes: Shapes, _: Shape) -> None:
-    """Refuses choices that the bank does not have."""
-    for slot, chosen in stored.items():
-        count = shapes["bank"][0]
-        expect(holds=inside(chosen, count), otherwise=f"{slot} lies outside of the {count} vectors of the bank")
+def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
+    """The vectors of the bank."""
+    return [below(shapes["bank"][0])]
 
 
 def _mix(logits: Tensor, bank: Tensor, top: int) -> Tensor:
@@ -122,7 +120,11 @@ def _product(down: Tensor, up: Tensor) -> Tensor:
     return columns @ down.flatten(2)
 
 
-VBLORA = Algorithm("vblora", VbTensors, fit, delta, "arXiv:2405.15179", shared=frozenset({"bank"}))
+VBLORA = Algorithm(
+    "vblora", VbTensors, fit, delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
+    bounds={"top": lambda _s, _t: [Bounds(1, COUNT.end)]},
+)  # fmt: skip
 VBLORA_TOP = Algorithm(
-    "vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}), check=check_top
-)
+    "vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
+    bounds={"up_choice": entries, "down_choice": entries},
+)  # fmt: skip

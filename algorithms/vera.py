@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,8 +79,8 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int
     return {"down": down, "up": draw(out, rank)}
 
 
-VERA = Algorithm("vera", VeraTensors, fit, delta, "arXiv:2310.11454", derive=derive)
+VERA = Algorithm("vera", VeraTensors, fit, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED)
 PVERA = Algorithm(
     "pvera", VeraTensors, fit, delta, "arXiv:2512.07703",
-    derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2),
+    derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2), bounds=SEEDED,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import comb, sqrt
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect
 from .fourierft import fit, places
 
 if TYPE_CHECKING:
@@ -105,5 +105,5 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 
 WAVEFT = Algorithm(
     "waveft", WaveTensors, fit, delta, "arXiv:2505.12532",
-    numbers=alpha_by(), derive=derive, decomposes=True, check_settings=check_settings,
+    numbers=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
 )  # fmt: skip

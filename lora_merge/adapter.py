@@ -144,6 +144,8 @@ class FileValues:
 
     def numbers(self, info: TensorInfo) -> tuple[float, ...]:
         """All elements of a small tensor of any stored dtype."""
+        if not info.nbytes:
+            return ()
         raw = bytes(self._bytes(info, 0, info.nbytes))
         if info.dtype == "F8_E4M3":
             return tuple(map(_e4m3, raw))

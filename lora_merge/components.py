@@ -17,11 +17,11 @@ CONTAINERS: Final = tuple(
         #  keys begin with                                                         what is inside
         (r"model\.diffusion_model\.|diffusion_model\.",                            "denoiser"),
         (r"cond_stage_model\.(?:transformer|model)\.",                             "te"),
-        (r"conditioner\.embedders\.(?P<zero>\d+)\.(?:transformer|model)\.",        "te"),
+        (r"conditioner\.embedders\.(?P<zero>[0-9]{1,9})\.(?:transformer|model)\.",        "te"),
         (r"conditioner\.conditioners\.prompt\.(?:model\.)?",                       "te"),
         (r"text_encoders\.\w+\.(?:logit_scale|spiece_model|tokenizer)",            "other"),
         (r"text_encoders\.(?P<id>\w+)\.(?:transformer\.)?",                        "te"),
-        (r"text_encoder(?:_(?P<one>\d+))?\.",                                      "te"),
+        (r"text_encoder(?:_(?P<one>[0-9]{1,9}))?\.",                                      "te"),
         (r"first_stage_model\.|vae\.|pretransform\.model\.",                       "vae"),
         (r"model_ema\.",                                                           "ignored"),
     )
@@ -33,7 +33,7 @@ FOLDERS: Final = tuple(
     for pattern, role in (
         #  sub-folder of a pipeline                             what is inside
         (r"unet|transformer(?:_\d)?|prior|decoder",             "denoiser"),
-        (r"text_encoder(?:_(?P<one>\d+))?",                     "te"),
+        (r"text_encoder(?:_(?P<one>[0-9]{1,9}))?",                     "te"),
         (r"vae|vqgan|audio_vae",                                "vae"),
         (r".*",                                                 "other"),
     )
@@ -174,8 +174,15 @@ def _rest(
     prefix = next(iter(heads)) if len(heads) == 1 and heads <= set(LOOSE) else ""
     made = Component("other" if aside else "denoiser", "other" if aside else "model", prefix)
     made.keys = _without(prefix, loose)
-    made.title = str(next(iter(config.get("architectures") or [config.get("_class_name") or ""])))
+    made.title = _class_of(config)
     return made
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    """The model's class, as config.json tells it; "" where it does not, or not in words."""
+    told = config.get("architectures")
+    name = told[0] if isinstance(told, list) and told else told or config.get("_class_name")
+    return name if isinstance(name, str) else ""
 
 
 def _without(prefix: str, keys: Iterable[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from .factors import Kept, all_finite
 from .header import TensorInfo
 from .kernels import Stack, fold
 from .patching import Patch
-from .placement import Lane, Placement, land, move, numbers, stage, stage_indices
+from .placement import Lane, Placement, land, move, numbers, stage, stage_indices, whole
 from .scarcity import FULL, device_full
 from .sharing import Room, stack_size
 from .surroundings import exact_products
@@ -199,11 +199,10 @@ class Folder:
 
     def _check(self, patch: Patch) -> None:
         """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
-        row, host = ALGORITHMS[patch.algorithm], Placement(torch.device("cpu"), torch.int64)
-        if row.check is not None:
-            stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
-            integers = {k: stage_indices([v.reshape(patch.shapes[k])], host)[0] for k, v in stored.items()}
-            row.check(integers, patch.shapes, patch.view.shape)
+        row = ALGORITHMS[patch.algorithm]
+        stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
+        integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
+        row.check_integers(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: Slice, slot: str, at: Placement) -> Tensor:
         """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .adapter import AdapterFile, FileValues, group, looks_like_adapter
+from .arguments import is_finite
 from .checkpoint import Index, open_checkpoint
 from .conventions import part
 from .errors import FitError
@@ -103,7 +104,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
             stack = len(shape) == 3 and "lora_switch" in complete
             ranks[shape[1 if stack else -1 if "lora_transposed" in complete else 0]] += 1
         if "alpha" in module.shared:
-            alphas[FileValues().numbers(module.shared["alpha"])[0]] += 1
+            alphas.update(FileValues().numbers(module.shared["alpha"])[:1])
     for table in (file.index.config, *(_json(file.index, entry) for entry in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     dora = sum("magnitude" in m.shared for m in file.modules)
@@ -156,10 +157,10 @@ def _json(index: Index, entry: str) -> Any:
 def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
     """The α that a PEFT configuration gives, for all modules or for some; diffusers has one per component."""
     for key, value in configuration.items():
-        if key.rpartition(".")[2] == "lora_alpha" and isinstance(value, int | float):
+        if key.rpartition(".")[2] == "lora_alpha" and is_finite(value):
             yield float(value)
         if key.rpartition(".")[2] == "alpha_pattern" and isinstance(value, Mapping):
-            yield from (float(v) for v in value.values() if isinstance(v, int | float))
+            yield from (float(v) for v in value.values() if is_finite(v))
 
 
 def _dialect(file: AdapterFile) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
 from .errors import UsageError
 from .patterns import endless
@@ -278,7 +278,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < HUGE
+    return isinstance(value, int) and COUNT.number(value) is not None
 
 
 def _are_ranges(value: Any) -> bool:

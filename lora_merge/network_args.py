@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from .algorithms import Algorithm
+from .algorithms import Algorithm, Bounds
+from .arguments import shown
 from .errors import InputError
 from .json_text import from_json
 
@@ -34,6 +35,9 @@ BYPASS: Final = "bypass_mode"
 
 DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
+RANKS: Final = Bounds(1, 2**31)
+"""How many ranks a block may have; no weight has more."""
+
 FIX: Final = "correct or remove this entry of the adapter's metadata"
 
 
@@ -80,10 +84,10 @@ def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
     """
     if row.name != "lora" or str(given.get("algo", "")).lower() != DYLORA:
         return 1.0
-    size = str(given.get("block_size") or DYLORA_BLOCK)
-    if not size.isdecimal() or int(size) < 1:
-        raise InputError(f"block_size is {size[:40]!r}", where, FIX)
-    return float(size)
+    size = given.get("block_size") or DYLORA_BLOCK
+    if (found := RANKS.number(size)) is None:
+        raise InputError(f"block_size is {shown(size)!r}", where, FIX)
+    return float(found)
 
 
 def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:

@@ -244,8 +244,7 @@ class Patcher:
         missing = row.missing_settings(settings) or sorted(self._trained(name).partial - self.given.keys())
         if missing:
             raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
-        if (check := row.check_settings) is not None:
-            check(settings, shapes, shape)
+        row.check_given(settings, shapes, shape)
 
     def _magnitude(self, module: Module, name: str, shape: Shape) -> tuple[dora.Axis, Shape] | None:
         info = module.shared.get("magnitude")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from .algorithms import COUNT, Bounds
 from .errors import InputError
 from .patterns import endless
 
@@ -98,6 +99,9 @@ KNOWN_SWITCHES: Final = frozenset(
 """Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
 
 
+VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+
+
 @dataclass(frozen=True)
 class Fields:
     """A configuration, read field by field; `null` counts as absent, as it does in PEFT."""
@@ -115,12 +119,12 @@ class Fields:
         """A finite number."""
         return self._number(name, self.get(name), default)
 
-    def integer(self, name: str, default: int) -> int:
-        """A whole number, not negative."""
-        value = self.number(name, default)
-        if value != int(value) or value < 0:
-            raise self.odd(name, "a whole number")
-        return int(value)
+    def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
+        """A whole number inside of these bounds; exact, also where a double would round it."""
+        value = default if self.get(name) is None else allowed.number(self.get(name))
+        if value is None or isinstance(self.get(name), str):
+            raise self.odd(name, f"a whole number from {allowed}")
+        return value
 
     def flag(self, name: str, *, default: bool) -> bool:
         """True or false."""
@@ -146,7 +150,7 @@ class Fields:
     def indices(self, name: str, value: object) -> tuple[int, ...]:
         """A list of row numbers, each once."""
         rows = value if isinstance(value, list) else [None]
-        whole = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in rows)
+        whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
         if not whole or len(set(rows)) != len(rows):
             raise self.odd(name, "a list of different row numbers")
         return tuple(rows)
@@ -173,6 +177,11 @@ class Fields:
         except (re.error, OverflowError, RecursionError) as e:
             what = f"{name} holds no valid regular expression: {e}"
             raise InputError(what, f"{self.where}: {key!r}", "correct the pattern") from e
+
+    def version(self, default: str = "") -> tuple[int, ...]:
+        """The release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""
+        found = VERSION.match(self.text("peft_version", default))
+        return tuple(int(part) for part in found.groups() if part) if found else ()
 
     def odd(self, name: str, wanted: str) -> InputError:
         """The error for a field of the wrong type."""

@@ -3,12 +3,11 @@ torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from .algorithms import DoesNotFit, Shapes
+from .algorithms import SEED, DoesNotFit, Shapes
 from .errors import InputError
 from .peft_config import RETAKE, Fields
 from .peft_parameters import bare, parameters
@@ -154,8 +153,7 @@ def _oft(fields: Fields) -> Mapping[str, object]:
     terms = fields.integer("num_cayley_neumann_terms", 5) if series else 0
     if series and not 0 < terms <= 100:
         raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
-    version = re.match(r"(\d+)\.(\d+)", fields.text("peft_version", "0.17"))
-    old = version is None or (int(version[1]), int(version[2])) < (0, 18)
+    old = fields.version("0.17") < (0, 18)
     return {"terms": terms, "doubled_last": old, **_blocks(fields)}
 
 
@@ -165,7 +163,7 @@ def _blocks(fields: Fields) -> Mapping[str, object]:
 
 
 def _random(fields: Fields) -> Mapping[str, object]:
-    return {"seed": fields.integer("projection_prng_key", 0)}
+    return {"seed": fields.integer("projection_prng_key", 0, SEED)}
 
 
 def _deft_method(fields: Fields) -> Mapping[str, object]:
@@ -202,7 +200,7 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
             **{name: fields.flag(name, default=False) for name in ("sparse", "very_sparse")},
         },
         "waveft": lambda fields: {
-            "seed": fields.integer("random_loc_seed", 777),
+            "seed": fields.integer("random_loc_seed", 777, SEED),
             "family": fields.text("wavelet_family", "db1"),
             "transform": fields.flag("use_idwt", default=True),
         },
@@ -210,7 +208,7 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
             "depth": fields.integer("depth", 0),
             "activation": fields.text("act_fn", "relu"),
         },
-        "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777)},
+        "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777, SEED)},
         "hra": lambda fields: {"orthogonal": fields.flag("apply_GS", default=False)},
         "road": lambda fields: {"group": fields.integer("group_size", 64)},
         "vblora": lambda fields: {"top": fields.integer("topk", 2)},

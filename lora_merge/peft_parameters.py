@@ -111,9 +111,8 @@ def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bo
     """
     if len(set(sides)) > 1:
         return "lora_experts"
-    given = fields.text("peft_version", "")
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", given)
-    version = tuple(int(n) for n in numbers.groups()) if numbers else ()
+    given, version = fields.text("peft_version", ""), fields.version()
+    version = version if len(version) == 3 else ()
     in_out = False if apart else _in_out(fields, model)
     if in_out and version != (0, 19, 0):  # that release took it the other way round
         return "lora_experts_transposed"

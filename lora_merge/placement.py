@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .algorithms.base import expect
+
 TORCH_DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -138,6 +140,14 @@ def move(tensors: Any, at: Placement) -> Any:
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
     """[n, …] int64 on the compute device."""
     return torch.stack([t.to(torch.int64).to(at.device) for t in tensors])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor as int64 on the CPU; DoesNotFit for one of numbers that are not whole."""
+    found = tensor.to("cpu", torch.int64)
+    same = not tensor.is_floating_point() or bool((found == tensor.cpu().double()).all())
+    expect(holds=same, otherwise="stored indices are no whole numbers")
+    return found
 
 
 def numbers(values: Sequence[float], at: Placement) -> Tensor:

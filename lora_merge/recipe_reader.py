@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from .algorithms import COUNT
+from .arguments import shown
 from .checkpoint import Index
 from .errors import InputError, UsageError
 from .job import Adapter, Job, make_job
@@ -94,7 +96,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
 
 
 def _input_of(value: Mapping[str, Any]) -> Input:
-    files = tuple((_inside(f["name"]), int(f["size"]), _text(f["sha256"])) for f in value["files"])
+    files = tuple((_inside(f["name"]), _count(f["size"]), _text(f["sha256"])) for f in value["files"])
     if not files:
         raise ValueError("an input without files")
     return Input(_text(value["name"]), files, bool(value.get("folder")), _text(value.get("config", "")))
@@ -105,6 +107,12 @@ def _text(value: Any) -> str:
         raise TypeError(f"{quoted(str(value))} is no text")
     value.encode()  # ValueError for half a character
     return value
+
+
+def _count(value: Any) -> int:
+    if (found := COUNT.number(value)) is None:
+        raise TypeError(f"{quoted(shown(value))} is no size")
+    return found
 
 
 def _number(value: Any) -> float:

@@ -22,13 +22,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
 
-from ..algorithms import Shape
+from ..algorithms import COUNT, Shape
 from ..errors import InputError
 from ..yaml_lines import LOADER, check_depth, read_text
 from .rows import BadRow, Row, Table, parse
@@ -37,6 +38,10 @@ FOLDER: Final = Path(__file__).parent
 IN_SHARDS: Final = " in shards"
 MOST_ROWS: Final = 50_000  # of a table
 LONGEST: Final = 1 << 20  # bytes of a file; the longest that is shipped has 5 140
+
+
+_AXIS: Final = r"(?:_|(?:[1-9][0-9]{0,8})?[A-Z]|[0-9]{1,9})"
+_SHAPE: Final = re.compile(rf"{_AXIS}(?:x{_AXIS})*")
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Architecture:
             if name in without:
                 continue
             try:
-                rows.extend(parse(name, canonical, self.ranges))
+                rows.extend(islice(parse(name, canonical, self.ranges), MOST_ROWS + 1))
             except BadRow as e:
                 raise _bad(self.file, line, f"{name}: {e}") from e
             if len(rows) > MOST_ROWS:
@@ -187,15 +192,15 @@ class _Reader:
         return str(node.value)
 
     def number(self, node: Any) -> int:
-        if not self.text(node).isdigit():
+        if (found := COUNT.number(self.text(node))) is None:
             raise _bad(self.file, _line(node), "there should be a number")
-        return int(node.value)
+        return found
 
     def conditions(self, node: Any) -> tuple[Condition, ...]:
         made = []
         for item in self.items(node):
             m = re.fullmatch(r"(no )?(\S+)(?: (\S+))?", self.text(item))
-            if m is None or not re.fullmatch(r"(_|\d*[A-Z]|\d+)(x(_|\d*[A-Z]|\d+))*", m[3] or "_"):
+            if m is None or not _SHAPE.fullmatch(m[3] or "_"):
                 raise _bad(self.file, _line(item), "there should be `key`, `no key` or `key 64x_`")
             made.append(Condition(m[2], tuple(m[3].split("x")) if m[3] else None, bool(m[1])))
         return tuple(made)

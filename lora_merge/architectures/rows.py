@@ -38,14 +38,15 @@ Bound: TypeAlias = Mapping[str, str]
 
 LAST: Final = "{last}"
 MOST_ROWS: Final = 10_000  # of one line; models have up to 100 blocks
+LONGEST_LINE: Final = 1000  # characters of both sides; the longest that is shipped has 231
 LONGEST_SUM: Final = 60  # characters of arithmetic in braces
 DEEPEST: Final = 8  # segments down to which numbers of blocks are looked for
 
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
 _BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
 _CHOICE: Final = re.compile(r"\(([^()]*)\)")
-_LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]/]*)(?:/[1-9]\d*)?")
-_BLOCK: Final = re.compile(r"\][^/]*/(\d+)$")
+_LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]/]*)(?:/[1-9][0-9]*)?")
+_BLOCK: Final = re.compile(r"\][^/]*/([0-9]{1,9})$")
 _PART: Final = re.compile(r"([~^]?)([^\s:<>~^\[\]]+?)([<>]?)(:H)?")
 
 
@@ -85,6 +86,8 @@ class Hit:
 
 def parse(name: str, canonical: str, ranges: Mapping[str, int]) -> Iterator[Row]:
     """The rows that one line of a table stands for; BadRow."""
+    if len(name) + len(canonical) > LONGEST_LINE:
+        raise BadRow(f"too long, more than {LONGEST_LINE} characters")
     for left, right in _alternatives(name, canonical):
         for numbers in _numbers(left + right, ranges):
             yield _row(_calculate(left, numbers), _calculate(right, numbers))

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from ..errors import VerificationFailed
 from .floats import Array
 
 
@@ -29,6 +32,24 @@ class Given:
     def some(self, slot: str) -> Array:
         """The asked-for rows of a stored tensor that has one entry per row of the weight."""
         return self.read(slot, self.rows)
+
+    def places(self, slot: str, *ends: int, wrapped: int = 0) -> Array:
+        """Stored indices, [len(ends), …], in axis k of 0 up to, but not including, `ends[k]`; where the format lets
+        large ones wrap into the negative, `wrapped` brings them back.
+
+        VerificationFailed for any other number: numpy would count it from the end, or as one of another row.
+        """
+        found = self[slot]
+        whole = found.astype(np.int64)
+        whole = np.where(whole < 0, whole + wrapped, whole)
+        whole = whole.reshape(len(ends), *(whole.shape if len(ends) == 1 else whole.shape[1:]))
+        for axis, end in zip(whole, ends, strict=True):
+            wrong = axis[(axis < 0) | (axis >= end)]
+            if wrong.size or (found % 1 != 0).any():
+                where = f"{slot} has {wrong.flat[0]} of {end}" if wrong.size else slot
+                what, fix = "the adapter's indices point outside of what they count", "use an earlier save of it"
+                raise VerificationFailed(what, where, fix)
+        return whole if len(ends) > 1 else whole[0]
 
     @property
     def w(self) -> Array:

@@ -29,8 +29,7 @@ def lora(g: Given) -> Array:
 
 def _sparse(g: Given, values: Array) -> Array:
     """The values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
-    where = g["indices"].reshape(2, -1)
-    where = np.where(where < 0, where + 2**16, where)
+    where = g.places("indices", g.out, g.cols, wrapped=2**16)
     dense = np.zeros((g.out, g.cols))
     np.add.at(dense, (where[0], where[1]), values)
     return dense[g.rows]
@@ -149,7 +148,7 @@ def full_rank(g: Given) -> Array:
 def ia3(g: Given) -> Array:
     """Rows, or input channels with their kernels, times w."""
     w, factor = g.w, g["diff"].reshape(-1)
-    if int(g["on_input"].reshape(-1)[0]):
+    if g.places("on_input", 2).flat[0]:
         return w * np.repeat(factor, g.cols // len(factor))
     return w * factor[g.rows, None]
 

@@ -84,7 +84,7 @@ def delora(g: Given) -> Array:
 
 def fourierft(g: Given) -> Array:
     """The real part of an inverse transform of few entries, entry by entry."""
-    u, v = np.divmod(g["places"].reshape(-1), g.cols)
+    u, v = np.divmod(g.places("places", g.out * g.cols), g.cols)
     value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
     by_row = np.exp(2j * np.pi * np.outer(g.rows, u) / g.out) * value
     columns = np.zeros((len(g.rows), g.cols), dtype=complex)
@@ -218,13 +218,13 @@ def road(g: Given) -> Array:
 
 def shira(g: Given) -> Array:
     """Values at rows and columns."""
-    rows, cols = g["places"].reshape(2, -1)
+    rows, cols = g.places("places", g.out, g.cols)
     return _scattered(g, rows, cols, g["values"].reshape(-1))
 
 
 def supertuning(g: Given) -> Array:
     """Values at row-major positions, perhaps with a pair."""
-    rows, cols = np.divmod(g["places"].reshape(-1), g.cols)
+    rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     change = _scattered(g, rows, cols, g["values"].reshape(-1))
     return change + (lora(g) if "up" in g.slots else 0.0)
 
@@ -258,7 +258,8 @@ def vblora_top(g: Given) -> Array:
         weight = np.concatenate([weight, 1 - weight.sum(axis=-1, keepdims=True)], axis=-1)
         return np.einsum("...k,...kl->...l", weight, bank[chosen])
 
-    return _from_pieces(g, mixed(g["down_choice"], g["down_weight"]), mixed(g["up_choice"], g["up_weight"]))
+    down, up = (mixed(g.places(f"{side}_choice", len(bank)), g[f"{side}_weight"]) for side in ("down", "up"))
+    return _from_pieces(g, down, up)
 
 
 def _from_pieces(g: Given, down: Array, up: Array) -> Array:

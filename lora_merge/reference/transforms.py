@@ -31,7 +31,7 @@ def _synthesis(taps: Array, count: int) -> Array:
 
 def waveft(g: Given) -> Array:
     """Few coefficients, taken as they are or as the four bands of a wavelet transform."""
-    rows, cols = np.divmod(g["places"].reshape(-1), g.cols)
+    rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     values = g["spectrum"].reshape(-1) * g.numbers["scale"]
     if not g.settings["transform"]:
         plain = np.zeros((g.out, g.cols))
@@ -79,8 +79,8 @@ def peanut(g: Given) -> Array:
 def unilora(g: Given) -> Array:
     """Both factors looked up in one vector."""
     theta = g["bank"].reshape(-1)
-    up = theta[g.some("up_choice")] * g.some("up_weight")
-    return np.asarray(up @ (theta[g["down_choice"]] * g["down_weight"]))
+    up = theta[g.places("up_choice", len(theta))[g.rows]] * g.some("up_weight")
+    return np.asarray(up @ (theta[g.places("down_choice", len(theta))] * g["down_weight"]))
 
 
 TRANSFORMS: Final = MappingProxyType({
