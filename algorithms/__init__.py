@@ -39,6 +39,7 @@ from .onetrainer import ONETRAINER_OFT, ONETRAINER_OFT_CONV
 from .osf import OSF
 from .peanut import PEANUT
 from .peft_boft import PEFT_BOFT
+from .peft_glora import PEFT_GLORA, PEFT_GLORA_BIAS
 from .peft_ia3 import PEFT_IA3_IN, PEFT_IA3_OUT
 from .peft_oft import PEFT_OFT, PEFT_OFT1, PEFT_OFT2, PEFT_OFT_EMBEDDING
 from .pissa import KASA, OLORA, PISSA
@@ -60,7 +61,7 @@ ROWS: Final = (
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
-    WAVEFT, PEANUT, UNILORA,
+    WAVEFT, PEANUT, UNILORA, PEFT_GLORA, PEFT_GLORA_BIAS,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

@@ -65,6 +65,10 @@ class Algorithm:
     """Whether ΔW depends on the values of the base."""
     shared: frozenset[str] = frozenset()
     """Required slots that a file may hold once for all modules."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Slots that no file holds: slot → the parameter of the same module whose values in the base it is, as a matrix
+    [n, out, cols] (a vector [n, out, 1]). A required one must be there, an optional one is None where the base has no
+    such parameter."""
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, where torch knows no 16-bit floats and float32 loses
     digits: the caller hands over float64 (float32 on devices without), whatever the compute dtype."""

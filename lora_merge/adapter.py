@@ -108,7 +108,7 @@ def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, 
         row.name
         for row in rows
         if slots <= row.slots.keys()
-        and all(slot in slots or slot in row.shared for slot, required in row.slots.items() if required)
+        and all(slot in {*slots, *row.shared, *row.beside} for slot, required in row.slots.items() if required)
     )
 
 

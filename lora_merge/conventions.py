@@ -27,6 +27,8 @@ LORA: Final = ("lora", *SPARSE)
 BARE_LORA: Final = (*LORA, "lora_fused")
 PEFT_LORA: Final = (*LORA, "lora_experts", "kasa")
 OFT: Final = ("diag_oft", "boft")
+LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
+"""How PEFT's GLoRA ends the tensors of a letter → what that adds to the letter's slot."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ PEFT: Final[tuple[tuple[tuple[str, ...], dict[str, str]], ...]] = (
     (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
     (("supertuning",), {".supertuning_values": "values", ".supertuning_indices": "places"}),
     (("supertuning",), {".supertuning_lora_A.weight": "down", ".supertuning_lora_B.weight": "up"}),
+    *((("peft_glora",), {f".glora_{x}.{name}": x.lower() + slot for name, slot in LETTER.items()}) for x in "AB"),
     (("osf",), {".osf_svd_params.U_low": "left", ".osf_svd_params.S_low": "values", ".osf_svd_params.V_low": "right"}),
 )
 """(algorithms, {ending: slot}) of PEFT's newer methods; an adapter's name may stand in all of them."""
@@ -158,6 +161,12 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     *(Suffix(ending, slot, names, named=True) for names, endings in PEFT for ending, slot in endings.items()),
     *(Suffix(f".peanut_{s}s.{i}.weight", f"{s}_{i}", ("peanut",)) for s in ("encoder", "decoder") for i in range(4)),
     Suffix(".beft_bias", "diff", ("lora_bias",), "bias", named=True),
+    *(Suffix(f".glora_C.{x}", f"c{slot}", ("peft_glora_bias",), "bias", named=True) for x, slot in LETTER.items()),
+    *(
+        Suffix(f".glora_{x}.{of}", x.lower(), ("peft_glora_bias",), "bias", named=True)
+        for x in "DE"
+        for of in ("X", "zeros")
+    ),
 )
 """Every known spelling; rows of one ending do not repeat."""
 
@@ -233,7 +242,7 @@ def _row(ending: str) -> Suffix | None:
 def _without_name(parts: list[str]) -> Suffix | None:
     """The row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
     stem, tail = parts[0], parts[-1]
-    if len(parts) == 3 and tail in ("weight", "bias"):
+    if len(parts) == 3 and (tail in ("weight", "bias") or f".{stem}.{tail}" in _BY_ENDING):
         row = _BY_ENDING.get(f".{stem}.{tail}")
     elif len(parts) > 1 and tail not in ("weight", "bias"):
         row = _BY_ENDING.get("." + ".".join(parts[:-1]))

@@ -108,6 +108,9 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "unilora": Example({"down_choice": np.arange(RANK * IN).reshape(RANK, IN) % 7, "down_weight": (RANK, IN),
                         "up_choice": np.arange(OUT * RANK).reshape(OUT, RANK) % 5, "up_weight": (OUT, RANK),
                         "bank": (7,)}),
+    "peft_glora": Example({"a_up": (OUT, RANK), "a_down": (RANK, IN), "b": (OUT, 1)}),
+    "peft_glora_bias": Example({"c_up": (IN, RANK), "c_down": (RANK, 1), "d": (OUT, 1), "e": (1, 1), "weight": LINEAR},
+                               (OUT,)),
     "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
 })  # fmt: skip
 

@@ -206,7 +206,10 @@ class Folder:
 
     def _factor(self, s: Slice, slot: str, at: Placement) -> Tensor:
         """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
-        patch, info = s.use.patch, s.use.patch.module.slots[slot]
+        patch = s.use.patch
+        if slot in patch.beside:
+            return self._view(patch.beside[slot], at).reshape(patch.shapes[slot])
+        info = patch.module.slots[slot]
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
         if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:

@@ -81,6 +81,8 @@ class Matcher:
     def _place(self, module: Module) -> None:
         view = self._find(module)
         if view is None and module.parameter == "bias":
+            if self._is_nothing(module):
+                return
             view = self._new_bias(module)
         if view is None:
             self.result.unmatched[module.where] = "no such module in the base"
@@ -156,7 +158,7 @@ class Matcher:
 
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
-            return self.patcher.patch(*by_rows(module, view))
+            return self.patcher.patch(*by_rows(module, view), self._near(module))
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
@@ -166,6 +168,20 @@ class Matcher:
             else:
                 self.failures.append(e)
             return None
+
+    def _near(self, module: Module) -> dict[str, View]:
+        """The module's other parameters in the base, as far as a formula asks for them."""
+        wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
+        found = {parameter: self._named(part(module.name)[0], parameter) for parameter in wanted}
+        return {parameter: view for parameter, view in found.items() if view is not None}
+
+    def _is_nothing(self, module: Module) -> bool:
+        """Whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""
+        weight = self._named(module.name, "weight")
+        if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
+            return False
+        self._count({self.names.component(piece.key) for piece in weight.pieces})
+        return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.doubles.repeats(patch):
@@ -191,6 +207,8 @@ class Matcher:
 
     def _new_bias(self, module: Module) -> View | None:
         """A bias for a layer that has none in the base: created as zeros, where a model may read it."""
+        if any(ALGORITHMS[name].reads_base for name in module.complete):
+            return None  # it changes a bias, and makes none
         weight = self._look(module.name, "weight")
         key = bias_beside(weight, self.base) if weight is not None else ""
         if weight is None or not key:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isfinite, isnan, prod
+from types import MappingProxyType
 from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Values
@@ -49,6 +50,7 @@ class Patch:
     settings: tuple[tuple[str, Any], ...]
     view: View
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
+    beside: Mapping[str, View] = field(default_factory=dict)  # slot → where its values lie in the base
 
     @cached_property
     def grain(self) -> int:
@@ -91,8 +93,8 @@ class Patcher:
         self.used: set[str] = set()  # those that a formula asked for
         self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
 
-    def patch(self, module: Module, view: View) -> Patch:
-        """The patch for a module on the weight it was trained on.
+    def patch(self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})) -> Patch:
+        """The patch for a module on the weight it was trained on; `near` has the module's other parameters by name.
 
         InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
         """
@@ -105,16 +107,18 @@ class Patcher:
             where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}"
             raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
         candidates = complete if chosen is None else [chosen]
-        if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen):
+        if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen, near):
             candidates = []
         reasons = []
         for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=self._turned(module, n))):
             if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
                 continue
             full = self._with_shared(module, told.shared(name))
+            beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
+            stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
             settings = self._settings(name, told.settings(name))
             try:
-                shapes = _fit(name, tuple(full.shapes.items()), seen.shape, seen.matrix)
+                shapes = _fit(name, tuple(stored.items()), seen.shape, seen.matrix)
                 magnitude = self._magnitude(module, name, seen.shape)
                 self._check(name, settings, shapes, seen.shape)
                 numbers = self._numbers(module, name, shapes, seen.shape)
@@ -122,7 +126,8 @@ class Patcher:
                 reasons.append(str(e))
                 continue
             self._remember(name, module, shapes, seen.shape)
-            return Patch(self.number, full, name, shapes, numbers, tuple(sorted(settings.items())), seen, magnitude)
+            told_in_order = tuple(sorted(settings.items()))
+            return Patch(self.number, full, name, shapes, numbers, told_in_order, seen, magnitude, beside)
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise incomplete(lacks(module), self.adapter.path)
         where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {'; or '.join(dict.fromkeys(reasons))}"
@@ -288,8 +293,9 @@ def _fit(
     return shapes
 
 
-def _has_all(module: Module, name: str) -> bool:
-    return all(slot in module.slots for slot, required in ALGORITHMS[name].slots.items() if required)
+def _has_all(module: Module, name: str, near: Mapping[str, View]) -> bool:
+    row = ALGORITHMS[name]
+    return all(slot in module.slots or row.beside.get(slot) in near for slot, must in row.slots.items() if must)
 
 
 def _shapes(module: Module) -> str:

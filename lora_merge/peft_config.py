@@ -54,7 +54,6 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "PSOFT": ("its factors are singular vectors whose signs no file tells", CONVERT),
         "FROD": (NO_FORMULA, CONVERT),
-        "GLORA": (NO_FORMULA, CONVERT),
     }
 )
 """peft_type → (why it cannot be merged, what to do instead)."""

@@ -44,6 +44,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "OSF": ("osf",),
         "WAVEFT": ("waveft",),
         "PEANUT": ("peanut",),
+        "GLORA": ("peft_glora", "peft_glora_bias"),
         "TRAINABLE_TOKENS": (),
         MLX: ("lora_transposed", "lora_switch"),
     }

@@ -21,6 +21,7 @@ from .reader import Reader, read_at
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
+from .views import View
 
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
 CHUNK: Final = 2**18  # elements recomputed at once where all rows are; more would leave the caches: twice the time
@@ -228,23 +229,26 @@ class Recomputation:
                 whole = np.asarray(derived[slot])
                 whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
                 return whole if entries is None else whole[entries]
+            if slot in patch.beside:
+                whole = self._view(patch.beside[slot], None).reshape(patch.shapes[slot])
+                return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
-        slots = frozenset(patch.module.slots) | frozenset(derived)
-        base = partial(self._view, patch)
+        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
+        base = partial(self._view, patch.view)
         return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _view(self, patch: Patch, rows: Array | None) -> Array:
+    def _view(self, view: View, rows: Array | None) -> Array:
         """Rows of the weight as the adapter saw it, gathered from its pieces."""
         parts, at = [], 0
-        for piece in patch.view.pieces:
+        for piece in view.pieces:
             inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
             at += piece.rows
             if not len(inside):
                 continue
             info, width = self.plan.values.get(piece.key), piece.cols
             if info is None or piece.stop * width > prod(info.shape):
-                parts.append(self._padded(info, patch.view.shape).reshape(-1, width)[piece.start + inside])
+                parts.append(self._padded(info, view.shape).reshape(-1, width)[piece.start + inside])
                 continue
             shape = (prod(info.shape) // max(width, 1), width)
             if piece.transposed:

@@ -111,10 +111,14 @@ class Merge:
             module, row = found
             groups.setdefault((module, row.parameter), {})[row.slot] = (value, row.algorithms)
         for (module, parameter), slots in groups.items():
-            if module != "base_model":
+            if module != "base_model" and (parameter == "weight" or self.has(module, parameter)):
                 for target, change in self.changes(module, parameter, slots).items():
                     result[target] = result[target] + change
         return result
+
+    def has(self, module: str, parameter: str) -> bool:
+        """Whether the base has that parameter."""
+        return f"{bare(module)}.{parameter}" in self.state
 
     def changes(
         self, module: str, parameter: str, slots: Mapping[str, tuple[Tensor, tuple[str, ...]]]
@@ -127,7 +131,7 @@ class Merge:
             name
             for name, row in ALGORITHMS.items()
             if all(name in names for names in allowed)
-            and all(slot in own or slot in row.shared for slot, needed in row.slots.items() if needed)
+            and all(slot in {*own, *row.shared, *row.beside} for slot, needed in row.slots.items() if needed)
             and all(slot in row.slots for slot in own)
         ]
         chosen = self.told.algorithm(module, candidates)
@@ -138,7 +142,9 @@ class Merge:
             bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].and_bias else []
             shared = {s: self.tensors[key] for s, key in self.told.shared(name).items() if key in self.tensors}
             try:
-                done = {t: self.change(name, module, {**own, **shared}, t) for t in [target, *bias] if t in self.state}
+                beside = {slot: self.state[f"{bare(module)}.{of}"] for slot, of in ALGORITHMS[name].beside.items()}
+                found = {**own, **shared, **beside}
+                done = {t: self.change(name, module, found, t) for t in [target, *bias] if t in self.state}
             except DoesNotFit as e:
                 why.append(f"{name}: {e}")
                 continue

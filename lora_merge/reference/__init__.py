@@ -11,10 +11,11 @@ from typing import Final
 from .given import Formula, Given, Reference
 from .lycoris import LYCORIS
 from .peft import PEFT
+from .recent import RECENT
 from .rotations import ROTATIONS
 from .transforms import TRANSFORMS
 
-REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **ROTATIONS, **TRANSFORMS})
+REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **RECENT, **ROTATIONS, **TRANSFORMS})
 """One row for every row of ALGORITHMS."""
 
 __all__ = ["REFERENCE", "Formula", "Given", "Reference"]

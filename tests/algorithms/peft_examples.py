@@ -169,6 +169,24 @@ def _deft() -> list[Example]:
     ]
 
 
+def _peft_glora() -> list[Example]:
+    pair = {"a_up": (12, 3), "a_down": (3, 10), "b_up": (12, 3), "b_down": (3, 10)}
+    return [
+        Example("factors", (12, 10), pair),
+        Example("vectors", (12, 10), {"a": (12, 1), "b": (12, 1)}, blind=INPUTS),
+        Example("numbers", (12, 10), {"a": (1,), "b": (1,)}, blind=(0, 1)),
+        Example("whole", (12, 10), {"a": (12, 10), "b": (12, 10)}),
+    ]
+
+
+def _peft_glora_bias() -> list[Example]:
+    weight, pair = {"weight": (60, 10)}, {"c_up": (10, 3), "c_down": (3, 1)}
+    return [
+        Example("factors", (60,), {**pair, "d": (1,), "e": (1,), **weight}),
+        Example("vectors", (60,), {"c": (10, 1), "d": (60,), "e": (60,), **weight}),
+    ]
+
+
 def _experts(target: tuple[int, ...]) -> list[Example]:
     slots = {"up": (8, 6), "down": (6, 10)}
     return [Example("three of rank two", target, slots, alpha=4.0, blind=(0,))]
@@ -252,6 +270,8 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
         Example("sparse", (12, 10), {"values": (7,), "places": (7,)}, {"places": places(120, count=7)}, blind=(0, 1)),
         Example("Supra", (12, 10), {"values": (7,), "places": (7,), **PAIR}, {"places": places(120, count=7)}),
     ],
+    "peft_glora": _peft_glora(),
+    "peft_glora_bias": _peft_glora_bias(),
     "osf": [Example("four smallest", (12, 10), {"left": (12, 4), "values": (4,), "right": (4, 10)},
                     neutral=start(lambda m, n: n - m))],
 }  # fmt: skip

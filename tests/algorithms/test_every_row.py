@@ -72,6 +72,8 @@ PROOFS: dict[str, tuple[str, str]] = {
     "waveft": (PEFT, "peft.WaveFTConfig"),
     "peanut": (PEFT, "peft.PeanutConfig"),
     "unilora": (PEFT, "peft.UniLoraConfig"),
+    "peft_glora": (PEFT, "peft.GloraConfig"),
+    "peft_glora_bias": (PEFT, "peft.GloraConfig"),
 }
 """Row → (file, words of the case there)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.peft_oracle import (
 LINEAR = ["wide", "tall", "square"]
 GPT = ["gpt", "gpt_square"]
 CONV = ["conv", "point", "line", "volume"]
+ROWS = {"q": slice(0, 4), "k": slice(4, 8), "v": slice(8, 12)}
 
 CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "lora": (peft.LoraConfig, [*LINEAR, *CONV, "table"], {"r": 4, "lora_alpha": 6}),
@@ -125,6 +127,16 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     **{f"peanut-{depth}": (peft.PeanutConfig, LINEAR, {"r": 4, "depth": depth, "scaling": 0.5, "act_fn": act})
        for depth, act in ((0, "relu"), (1, "silu"), (3, "tanh"))},
     "unilora": (peft.UniLoraConfig, LINEAR, {"r": 4, "save_indices": True}),
+    **{
+        f"glora-{ab}-{c}-{de}": (
+            peft.GloraConfig, LINEAR if ab != "none" else ["wide", "square"],  # without a bias nothing is left
+            {"r": 4, "config_A_B": ab, "config_C": c, "config_D_E": de},
+        )
+        for ab in ("lora", "vector", "constant", "none")
+        for c in ("lora", "vector", "none")
+        for de in ("vector", "constant", "none")
+        if (ab, c, de) != ("none",) * 3
+    },
     "osf": (peft.OSFConfig, LINEAR, {"effective_rank": 10}),
 }  # fmt: skip
 
@@ -264,3 +276,25 @@ def test_whole_parameters_and_rows_take_the_place_of_the_bases(config: Any, tmp_
     named = {"norm", "square"} if getattr(config, "modules_to_save", None) else {"table"}
     assert_same_function(base, tuned, state, sorted(named & {n for n, _ in base.named_children()}))
     assert_same_merge(tuned, state)
+
+
+@pytest.mark.parametrize("layout", ["fused", "apart"])
+def test_glora_reads_the_weight_beside_a_bias_wherever_it_lies(layout: str, tmp_path: Path) -> None:
+    """W C is of the weight that was trained: rows of a fused tensor, or a tensor of its own."""
+    g = torch.Generator().manual_seed(3)
+    whole, bias = torch.randn(12, 8, generator=g), torch.randn(12, generator=g)
+    letters = {"A.X": torch.zeros(1), "B.X": torch.zeros(1), "C.X": torch.randn(8, 1, generator=g),
+               "D.X": torch.randn(4, generator=g), "E.X": torch.randn(1, generator=g)}  # fmt: skip
+    attention = "transformer_blocks.0.attn"
+    base = {f"{attention}.to_{x}": (whole[rows], bias[rows]) for x, rows in ROWS.items()}
+    if layout == "fused":
+        others = ("double_blocks.0.img_mod.lin", "single_blocks.0.linear1")
+        base = {"double_blocks.0.img_attn.qkv": (whole, bias), **{n: (whole, torch.zeros(0)) for n in others}}
+    adapter = {f"{attention}.to_{x}.glora_{k}": v.clone() for x in "qkv" for k, v in letters.items()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
+    save_file(adapter, tmp_path / "adapter_model.safetensors")
+    state = {f"{n}.{of}": v.clone() for n, pair in base.items() for of, v in zip(("weight", "bias"), pair, strict=True)}
+    done = lora_merge.merge_state_dict(state, tmp_path)
+    got = [value for key, value in done.items() if key.endswith("bias")]
+    wanted = bias * (1 + letters["D.X"].repeat(3)) + letters["E.X"] + (whole @ letters["C.X"])[:, 0]
+    torch.testing.assert_close(torch.cat(got), wanted)

@@ -1,0 +1,115 @@
+"""GLoRA as PEFT has it: W' = W + W ⊙ A + B, and for the bias b' = b + b ⊙ D + E + W C. PEFT 0.21.2
+tuners/glora/layer.py.
+
+It shares the name of LyCORIS' GLoRA and nothing of its formula: A is multiplied with W element by element. Each
+letter is a product of two factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores
+the zeros and loads them as well, so they are taken for what they hold. A layer without a bias has zeros for C, D and E,
+which nothing reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Shape, Shapes, expect, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PeftGloraTensors:
+    """A and B, each either one tensor of [n, out or 1, cols or 1] or a pair of factors."""
+
+    a: Tensor | None = None
+    a_up: Tensor | None = None  # [n, out, r]
+    a_down: Tensor | None = None  # [n, r, cols]
+    b: Tensor | None = None
+    b_up: Tensor | None = None  # [n, out, r]
+    b_down: Tensor | None = None  # [n, r, cols]
+
+
+@dataclass(frozen=True)
+class PeftGloraBiasTensors:
+    """C, D and E, and the weight of the same layer before the merge."""
+
+    d: Tensor  # [n, out or 1, 1]
+    e: Tensor  # [n, out or 1, 1]
+    weight: Tensor  # [n, out, in]; the base's
+    c: Tensor | None = None  # [n, in, 1]
+    c_up: Tensor | None = None  # [n, in, r]
+    c_down: Tensor | None = None  # [n, r, 1]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in PeftGloraTensors."""
+    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, PEFT's GLoRA is of linear layers alone")
+    return {**_letter(shapes, "a", flat(target)), **_letter(shapes, "b", flat(target))}
+
+
+def fit_bias(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in PeftGloraBiasTensors."""
+    out, weight = prod(target), flat(shapes["weight"])
+    expect(holds=weight[0] == out, otherwise=f"the weight has {weight[0]} rows, the bias {out}")
+    inputs = _letter(shapes, "c", (weight[1], 1))
+    for slot in ("d", "e"):
+        expect(
+            holds=shapes[slot] in ((out,), (1,)),
+            otherwise=f"{slot} is {list(shapes[slot])}, the bias has {out} numbers",
+        )
+    return {**inputs, "d": (prod(shapes["d"]), 1), "e": (prod(shapes["e"]), 1), "weight": weight}
+
+
+def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
+    """The shapes of one letter, which stands for a matrix of this size."""
+    up, down = f"{name}_up", f"{name}_down"
+    if name in shapes:
+        one = shapes[name]
+        known = {size: size, (size[0], 1): (size[0], 1), (1,): (1, 1)}
+        expect(
+            holds=one in known and not {up, down} & shapes.keys(),
+            otherwise=f"{name} is {list(one)} beside {sorted({up, down} & shapes.keys())}, not {list(size)}",
+        )
+        return {name: known[one]}
+    expect(holds={up, down} <= shapes.keys(), otherwise=f"{name} is not complete")
+    rank = shapes[up][-1] if shapes[up] else 0
+    want: dict[str, Shape] = {up: (size[0], rank), down: (rank, size[1])}
+    for slot, shape in want.items():
+        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
+    return want
+
+
+def delta(base: Tensor, t: PeftGloraTensors) -> Tensor:
+    """ΔW [n, out, cols] from the untouched `base`."""
+    change = base * _matrix(t.a, t.a_up, t.a_down)
+    return change.add_(_matrix(t.b, t.b_up, t.b_down))
+
+
+def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
+    """Δb [n, out, 1] from the untouched `base`."""
+    if t.c is not None:
+        through = t.weight @ t.c
+    else:
+        assert t.c_up is not None and t.c_down is not None, "fit"
+        through = (t.weight @ t.c_up) @ t.c_down
+    return through.addcmul_(base, t.d.expand_as(base)).add_(t.e)
+
+
+def _matrix(one: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tensor:
+    """What a letter stands for, in a shape that spreads over the whole."""
+    if one is not None:
+        return one
+    assert up is not None and down is not None, "fit"
+    return up @ down
+
+
+PEFT_GLORA = Algorithm(
+    "peft_glora", PeftGloraTensors, fit, delta, "arXiv:2306.07967",
+    sliced={"a": 0, "a_up": 0, "b": 0, "b_up": 0}, reads_base=True,
+)  # fmt: skip
+PEFT_GLORA_BIAS = Algorithm(
+    "peft_glora_bias", PeftGloraBiasTensors, fit_bias, delta_bias, "arXiv:2306.07967",
+    reads_base=True, beside={"weight": "weight"},
+)  # fmt: skip

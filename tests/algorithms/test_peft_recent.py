@@ -1,0 +1,54 @@
+"""PEFT's newer tuners, from files to files: written, proven, and what nothing tells refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.errors import MergeError, VerificationFailed
+from lora_merge.header import parse_file
+from lora_merge.replay import prove
+from tests.peft_oracle import merged, save, train
+
+LINEAR = ["wide", "tall", "square"]
+
+PROVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "glora": (peft.GloraConfig, {"r": 4}),
+    "glora-vectors": (peft.GloraConfig, {"config_A_B": "vector", "config_C": "vector", "config_D_E": "vector"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROVEN)
+def test_merged_files_are_proven(name: str, tmp_path: Path) -> None:
+    make, options = PROVEN[name]
+    base, tuned = train(make(target_modules=LINEAR, **options))
+    wanted = merged(base, *save(tuned, tmp_path / "adapter"))
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "adapter", out, device="cpu")
+    assert prove(out, full=True)
+    done = load_file(out)
+    for key, value in wanted.items():
+        torch.testing.assert_close(done[key].double(), value, rtol=1e-5, atol=1e-5)
+    info = parse_file(out).tensors["square.bias" if name.startswith("glora") else "square.weight"]
+    raw = bytearray(out.read_bytes())
+    raw[info.offset + info.nbytes - 2] ^= 64  # of the last number
+    out.write_bytes(raw)
+    with pytest.raises(VerificationFailed):
+        prove(out, full=True)
+
+
+def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
+    letters = {"A.X": 1, "B.X": 1, "C.X": (8, 1), "D.X": 1, "E.X": 1}
+    save_file({f"a.glora_{k}": torch.ones(s) for k, s in letters.items()}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
+    with pytest.raises(MergeError, match="1 of 2"):
+        lora_merge.merge_state_dict({"a.weight": torch.ones(4, 8)}, tmp_path)
