@@ -9,7 +9,7 @@ What an earlier run has hashed is not hashed again (known_hashes.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -78,6 +78,10 @@ class Digests:
             if before is not None and before == state(file):
                 self._learnt[before] = found
         return self._done[file]
+
+    def of(self, files: Iterable[Path]) -> list[str]:
+        """The digests of whole files, in their order."""
+        return [self.hexdigest(file) for file in files]
 
     def _meet(self) -> None:
         self._fed.set()

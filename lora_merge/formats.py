@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from .algorithms import Shape
 from .errors import InputError
 from .header import HEADER_LIMIT, bytes_of
 from .pages import PAGE
+
+_METADATA: Final = '{"__metadata__":'
+_DECODER: Final = json.JSONDecoder()
 
 
 def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:
@@ -24,7 +27,7 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
     for name, dtype, shape in tensors:
         begin, end = end, end + bytes_of(dtype, shape)
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text = _json(table)
     start = data_start if data_start % 8 == 0 else 0
     text += b" " * ((start - len(text) - 8) % PAGE)
     if len(text) > HEADER_LIMIT:
@@ -34,3 +37,21 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
             "merge parts of it",
         )
     return struct.pack("<Q", len(text)) + text
+
+
+def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Returns a header that `layout` made, with these metadata entries in place of its own, and as long as it was.
+
+    The entries must not be longer than those they replace; spaces at the end make up for shorter ones.
+    """
+    text = header[8:].decode()
+    start = len(_METADATA)
+    assert text.startswith(_METADATA), "only a header with metadata can get others"
+    _, end = _DECODER.raw_decode(text, start)
+    made = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
+    assert len(made) + 8 <= len(header), "the entries are longer than the planned ones"
+    return header[:8] + made.ljust(len(header) - 8, b" ")
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -30,7 +30,7 @@ from .patching import Patcher
 from .peft import rules
 from .plans import FLOATS, OutputFile, Plan, Target, values
 from .reader import Reader
-from .recipe import metadata
+from .recipe import STALE, blanks, entries
 from .replacements import clashes
 from .sidefiles import index_files, other_tokenizers, output_name, side_files, stored_name
 from .tied import tied
@@ -113,13 +113,15 @@ def _files(
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
     adapters = [m.adapter.index for m in matched]
+    own = entries(job, base, adapters, blanks(base, adapters))
     files = []
     for path, targets in by_file.items():
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
-        entries = metadata(job, base, adapters, pickled | dict(base.headers[path].metadata))
-        header = layout([(t.stored, t.dtype, t.shape) for t in targets], entries, base.headers[path].data_offset)
+        kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in STALE}
+        rows = [(t.stored, t.dtype, t.shape) for t in targets]
+        header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header))))
+        files.append(OutputFile(name, header, _placed(targets, len(header)), kept))
     return tuple(files), tuple(index_files(base, by_file))
 
 

@@ -50,8 +50,9 @@ class OutputFile:
     """One file to write: `name` is relative to the output folder, empty where the output is one file."""
 
     name: str
-    header: bytes
+    header: bytes  # planned: `headings.py` makes the final one, of the same length
     targets: tuple[Target, ...]
+    kept: Mapping[str, str]  # metadata entries of the base's file that stay
 
     @property
     def size(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +13,14 @@ from .checkpoint import Index, configuration
 from .header import open_regular
 from .job import Job
 from .json_text import from_json
+from .seal import SEAL, ZEROS
 
 KEY: Final = "lora_merge.recipe"
-OURS: Final = (KEY, "modelspec.merged_from", "sd_merge_recipe", "sd_merge_models")
+FORMAT: Final = 2
+"""The format of recipes. From 2 on, the header that holds one holds a digest of itself, too (seal.py)."""
+
+MODELS: Final = "sd_merge_models"
+OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
 """Metadata entries that a merge writes."""
 
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -25,30 +31,37 @@ LIMIT: Final = 2**22  # characters of a recipe that are read
 LEGACY: Final = (0x100000, 0x10000)  # the bytes behind the 8 digits that old web UIs call a model's hash
 
 
-def slot(number: int) -> str:
-    """Stands in a header for the SHA-256 of input `number`, as long as one; replaced when it has been read."""
-    return f"sha256:of-input-{number:03d}".ljust(64, ".")
+def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
+    """One text for every input file, to plan a header with before the files' digests are known.
+
+    They are as long as digests and all different; none is a key of the base's own list of merged models, where a
+    digest would replace that key's entry. So the header with the digests is never longer than the planned one.
+    """
+    taken = (parsed(base.metadata.get(MODELS, "")) or {}).keys()
+    free = (text for number in count() if (text := f"{number:064x}") not in taken)
+    return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
 
 
-def metadata(job: Job, base: Index, adapters: Sequence[Index], kept: Mapping[str, str]) -> dict[str, str]:
-    """The `__metadata__` of an output file whose counterpart in the base has `kept`."""
+def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
+    """The metadata entries of every file of the output. `digests`: SHA-256 of the base's files and each adapter's."""
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
-    own = {KEY: _json(recipe(job, base, adapters)), "modelspec.merged_from": names}
+    own = {KEY: _json(recipe(job, base, adapters, digests)), SEAL: ZEROS, "modelspec.merged_from": names}
     if not base.path.is_dir():
-        own |= _web_ui(job, base, adapters)
-    return {k: v for k, v in kept.items() if k not in STALE} | own
+        own |= _web_ui(job, base, adapters, digests)
+    return own
 
 
-def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
+def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
     """What was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
     from . import __version__
 
-    numbers = iter(range(10**6))
+    left = iter(digests)
     found: dict[str, Any] = {
         "version": __version__,
-        "base": _input(job.base, base, numbers),
+        "format": FORMAT,
+        "base": _input(job.base, base, left),
         "adapters": [
-            {**_input(ref.path, index, numbers), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            {**_input(ref.path, index, left), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, adapters, strict=True)
         ],
         "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
@@ -63,11 +76,11 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, Any]:
     return found
 
 
-def _input(path: Path, index: Index, numbers: Iterator[int]) -> dict[str, Any]:
+def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
     folder = index.path.is_dir()
     found: dict[str, Any] = {"name": path.name, "files": [
         {"name": f.relative_to(index.path).as_posix() if folder else f.name, "size": index.headers[f].state.size,
-         "sha256": slot(next(numbers))}
+         "sha256": next(digests)}
         for f in index.files
     ]}  # fmt: skip
     if folder:
@@ -92,28 +105,28 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _web_ui(job: Job, base: Index, adapters: Sequence[Index]) -> dict[str, str]:
+def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
     """The entries that AUTOMATIC1111's web UI and its relatives write for a merged checkpoint and show in it."""
-    files = [(base.files[0], job.base.name, 0)]
+    files = [(base.files[0], job.base.name, digests[0])]
     number = len(base.files)
     for ref, index in zip(job.adapters, adapters, strict=True):
-        files.append((index.files[0], ref.path.name, number))
+        files.append((index.files[0], ref.path.name, digests[number]))
         number += len(index.files)
     shown = {
-        "type": "lora-merge", "primary_model_hash": slot(0), "secondary_model_hash": None,
+        "type": "lora-merge", "primary_model_hash": digests[0], "secondary_model_hash": None,
         "tertiary_model_hash": None, "interp_method": "LoRA", "multiplier": job.adapters[0].strength,
         "save_as_half": job.dtype == "fp16", "custom_name": None, "config_source": None, "bake_in_vae": None,
         "discard_weights": "", "is_inpainting": False, "is_instruct_pix2pix": False,
         "loras": [
-            {"name": name, "hash": slot(n), "strength": ref.strength}
-            for ref, (_, name, n) in zip(job.adapters, files[1:], strict=True)
+            {"name": name, "hash": digest, "strength": ref.strength}
+            for ref, (_, name, digest) in zip(job.adapters, files[1:], strict=True)
         ],
     }  # fmt: skip
-    models = parsed(base.metadata.get("sd_merge_models", "")) or {}
+    models = parsed(base.metadata.get(MODELS, "")) or {}
     earlier = parsed(base.metadata.get("sd_merge_recipe", ""))
-    for file, name, n in files:
-        models[slot(n)] = {"name": name, "legacy_hash": _legacy(file), "sd_merge_recipe": None if n else earlier}
-    return {"sd_merge_recipe": _json(shown), "sd_merge_models": _json(models)}
+    for n, (file, name, digest) in enumerate(files):
+        models[digest] = {"name": name, "legacy_hash": _legacy(file), "sd_merge_recipe": None if n else earlier}
+    return {"sd_merge_recipe": _json(shown), MODELS: _json(models)}
 
 
 def _legacy(file: Path) -> str:

@@ -14,6 +14,7 @@ from .beside import contents, differing, misleading
 from .checkpoint import Index, open_checkpoint
 from .errors import UsageError, VerificationFailed
 from .folders import listed
+from .header_changes import header_changes
 from .job import DTYPES, Adapter, Job, make_job
 from .kinds import quoted
 from .opened import Opened
@@ -60,7 +61,8 @@ def prove(  # noqa: PLR0913  # what may be said of an output
             what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
             raise VerificationFailed(what, str(output), f"name the {kind} itself")
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
-        proof = verify(plan, output, reader, full=full, fresh=False)
+        proof = verify(plan, output, reader, full=full)
+        proof["warnings"] += header_changes(plan, made)
         if KEY in made.metadata and (wrong := misleading(plan, output)):
             raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
@@ -85,7 +87,7 @@ def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
     """VerificationFailed unless the plan gives the tensors that are there."""
     try:
         for file in plan.files:
-            check_header(file, made / file.name if file.name else made, fresh=False)
+            check_header(file, made / file.name if file.name else made)
     except VerificationFailed as e:
         raise VerificationFailed(f"the recipe and its inputs give another model: {e.what}", e.where,
                                  f"it was made by version {recipe.version}; merge again") from e  # fmt: skip

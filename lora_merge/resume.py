@@ -5,7 +5,6 @@ By what the metadata of its weights says, the inputs' sizes and SHA-256, and the
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +18,9 @@ from .header import FileState
 from .job import Job
 from .known_hashes import recall, remember, state
 from .opened import Opened
-from .recipe import KEY, parsed, recipe, sha256, slot
+from .recipe import KEY, blanks, parsed, recipe, sha256
 
-VARIES: Final = frozenset({"name", "version"})
+VARIES: Final = frozenset({"name", "version", "format"})
 """What may differ between equal recipes: how files are called, and which version of this program merged them."""
 
 
@@ -82,13 +81,11 @@ def _same(job: Job, stored: dict[str, Any] | None, opened: Opened, hashes: Hashe
     """Whether a recipe is that of the job."""
     base, _ = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]
-    wanted = recipe(job, base, adapters)
+    wanted = recipe(job, base, adapters, blanks(base, adapters))
     if stored is None or _essence(wanted, VARIES | {"sha256"}) != _essence(stored, VARIES | {"sha256"}):
         return False
-    text = json.dumps(wanted)
-    for number, path in enumerate(f for index in (base, *adapters) for f in index.files):
-        text = text.replace(slot(number), hashes.of(path))
-    return bool(_essence(json.loads(text), VARIES) == _essence(stored, VARIES))
+    digests = [hashes.of(path) for index in (base, *adapters) for path in index.files]
+    return bool(_essence(recipe(job, base, adapters, digests), VARIES) == _essence(stored, VARIES))
 
 
 def _essence(value: Any, dropped: frozenset[str]) -> Any:

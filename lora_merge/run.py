@@ -14,6 +14,7 @@ from .beside import contents
 from .digests import Digests
 from .disk import copy_file
 from .errors import MergeError
+from .headings import headings
 from .plans import Plan, coverage
 from .publish import replacing
 from .reader import Reader
@@ -116,7 +117,8 @@ class _Output:
         """Prove the finished output and give it its name."""
         plan, job = self.plan, self.plan.job
         reader.check_unchanged(plan.inputs)
-        proof = verify(plan, self.part, reader) if job.verify else None
+        written = tuple(headings(plan, work.digests.of(plan.inputs)))
+        proof = verify(plan, self.part, reader, written=written) if job.verify else None
         self.stack.close()
         return Report(
             output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),

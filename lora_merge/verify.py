@@ -7,7 +7,6 @@ Merged rows are recomputed in float64 by formulas that share nothing with those 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from .errors import InputError, VerificationFailed
-from .header import ITEM_BYTES, parse, parse_file
+from .header import ITEM_BYTES, parse_file
 from .kinds import quoted
 from .plans import OutputFile, Plan, Target
 from .reader import Reader
@@ -30,27 +29,29 @@ THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
-_HASH: Final = re.compile(r"sha256:of-input-\d{3,}\.+")
-_DIGEST: Final = re.compile("[0-9a-f]{64}")
 
-
-def verify(plan: Plan, part: Path, reader: Reader, *, full: bool = False, fresh: bool = True) -> dict[str, Any]:
+def verify(
+    plan: Plan, part: Path, reader: Reader, *, full: bool = False, written: Sequence[bytes] = ()
+) -> dict[str, Any]:
     """What was proven about the files at `part`; VerificationFailed if they are not what the plan says.
 
-    `fresh`: the files were written by this very plan, so places and provenance must be the planned ones as well.
+    `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
-        for file in plan.files:
-            _check(file, part / file.name if file.name else part, merged, compared, fresh=fresh)
+        for n, file in enumerate(plan.files):
+            path = part / file.name if file.name else part
+            _check(file, path, merged, compared, written[n] if written else None)
     _conclude(plan, merged, part)
     return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
 
 
-def _check(file: OutputFile, path: Path, merged: Recomputation, compared: dict[str, int], *, fresh: bool) -> None:
+def _check(
+    file: OutputFile, path: Path, merged: Recomputation, compared: dict[str, int], written: bytes | None
+) -> None:
     """Header, untouched bytes and merged rows of one file."""
-    targets, reader = check_header(file, path, fresh=fresh), merged.reader
+    targets, reader = check_header(file, path, written), merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         unmerged = _unmerged(targets, compared, full=merged.full)
@@ -69,22 +70,25 @@ def _check(file: OutputFile, path: Path, merged: Recomputation, compared: dict[s
         os.close(fd)
 
 
-def check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, ...]:
+def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[Target, ...]:
     """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
 
-    A file that is not fresh may come from another version or program, which may order tensors otherwise.
+    `written` is the header that was written just now. Without it, the file may come from another version or program,
+    which may order tensors otherwise.
     """
     try:
         found = parse_file(path)
     except InputError as e:
         raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
-    if fresh and _is(_beginning(path, len(file.header)), file.header.decode("latin-1")):
-        return file.targets
-    _, metadata = parse(file.header[8:], path, file.size)
+    if written is not None:
+        with path.open("rb") as f:
+            if f.read(len(written)) == written:
+                return file.targets
+        raise _failed("the header is not the planned one", str(path))
     made_here = KEY in found.metadata
-    for key, text in metadata.items():
-        binding = fresh or (key not in OURS and (made_here or key in found.metadata))
-        if binding and not _is(found.metadata.get(key, ""), text):
+    for key, text in file.kept.items():
+        binding = key not in OURS and (made_here or key in found.metadata)
+        if binding and found.metadata.get(key) != text:
             raise _failed("the metadata is not the planned one", f"{path}: {quoted(key)}")
     missing = [t.stored for t in file.targets if t.stored not in found.tensors]
     extra = found.tensors.keys() - {t.stored for t in file.targets}
@@ -96,25 +100,7 @@ def check_header(file: OutputFile, path: Path, *, fresh: bool) -> tuple[Target, 
         if (info.dtype, info.shape) != (t.dtype, t.shape):
             raise _failed("a tensor has another dtype or shape than planned",
                           f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
-    if fresh:
-        raise _failed("the header is not the planned one", str(path))
     return placed
-
-
-def _beginning(path: Path, size: int) -> str:
-    """The first bytes of a file, each as the character of its number."""
-    with path.open("rb") as f:
-        return f.read(size).decode("latin-1")
-
-
-def _is(found: str, planned: str) -> bool:
-    """Whether it is the planned text, with any SHA-256 where an input's stands."""
-    first, *others = _HASH.split(planned)
-    for other in others:
-        if not (found.startswith(first) and _DIGEST.match(found, len(first))):
-            return False
-        found, first = found[len(first) + 64 :], other
-    return found == first
 
 
 def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[Range]:

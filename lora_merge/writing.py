@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 from .bounds import SLOTS
 from .digests import Digests
 from .disk import Writer, amend
+from .headings import headings
 from .pages import PAGE
 from .plans import Plan
-from .recipe import slot as hash_slot
 from .ring import Pool, drive
 from .slots import Slot, Turn
 from .stopping import heed
@@ -182,12 +182,7 @@ class Writing:
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
         self._leave(number, len(plan.files) - 1)
-        slots = {hash_slot(n): self.digests.hexdigest(p) for n, p in enumerate(plan.inputs)}
-        for n, file in enumerate(plan.files):
-            header = file.header
-            for slot, digest in slots.items():
-                header = header.replace(slot.encode(), digest.encode())
-            assert len(header) == len(file.header), "a digest is as long as what stands for it"
+        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs))):
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:
