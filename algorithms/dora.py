@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Axis = Literal["out", "in"]
 
+SHAPED: Final = ".dora_scale"
+"""The one ending whose magnitude tells its axis by its shape."""
+
 EPS: Final = 2.0**-23  # of float32; trainers add it to the norm, which matters for rows of zeros only
 
 
@@ -29,7 +32,7 @@ def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
     """
     expect(holds=len(target) > 1, otherwise=f"a magnitude on a weight of shape {list(target)}")
     out, channels = target[:2]
-    size, shaped = prod(magnitude), ending == ".dora_scale" and len(magnitude) > 1
+    size, shaped = prod(magnitude), ending == SHAPED and len(magnitude) > 1
     if size == out and (not shaped or magnitude[0] == out):
         return "out", (out, 1)
     if size == channels and shaped and magnitude[1] == channels:

@@ -7,9 +7,10 @@ plan tries it as a whole replacement parameter and names it otherwise). No torch
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 from math import ldexp, nan, prod
 from pathlib import Path
 from typing import Final, Protocol
@@ -77,6 +78,7 @@ class Module:
     slots: Mapping[str, TensorInfo]
     shared: Mapping[str, TensorInfo]
     algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
+    repeated: tuple[tuple[str, TensorInfo], ...] = ()  # further tensors for slots of `shared`, which have to be equal
 
     @property
     def where(self) -> str:
@@ -90,10 +92,9 @@ class Module:
 
     @property
     def height(self) -> int:
-        """Rows that it writes, as far as its tensors tell."""
-        if "up" in self.shapes:
-            return self.shapes["up"][0]
-        return prod(self.shapes["blocks"][:2]) if "blocks" in self.shapes else 0
+        """Rows that it writes; 0 where its tensors do not tell."""
+        up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
+        return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
 
     @property
     def complete(self) -> tuple[str, ...]:
@@ -127,8 +128,14 @@ class AdapterFile:
 @dataclass
 class _Group:
     slots: dict[str, TensorInfo] = field(default_factory=dict)
-    shared: dict[str, TensorInfo] = field(default_factory=dict)
+    shared: dict[str, list[TensorInfo]] = field(default_factory=dict)
     algorithms: tuple[str, ...] | None = None
+
+    @property
+    def tensors(self) -> Iterator[TensorInfo]:
+        """All of them."""
+        yield from self.slots.values()
+        yield from chain.from_iterable(self.shared.values())
 
     def narrow(self, algorithms: tuple[str, ...]) -> None:
         """Leave those that one more tensor's suffix allows."""
@@ -201,7 +208,7 @@ def group(index: Index) -> AdapterFile:
             continue
         one = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
         if row.slot in SHARED:
-            one.shared[row.slot] = info
+            one.shared.setdefault(row.slot, []).append(info)
             continue
         if row.slot in one.slots:
             raise twice(index.path, one.slots[row.slot], info)
@@ -209,7 +216,7 @@ def group(index: Index) -> AdapterFile:
         one.narrow(row.algorithms)
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
-    strange += [info for key in plain for info in (*groups[key].slots.values(), *groups[key].shared.values())]
+    strange += [info for key in plain for info in groups[key].tensors]
     if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         what = foreign(index.tensors)
         raise InputError(
@@ -219,7 +226,7 @@ def group(index: Index) -> AdapterFile:
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
-    lonely = [info for (name, _), g in groups.items() if name not in used for info in g.shared.values()]
+    lonely = [info for (name, _), g in groups.items() if name not in used for info in g.tensors]
     named = {info.name for info in strange}
     strange += [info for info in lonely if info.name not in named]
     wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
@@ -243,9 +250,7 @@ def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, Tenso
 
 def _says_nothing(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
     """Whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has too."""
-    tensors = [
-        info for key, g in groups.items() if key not in plain for info in (*g.slots.values(), *g.shared.values())
-    ]
+    tensors = (info for key, g in groups.items() if key not in plain for info in g.tensors)
     return all(info.name.endswith("_norm.scale") for info in tensors)
 
 
@@ -255,13 +260,22 @@ def _is_adapter(g: _Group) -> bool:
 
 
 def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
-    """The group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the factors."""
+    """The group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the factors.
+
+    Of several tensors for one shared slot the first by name stands for all, whatever their order in the file.
+    """
     whole, number = part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
-    shared = dict(parent.shared) if parent and number is not None else {}
-    if parent and g.algorithms == ("lora_bias",):
-        shared = {slot: info for slot, info in parent.shared.items() if slot in SCALES}
-    return Module(*key, g.slots, {**shared, **g.shared}, g.algorithms or ())
+    held: dict[str, list[TensorInfo]] = {slot: [*infos] for slot, infos in g.shared.items()}
+    is_bias = g.algorithms == ("lora_bias",)
+    if parent and (number is not None or is_bias):
+        for slot, infos in parent.shared.items():
+            if slot in SCALES or not is_bias:
+                held.setdefault(slot, []).extend(infos)
+    in_order = {slot: sorted(infos, key=lambda info: info.name) for slot, infos in held.items()}
+    first = {slot: infos[0] for slot, infos in in_order.items()}
+    repeated = tuple((slot, info) for slot, infos in in_order.items() for info in infos[1:])
+    return Module(*key, g.slots, first, g.algorithms or (), repeated)
 
 
 def looks_like_adapter(index: Index) -> bool:

@@ -21,7 +21,7 @@ from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
 from .peft_parameters import TABLES, in_out
-from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, ZERO_ALPHA
+from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA
 from .views import View, transposed
 
 ALPHA: Final = "lora_alpha"
@@ -32,6 +32,7 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
+KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"
 STACKED: Final = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 ODD: Final = 1e-3
@@ -96,8 +97,10 @@ class Patcher:
     def patch(self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})) -> Patch:
         """The patch for a module on the weight it was trained on; `near` has the module's other parameters by name.
 
-        InputError if its own tensors are incomplete, ShapeMismatch if they do not fit the weight.
+        InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the
+        weight.
         """
+        self._agree(module)
         complete, told = module.complete, self.rules.of(module.name)
         try:
             chosen = told.algorithm(module.name, complete, view, self.model)
@@ -137,6 +140,21 @@ class Patcher:
         advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
         fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
+
+    def _agree(self, module: Module) -> None:
+        """InputError if a shared slot of the module has two tensors that are not equal; equal ones are noted."""
+        for slot, other in module.repeated:
+            if not self._same(slot, module.shared[slot], other):
+                where = f"{self.adapter.path}: {module.shared[slot].name} and {other.name}"
+                raise InputError(f"two tensors give the {slot} of one module, and are not equal", where, KEEP_ONE)
+            self.remark(SHARED_TWICE.format(slot=slot), module)
+
+    def _same(self, slot: str, one: TensorInfo, other: TensorInfo) -> bool:
+        """Whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
+        if prod(one.shape) == prod(other.shape) == 1:
+            return self.values.numbers(one) == self.values.numbers(other)
+        tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
+        return self.values.same(one, other) and (slot != "magnitude" or len(set(tells_axis)) == 1)
 
     def _turned(self, module: Module, name: str) -> bool:
         """Whether a formula may take the weight for [in, out]."""
@@ -261,8 +279,8 @@ class Patcher:
             return None
         if name == "lora_embedding" or (name == "lora_transposed" and self._turned(module, name)):
             # PEFT takes the norm over the vocabulary, mlx-lm over what each token has
-            return dora.fit((1, prod(info.shape)), shape, ".dora_scale")
-        return dora.fit(info.shape, shape, ".dora_scale" if info.name.endswith(".dora_scale") else "")
+            return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
+        return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 
 
 def _unusable(slot: str, value: float | None, info: TensorInfo | None) -> InputError:

@@ -16,3 +16,4 @@ EMPTY: Final = "it has a tensor without elements (rank 0), of which no change co
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
+SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
