@@ -70,19 +70,42 @@ class Component:
         """Parameter path → place, in every spelling."""
         return self._tables[0]
 
+    def cut(self, piece: Piece) -> tuple[int, ...]:
+        """Rows of every layer that rows of a tensor hold, in order; () if no layers fill them one after the other."""
+        there = [p for p in self._layers[piece.key] if piece.start <= p.start and p.stop <= piece.stop]
+        bounds = [piece.start, *(p.stop for p in there)]
+        return tuple(p.rows for p in there) if bounds == [*(p.start for p in there), piece.stop] else ()
+
+    @cached_property
+    def _layers(self) -> Mapping[str, Sequence[Piece]]:
+        """Key → its rows as layers, in order; none for layers of rows that do not follow each other."""
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for view in self._stored[0].values():
+            if view is not None and len(view.pieces) == 1 and not view.pieces[0].transposed:
+                found[view.pieces[0].key].append(view.pieces[0])
+        return defaultdict(list, {key: sorted(set(pieces)) for key, pieces in found.items()})
+
+    @cached_property
+    def _spellings(self) -> Mapping[str, Table]:
+        spellings = self.architecture.spellings if self.architecture else {}
+        return {name: table.settled(self.keys) for name, table in spellings.items()}
+
+    @cached_property
+    def _stored(self) -> tuple[Names, list[tuple[str, View]]]:
+        """As `_canonical` gives them."""
+        shards = self._spellings.get(self.layout + IN_SHARDS) if self.sharded else None
+        return _canonical(self.keys, self.shapes, shards or self._spellings.get(self.layout, NO_TABLE))
+
     @cached_property
     def _tables(self) -> tuple[Names, Names]:
         """Dotted names, and the same with underscores for dots in the module's path.
 
         Worked out on first use: `inspect`, and text encoders that no adapter speaks of, need none.
         """
-        spellings = self.architecture.spellings if self.architecture else {}
-        spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
-        shards = {name: spellings.pop(name) for name in [*spellings] if name.endswith(IN_SHARDS)}
-        stored = shards.get(self.layout + IN_SHARDS) if self.sharded else None
-        canonical, own = _canonical(self.keys, self.shapes, stored or spellings.get(self.layout, NO_TABLE))
+        canonical, own = self._stored
         strong = {**canonical}
-        for path, view in [*own, *_spelled(canonical, spellings.values())]:
+        tables = [table for name, table in self._spellings.items() if not name.endswith(IN_SHARDS)]
+        for path, view in [*own, *_spelled(canonical, tables)]:
             _put(strong, path, view)
         weak: Names = {}
         inner = INNER[:1] if any(path.startswith(INNER[0]) for path in strong) else INNER

@@ -7,8 +7,8 @@ means, in which base, is decided elsewhere.
 
 Two marks in paths that come back:
 
-* `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, each as high
-  as its own tensors say. Shared rows (alpha …) of `path` hold for all of its parts.
+* `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, those of the layers that
+  the base has fused in `path` (row_parts.py). Shared rows (alpha …) of `path` hold for all of its parts.
 * `.set_weight` and `.diff` may stand behind a parameter instead of a module
   (`….query_norm.scale.set_weight`); the path then is the name of a tensor of the base.
 """
@@ -179,7 +179,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_lora.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
         ("_lora.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
         # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
-        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1/0.lora.\2.weight"),
+        ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
         ("_lora.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
         ("_lora1.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
         ("_lora2.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
@@ -210,6 +210,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
 _BY_MARK: Final = {mark: [row[1:] for row in REWRITES if row[0] == mark] for mark, *_ in REWRITES}
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
+DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
 LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 
 
@@ -229,9 +230,9 @@ def split(key: str) -> tuple[str, Suffix] | None:
 
 
 def part(path: str) -> tuple[str, int | None]:
-    """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module."""
+    """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module, and for numbers that no part has."""
     module, mark, number = path.rpartition("/")
-    return (module, int(number)) if mark and number.isdecimal() else (path, None)
+    return (module, int(number)) if mark and number.isdecimal() and len(number) <= DIGITS else (path, None)
 
 
 @lru_cache(maxsize=10_000)

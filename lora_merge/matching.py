@@ -28,8 +28,9 @@ from .peft import Plain
 from .peft_parameters import paths, saved_inside
 from .remarks import TUNED_BIAS, TURNED_BIAS
 from .replacements import by_rows, sizes
+from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
 from .tying import Heads, shared_layers
-from .views import Piece, View, rows_of, whole
+from .views import Piece, View, whole
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
@@ -42,6 +43,7 @@ class Matcher:
     def __init__(self, patcher: Patcher, ref: Adapter, names: Names, seen: Seen) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
         self.seen, self.result = seen, Matched(self.adapter, copies=seen.copies, bases=seen.bases)
+        self.parts = heights(self.adapter.modules)
         self.lone = ""  # what names begin with that speak of the base, if it is one of two experts
         self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
         self.base = {**seen.base, **self.heads.own}
@@ -79,7 +81,11 @@ class Matcher:
         return self.result
 
     def _place(self, module: Module) -> None:
-        view = self._find(module)
+        try:
+            view = self._find(module)
+        except ShapeMismatch as e:
+            self.failures.append(e)
+            return
         if view is None and module.parameter == "bias":
             if self._is_nothing(module):
                 return
@@ -94,10 +100,7 @@ class Matcher:
         if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
             self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
             return
-        larger = grown(module, view, self.adapter, self.patcher.values, self.names.architecture)
-        if larger is not view:
-            self.result.grown[view.pieces[0].key] = larger.shape
-            self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+        larger = self._grow(module, view)
         self.heads.untie(module.name, view)
         patch = self._patch(module, self.heads.origin(larger))
         if patch is None:
@@ -107,6 +110,14 @@ class Matcher:
         self._add(patch, self.heads.key(view))
         if module.parameter == "weight":
             self._place_bias(module, patch)
+
+    def _grow(self, module: Module, view: View) -> View:
+        """The weight at the size that the adapter gives it; noted where it is larger than the base's."""
+        larger = grown(module, view, self.adapter, self.patcher.values, self.names.architecture)
+        if larger is not view:
+            self.result.grown[view.pieces[0].key] = larger.shape
+            self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+        return larger
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
         """The bias of a layer whose weight was placed, where the formula holds for it too."""
@@ -128,18 +139,18 @@ class Matcher:
         return self.seen.view(next((view for view in found if view is not None), None))
 
     def _find(self, module: Module) -> View | None:
-        """The weight that the module changes; for part k of a module, the rows below parts 0 … k − 1."""
+        """The weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has none."""
         name, number = part(module.name)
         view = self._named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
             view = self._look(*apart(name))
         if view is None or number is None:
             return view
-        heights = {part(m.name)[1]: m.height for m in self.adapter.modules if part(m.name)[0] == name}
-        start = sum(heights.get(k, 0) for k in range(number))
-        stop = start + heights[number]
-        fits = stop <= view.shape[0] and not any(p.transposed for p in view.pieces)
-        return rows_of(view, start, stop) if fits else None
+        try:
+            return place(view, number, self.parts.get(name, {}), self.names.fused(view))
+        except NoPlace as e:
+            where = f"{self.adapter.path}: {module.where} of {view.pieces[0].key}: {e}"
+            raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
     def _named(self, name: str, parameter: str) -> View | None:
         """The parameter of a module, by any of the names that the configuration may mean."""
@@ -153,7 +164,7 @@ class Matcher:
         """(rows, columns), each the largest of the weights whose formula wants to know."""
         rows = {a for a, row in ALGORITHMS.items() if "widest" in row.settings}
         asking = [m for m in modules if not rows.isdisjoint(m.complete)]
-        sizes = [flat(view.shape) for m in asking if (view := self._find(m)) is not None]
+        sizes = [flat(view.shape) for m in asking if (view := self._named(m.name, m.parameter)) is not None]
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
     def _patch(self, module: Module, view: View) -> Patch | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -118,6 +119,18 @@ class Names:
         part = self._keys.get(piece.key)
         own = part.dotted.get(piece.key.removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and own == view else view
+
+    def fused(self, view: View) -> tuple[int, ...]:
+        """Rows of every layer that is fused in a weight, in order; () where nothing tells.
+
+        The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
+        """
+        found = [self._keys[p.key].cut(p) if p.key in self._keys else () for p in view.pieces]
+        if sum(map(len, found)) > 1:
+            return tuple(chain.from_iterable(found)) if all(found) else ()
+        rows, columns = view.matrix
+        named = "qkv" in view.pieces[0].key.rpartition(".")[0].rpartition(".")[2]
+        return (columns,) * 3 if found[0] and named and rows == 3 * columns else ()
 
     def component(self, key: str) -> str:
         """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""

@@ -80,7 +80,7 @@ SPELLED = {
     # XLabs
     "double_blocks.7.processor.qkv_lora1.down.weight": ("double_blocks.7.img_attn.qkv", "down"),
     "double_blocks.7.processor.proj_lora2.up.weight": ("double_blocks.7.txt_attn.proj", "up"),
-    "single_blocks.7.processor.qkv_lora.up.weight": ("single_blocks.7.linear1/0", "up"),
+    "single_blocks.7.processor.qkv_lora.up.weight": ("single_blocks.7.linear1_qkv", "up"),
     "single_blocks.7.processor.proj_lora.up.weight": ("single_blocks.7.linear2", "up"),
     # modules in parts
     "lora_unet_blocks_0_qkv.lora_down.2.weight": ("lora_unet_blocks_0_qkv/2", "down"),
