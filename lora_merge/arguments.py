@@ -24,6 +24,7 @@ class MergeOptions(TypedDict, total=False):
     dtype: str | torch.dtype
     compute_dtype: str | torch.dtype
     device: str | torch.device
+    method: Literal["sum", "compose"]
     unmatched: Literal["error", "skip"]
     overwrite: bool
     max_memory: int | str

@@ -31,6 +31,7 @@ class Slice:
     high: int
     formed: tuple[int, int]
     taken: tuple[int, int] | None
+    target: Target
 
     @property
     def needs_view(self) -> bool:
@@ -59,7 +60,8 @@ class Block:
         """Equal for blocks that can be stacked into one batched call."""
         return (
             self.last - self.first, self.cols, self.target.dtype,
-            self.target.source.dtype if self.target.source else None, self.reshaped,
+            self.target.source.dtype if self.target.source else None, self.reshaped, self.target.method.name,
+            tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
                  s.use.patch.algorithm, tuple(sorted(s.use.patch.shapes.items())), s.use.patch.settings,
@@ -87,7 +89,7 @@ def blocks(target: Target) -> Iterator[Block]:
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))
         for first in range(low, high, step):
             last = min(first + step, high)
-            found = tuple(_slice(u, first, last) for u in target.uses if _overlaps(u, first, last))
+            found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
             yield Block(target, first, last, cols, found)
 
 
@@ -134,7 +136,7 @@ def _overlaps(use: Use, low: int, high: int) -> bool:
     return use.piece.start < high and low < use.piece.stop
 
 
-def _slice(use: Use, first: int, last: int) -> Slice:
+def _slice(target: Target, use: Use, first: int, last: int) -> Slice:
     low, high = max(use.piece.start, first), min(use.piece.stop, last)
     start, rows = use.start + low - use.piece.start, high - low
     if use.piece.transposed:
@@ -142,4 +144,4 @@ def _slice(use: Use, first: int, last: int) -> Slice:
     grain = _grain(use)
     formed = start // grain * grain, -(-(start + rows) // grain) * grain
     taken = None if formed == (start, start + rows) else (start - formed[0], start - formed[0] + rows)
-    return Slice(use, low - first, high - first, formed, taken)
+    return Slice(use, low - first, high - first, formed, taken, target)

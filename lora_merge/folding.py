@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from .algorithms import ALGORITHMS, DoesNotFit, dora
-from .blocks import BLOCK_ELEMENTS, Block, Slice
+from .blocks import BLOCK_ELEMENTS, Block, Slice, blocks
 from .devices import precise, release
 from .errors import InputError, ResourceError, ShapeMismatch
 from .factors import Kept, all_finite
 from .header import TensorInfo
-from .kernels import Stack, fold
+from .kernels import RULES, Stack
 from .patching import Patch
 from .placement import Lane, Placement, land, move, numbers, stage, stage_indices, whole
+from .plans import Target
 from .scarcity import FULL, device_full
 from .sharing import Room, stack_size
 from .surroundings import exact_products
@@ -127,9 +128,9 @@ class Folder:
 
     def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> None:
         blocks = [i.block for i in group]
-        stacks = [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
+        stacks = self._stacks(blocks, at)
         base = self._base(group, at, lane)
-        merged = fold(base, stacks)
+        merged = RULES[blocks[0].target.method.name](base, stacks)
         if at.dtype == torch.float16:
             check_range(group, merged, "write --compute-dtype fp32")
         if merged is not base or not _in_place(group, at):
@@ -167,6 +168,10 @@ class Folder:
                 slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
         return out.reshape(len(group), block.last - block.first, block.cols)
 
+    def _stacks(self, blocks: Sequence[Block], at: Placement) -> list[Stack]:
+        """What is done to blocks of one kind, in order."""
+        return [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
+
     def stack(self, slices: Sequence[Slice], at: Placement) -> Stack:
         """The same slice of n blocks as one Stack."""
         first = slices[0]
@@ -190,8 +195,9 @@ class Folder:
             tensors if to == at else move(tensors, at),
             self._numbers([s.use.strength for s in slices], at),
             slice(first.low, first.high),
+            patch.adapter,
             first.use.piece.transposed,
-            stage([self._view(s.use.patch.view, at) for s in slices], at) if first.needs_view else None,
+            torch.stack([self._view(s, s.use.patch.view, at) for s in slices]) if first.needs_view else None,
             slice(*first.taken) if first.taken is not None else None,
             (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
             self._magnitude(slices, at),
@@ -208,7 +214,7 @@ class Folder:
         """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
         patch = s.use.patch
         if slot in patch.beside:
-            return self._view(patch.beside[slot], at).reshape(patch.shapes[slot])
+            return self._view(s, patch.beside[slot], at).reshape(patch.shapes[slot])
         info = patch.module.slots[slot]
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
@@ -248,13 +254,29 @@ class Folder:
             tensors.append(tensor if axis == "in" else tensor.narrow(0, s.formed[0], s.formed[1] - s.formed[0]))
         return axis, stage(tensors, at)
 
-    def _view(self, view: View, at: Placement) -> Tensor:
-        """[out, cols] the whole weight as the adapter saw it, gathered from its pieces."""
+    def _view(self, s: Slice, view: View, at: Placement) -> Tensor:
+        """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
+        the adapters before have made of it where adapters act in turn."""
         parts = []
         for piece in view.pieces:
-            rows = self.fetch(self.base[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
+            info, target = self.base[piece.key], s.target
+            rows = self.fetch(info).reshape(-1, piece.cols)
+            before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
+            if before:
+                earlier = target._replace(name=piece.key, shape=info.shape, source=info, uses=before)
+                rows = self._changed(rows, earlier, at)
+            rows = rows[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
+
+    def _changed(self, values: Tensor, target: Target, at: Placement) -> Tensor:
+        """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
+        found = stage([values.reshape(target.matrix)], at)[0].clone()
+        for block in blocks(target):
+            if block.slices:
+                rows = found[block.first : block.last]
+                rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self._stacks([block], at))[0])
+        return found.reshape(values.shape)
 
 
 def settle(under_way: Sequence[Future[None]]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
 from .errors import UsageError
+from .methods import METHODS, SUM
 from .patterns import endless
 
 DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
@@ -61,6 +62,8 @@ class Job:
     dtype: str = "keep"
     compute_dtype: str = "fp32"
     device: str = "auto"
+    method: str = SUM
+    """A row of METHODS: how several adapters meet on one weight."""
     unmatched: Unmatched = "error"
     overwrite: bool = False
     max_memory: int = 2**30
@@ -149,6 +152,9 @@ def make_job(
     unmatched = options.get("unmatched", "error")
     if not isinstance(unmatched, str) or unmatched not in ("error", "skip"):
         raise UsageError(f"unmatched={shown(unmatched)}", "--unmatched", "use error or skip")
+    method = options.get("method", SUM)
+    if not isinstance(method, str) or method not in METHODS:
+        raise UsageError(f"method={shown(method)}", "--method", f"use {' or '.join(METHODS)}")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
     options["setting"] = _settings({} if options.get("setting") is None else options["setting"])
     if options.get("max_vram") is not None:

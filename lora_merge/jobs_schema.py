@@ -112,6 +112,7 @@ class Options(_Strict):
     dtype: Literal["keep", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"] | None = None
     compute_dtype: Literal["fp32", "fp64", "bf16", "fp16"] | None = None
     device: Device | None = Field(default=None, description=f"{DEVICES}.")
+    method: Literal["sum", "compose"] | None = None
     unmatched: Literal["error", "skip"] | None = None
     max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
     max_vram: Size | None = Field(default=None, description="Such as 4GiB, per GPU; for all workers together.")

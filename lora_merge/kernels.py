@@ -1,10 +1,15 @@
-"""The one rule: W' = W + Σ sᵢ ΔWᵢ, every ΔWᵢ taken on the untouched W, n weights of equal shape at once."""
+"""The rules of `--method`, for n weights of equal shape at once.
+
+The default is W' = W + Σ sᵢ ΔWᵢ, every ΔWᵢ taken on the untouched W.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from .algorithms import Algorithm, dora
 
@@ -20,6 +25,7 @@ class Stack:
     tensors: Any  # the algorithm's dataclass, stacked and prepared
     strength: Tensor  # [n, 1, 1]
     rows: slice  # rows of the block that it changes
+    adapter: int = 0  # whose formula it is; stacks are in the order of their adapters
     transposed: bool = False  # the formula sees these rows as columns
     view: Tensor | None = None  # [n, out, cols] what the formula was trained on, where that is more than `rows`
     taken: slice | None = None  # the rows of the whole ΔW that belong to this block
@@ -49,6 +55,20 @@ def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
             continue
         target.addcmul_(s.strength, change(s, base))
     return merged
+
+
+def in_turn(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    """Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ [n, rows, cols], adapter by adapter, every ΔWᵢ taken on Wᵢ₋₁. `base` is overwritten as by
+    `fold`."""
+    for _, own in groupby(stacks, key=lambda s: s.adapter):
+        base = fold(base, tuple(own))
+    return base
+
+
+RULES: Final[Mapping[str, Callable[[Tensor, Sequence[Stack]], Tensor]]] = MappingProxyType(
+    {"sum": fold, "compose": in_turn}
+)
+"""One rule for every row of METHODS: (base values, which may be overwritten; stacks) → merged values."""
 
 
 def change(s: Stack, base: Tensor) -> Tensor:

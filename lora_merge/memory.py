@@ -251,7 +251,8 @@ class LoadedAdapter:
         at = place("cpu", "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = Factors(reader, frozenset(self.file.index.files))
-            part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None)
+            alone = Target("weight", "weight", "F32", shape, 0, 0, None)
+            part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
             stack = Folder((at,), factors.fetch, {}).stack([part], at)
             return host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
 

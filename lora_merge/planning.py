@@ -5,7 +5,7 @@ Everything that can be foreseen to fail is raised here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +24,8 @@ from .header import TensorInfo, bytes_of
 from .job import DTYPES, Job, covers
 from .matched import Matched, Use
 from .matching import Matcher
+from .meetings import note_meetings
+from .methods import METHODS
 from .names import Names
 from .opened import Opened
 from .patching import Patcher
@@ -88,6 +90,7 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         used |= patcher.used
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
+    note_meetings(job, matched)
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
@@ -141,7 +144,7 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
     for key, info in base.tensors.items():
-        target = _target(job, key, info, replaced.get(key, own[key]), tuple(uses.get(key, ())))
+        target = _target(job, key, info, replaced.get(key, own[key]), uses)
         if target.uses and key in grown:  # at strength 0 it stays as it is
             target = target._replace(shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
         yield info.file, target
@@ -151,17 +154,21 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
             start = replaced.get(key, own[parted[key].name] if key in parted else None)
-            yield sibling.file, _target(job, key, like, start, tuple(uses.get(key, ())))
+            yield sibling.file, _target(job, key, like, start, uses)
 
 
-def _target(job: Job, name: str, info: TensorInfo, source: TensorInfo | None, uses: tuple[Use, ...]) -> Target:
+def _target(
+    job: Job, name: str, info: TensorInfo, source: TensorInfo | None, all_uses: Mapping[str, Sequence[Use]]
+) -> Target:
+    uses, method = tuple(all_uses.get(name, ())), METHODS[job.method]
     dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
     if uses and dtype not in FLOATS:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     shape = source.shape if source is not None else info.shape
-    return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses)
+    others = all_uses if uses and method.in_turn else {}
+    return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses, method, others)
 
 
 def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:

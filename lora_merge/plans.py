@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from .algorithms import Shape, flat
@@ -15,6 +16,7 @@ from .destination import kept
 from .header import TensorInfo
 from .job import Job
 from .matched import Matched, Use
+from .methods import METHODS, SUM, Method
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -30,6 +32,8 @@ class Target(NamedTuple):
     nbytes: int
     source: TensorInfo | None  # None: starts from zeros
     uses: tuple[Use, ...] = ()
+    method: Method = METHODS[SUM]
+    others: Mapping[str, Sequence[Use]] = MappingProxyType({})  # base key → uses, where adapters act in turn
 
     @property
     def copied(self) -> bool:

@@ -13,6 +13,7 @@ from .checkpoint import Index, configuration
 from .header import open_regular
 from .job import Job
 from .json_text import from_json
+from .methods import SUM
 from .seal import SEAL, ZEROS
 
 KEY: Final = "lora_merge.recipe"
@@ -69,6 +70,8 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[s
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         found["base"]["recipe"] = earlier
+    if job.method != SUM:
+        found["method"] = job.method
     if job.setting:
         found["setting"] = dict(job.setting)
     if job.map is not None:

@@ -17,6 +17,7 @@ from .checkpoint import Index
 from .errors import InputError, UsageError
 from .job import Adapter, Job, make_job
 from .kinds import quoted
+from .methods import SUM
 from .publish import NAME_LIMIT
 from .recipe import KEY, parsed
 
@@ -87,6 +88,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     if not adapters:
         raise ValueError("it names no adapter")
     options: dict[str, Any] = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
+    options["method"] = _text(value.get("method", SUM))
     if "setting" in value:
         options["setting"] = dict(value["setting"])
     table = value.get("map", {"name": "", "text": None})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -45,6 +45,24 @@ class Exact:
         """Per row, the largest finite term: [rows, 1]."""
         finite = np.where(np.isfinite(self.terms), self.terms, 0.0)
         return np.max(finite, axis=1, initial=0.0, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What has been worked out for one look at a target, and the tensor that is looked at now."""
+
+    target: Target
+    key: str = ""  # the tensor's name
+    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # patch, piece, rows → s ΔW
+
+    def on(self, key: str) -> Made:
+        """The same for another tensor that a formula reads."""
+        return replace(self, key=key)
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """Everything that is done to the tensor, where adapters act in turn; nothing where differences are added."""
+        return self.target.others.get(self.key, ())
 
 
 class Stored:
@@ -117,20 +135,17 @@ class Recomputation:
         """What these rows must be before they are rounded."""
         base = self._base(target, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
+        made = Made(target)
         for use in target.uses:
-            inside = (rows >= use.piece.start) & (rows < use.piece.stop)
-            if not inside.any():
+            change = self._change(use, rows, made.on(target.name))
+            if change is None:
                 continue
-            if inside.all():
-                change = use.strength * self._change(use, rows)
-            else:
-                change = np.zeros_like(base)
-                change[inside] = use.strength * self._change(use, rows[inside])
             number = use.patch.adapter
             exact.value += change
             exact.terms = np.maximum(exact.terms, np.maximum(np.abs(change), np.abs(exact.value)))
             exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
-            exact.loss = max(exact.loss, REFERENCE[use.patch.algorithm].loss)
+            loss = REFERENCE[use.patch.algorithm].loss
+            exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
         return exact
 
     def _judged(self, target: Target, rows: Array, found: Array, exact: Exact) -> Findings:
@@ -196,20 +211,32 @@ class Recomputation:
             padded[tuple(slice(0, d) for d in info.shape)] = self.stored(info, info.shape)
         return padded
 
-    def _change(self, use: Use, rows: Array) -> Array:
-        """ΔW at strength 1 for rows of the stored tensor, in its own orientation."""
+    def _change(self, use: Use, rows: Array, made: Made) -> Array | None:
+        """s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of them."""
+        inside = (rows >= use.piece.start) & (rows < use.piece.stop)
+        if not inside.any():
+            return None
+        key = (id(use.patch), use.piece, rows.tobytes())
+        if key not in made.changes:
+            found = use.strength * self._inside(use, rows[inside], made)
+            made.changes[key] = found if inside.all() else np.zeros((len(rows), found.shape[1]))
+            made.changes[key][inside] = found
+        return made.changes[key]
+
+    def _inside(self, use: Use, rows: Array, made: Made) -> Array:
+        """ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
         if use.piece.transposed:
             seen = np.arange(use.start, use.start + use.piece.rows)
-            return self._delta(use.patch, seen).T[rows - use.piece.start]
-        return self._delta(use.patch, rows - use.piece.start + use.start)
+            return self._delta(use.patch, seen, made).T[rows - use.piece.start]
+        return self._delta(use.patch, rows - use.piece.start + use.start, made)
 
-    def _delta(self, patch: Patch, rows: Array) -> Array:
+    def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
         """ΔW for rows of the weight as the adapter saw it."""
         if patch.magnitude is None:
-            return REFERENCE[patch.algorithm].formula(self._given(patch, rows))
+            return REFERENCE[patch.algorithm].formula(self._given(patch, rows, made))
         axis, shape = patch.magnitude
         magnitude = self.stored(patch.module.shared["magnitude"], shape)
-        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])))
+        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), made)
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
@@ -219,7 +246,7 @@ class Recomputation:
         turned = blocks * (magnitude.reshape(norm.shape) / np.maximum(norm, DORA_FLOOR))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
-    def _given(self, patch: Patch, rows: Array) -> Given:
+    def _given(self, patch: Patch, rows: Array, made: Made) -> Given:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
@@ -230,16 +257,18 @@ class Recomputation:
                 whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
                 return whole if entries is None else whole[entries]
             if slot in patch.beside:
-                whole = self._view(patch.beside[slot], None).reshape(patch.shapes[slot])
+                near = patch.beside[slot]
+                whole = self._view(near, patch.adapter, made.on(near.pieces[0].key), None).reshape(patch.shapes[slot])
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
-        base = partial(self._view, patch.view)
+        base = partial(self._view, patch.view, patch.adapter, made)
         return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _view(self, view: View, rows: Array | None) -> Array:
-        """Rows of the weight as the adapter saw it, gathered from its pieces."""
+    def _view(self, view: View, adapter: int, made: Made, rows: Array | None) -> Array:
+        """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the
+        adapters before have made of them where adapters act in turn."""
         parts, at = [], 0
         for piece in view.pieces:
             inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
@@ -248,17 +277,26 @@ class Recomputation:
                 continue
             info, width = self.plan.values.get(piece.key), piece.cols
             if info is None or piece.stop * width > prod(info.shape):
-                parts.append(self._padded(info, view.shape).reshape(-1, width)[piece.start + inside])
-                continue
-            shape = (prod(info.shape) // max(width, 1), width)
-            if piece.transposed:
-                parts.append(self.stored(info, shape, np.arange(piece.start, piece.stop)).T[inside])
+                lines = piece.start + inside
+                values = self._padded(info, view.shape).reshape(-1, width)[lines]
             else:
-                parts.append(self.stored(info, shape, piece.start + inside))
+                lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
+                values = self.stored(info, (prod(info.shape) // max(width, 1), width), lines)
+            on = made if len(view.pieces) == 1 else made.on(piece.key)
+            values = self._after(adapter, values, lines, on)
+            parts.append(values.T[inside] if piece.transposed else values)
         found = np.concatenate(parts)
         if rows is not None and np.any(np.diff(rows) < 0):
             found = found[np.argsort(np.argsort(rows))]
         return found
+
+    def _after(self, adapter: int, values: Array, rows: Array, made: Made) -> Array:
+        """Rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
+        for use in made.uses:
+            change = self._change(use, rows, made) if use.patch.adapter < adapter else None
+            if change is not None:
+                values = values + change
+        return values
 
 
 def _whole(use: Use) -> bool:

@@ -24,6 +24,7 @@ class Report:
     device: str
     dtype: str
     compute_dtype: str
+    method: str
     stages: Mapping[str, float] = field(default_factory=dict)  # stage → seconds busy; wait: beyond the busiest
     peak_memory: int = 0  # bytes of this process, its largest so far
     verified: Mapping[str, Any] | None = None

@@ -124,8 +124,9 @@ class _Output:
             output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
             tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
             seconds=time.monotonic() - self.started, device=work.making.device,
-            dtype=job.dtype, compute_dtype=job.compute_dtype, stages=work.seconds, peak_memory=peak_memory(),
-            verified=proof, version=__version__, notes=(*plan.base.notes, *work.making.folder.notes),
+            dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=work.seconds,
+            peak_memory=peak_memory(), verified=proof, version=__version__,
+            notes=(*plan.base.notes, *work.making.folder.notes),
         )  # fmt: skip
 
 

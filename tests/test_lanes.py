@@ -176,7 +176,7 @@ def test_lanes_share_factors_without_races(
     monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.making.threads", lambda _: 3)
     monkeypatch.setattr("lora_merge.making.Kept", Kept)
-    monkeypatch.setattr("lora_merge.folding.fold", late)
+    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )
@@ -207,7 +207,7 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.folding.fold", full)
+    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
     assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()

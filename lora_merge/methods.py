@@ -1,0 +1,34 @@
+"""How several adapters meet on one weight: what `--method` may be. A table; no torch.
+
+The arithmetic of each row is in kernels.py, and a second time, for the proof, in recompute.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Method:
+    """One value of `--method`."""
+
+    name: str
+    rule: str  # the new weight, as a formula
+    in_turn: bool  # whether a formula reads the weight as the adapters before it have left it
+
+
+SUM: Final = "sum"
+"""The default. Recipes say nothing of it, so that files made before there were others stay as they are."""
+
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", in_turn=False),
+            Method("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
+        )
+    }
+)
