@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import InputError
-from .folders import Weights, choose, components, entries, listed, require_all, shard_of, weights_in
+from .folders import Weights, choose, components, entries, listed, require_all, shard_of, unnamed, weights_in
 from .header import FileState, Header, TensorInfo, open_regular, parse_file
 from .json_text import from_json
 from .kinds import quoted
@@ -48,6 +48,8 @@ class Index:
     """Sub-folder → its own checkpoint, for a pipeline; `tensors` then says `<component>.<stored name>`."""
     notes: tuple[str, ...] = ()
     """What the user should know: a variant that was passed over, entries that are no tensors …"""
+    unnamed: tuple[Path, ...] = ()
+    """Shards of this model that its index does not name: copied, never changed."""
 
     @cached_property
     def quantised(self) -> Quantised:
@@ -209,6 +211,7 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
         tuple(f for index in parts.values() for f in index.index_files),
         parts,
         tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
+        tuple(f for index in parts.values() for f in index.unnamed),
     )
 
 
@@ -236,7 +239,14 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
         index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
-    return replace(index, index_files=(weights.index,))
+    same, other = unnamed(weights, table.values())
+    if same and weights.suffix != "safetensors":
+        raise _bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
+    for shards, what in ((same, "copied as they are"), (other, "of another count, not copied")):
+        if shards:
+            note = f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}"
+            index = replace(index, notes=(*index.notes, note))
+    return replace(index, index_files=(weights.index,), unnamed=tuple(same))
 
 
 def _bad_index(path: Path, why: str) -> InputError:

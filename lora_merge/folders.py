@@ -2,12 +2,22 @@
 
 Layouts: transformers and diffusers `save_pretrained`; a variant infix stands before or after the shard
 number and before or after `index` in the many versions of those libraries.
+
+Where a folder holds more than one set of weights, the output holds what those libraries would load from the base:
+
+* One set is merged: a whole file before shards, the plain variant before `fp16`, `model` before `consolidated`, as
+  `_rank` has it. A folder with one variant alone gives that variant. The other sets are named in a note and not copied:
+  beside merged weights they would be the old ones.
+* Shards are those that the index names. A shard of the same count that it does not name is copied as it is, and named:
+  the libraries never load it, so no adapter changes it, but it belongs to the model. As a pickle it is refused.
+* Shards of another count beside an index (left by an earlier export) are named in a note and not copied. Without an
+  index nothing tells which count is the right one: that is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -44,7 +54,7 @@ class Weights:
     stem: str
     variant: str  # "" or fp16, ema, non_ema …
     suffix: str
-    files: tuple[Path, ...]  # in shard order
+    files: tuple[Path, ...]  # in shard order; beside an index all shards of this name, named by it or not
     index: Path | None = None
 
     @property
@@ -61,7 +71,7 @@ def shard_of(path: Path) -> tuple[int, int] | None:
 
 def weights_in(folder: Path) -> list[Weights]:
     """Every set of weights of this folder, the preferred first; InputError for shards that are missing."""
-    groups: dict[tuple[str, str, str, int], dict[int, Path]] = {}
+    groups: dict[tuple[str, str, str, int], list[Path]] = {}
     indexes: dict[tuple[str, str, str], Path] = {}
     for path in entries(folder):
         found = _NAME.fullmatch(path.name) or _OTHER.fullmatch(path.name)
@@ -73,18 +83,13 @@ def weights_in(folder: Path) -> list[Weights]:
         if row["index"]:
             indexes[key] = path
         else:
-            groups.setdefault((*key, int(row["parts"] or 0)), {})[int(row["part"] or 0)] = path
-    for key in indexes:
-        if not any(k[:3] == key and k[3] for k in groups):
-            groups.setdefault((*key, 0), {})  # an index whose shards are all missing: said on opening
-    return sorted((_weights(k, parts, indexes.get(k[:3])) for k, parts in groups.items()), key=_rank)
-
-
-def _weights(key: tuple[str, str, str, int], parts: Mapping[int, Path], index: Path | None) -> Weights:
-    stem, variant, suffix, total = key
-    if total or not parts:
-        return Weights(stem, variant, suffix, tuple(parts[i] for i in sorted(parts)), index)
-    return Weights(stem, variant, suffix, (parts[0],))
+            groups.setdefault((*key, int(row["parts"] or 0)), []).append(path)
+    sets: list[Weights] = []
+    for key, index in indexes.items():  # an index whose shards are all missing has none: said on opening
+        shards = [path for k in sorted(groups) if k[:3] == key and k[3] for path in groups.pop(k)]
+        sets.append(Weights(*key, tuple(shards), index))
+    sets += [Weights(*key[:3], tuple(files)) for key, files in groups.items()]
+    return sorted(sets, key=_rank)
 
 
 def require_all(weights: Weights) -> None:
@@ -118,6 +123,20 @@ def _rank(w: Weights) -> tuple[int, int, int, int, str, bool]:
     )
 
 
+def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    """Shards that the index of this set does not name: of the same count as those it names, and of other counts."""
+    names = {*named}
+    counts = {shard[1] for path in weights.files if path.name in names and (shard := shard_of(path))}
+    left = [(path, shard_of(path)) for path in weights.files if path.name not in names]
+    same = [path for path, shard in left if shard and shard[1] in counts]
+    return same, [path for path, _ in left if path not in same]
+
+
+def _shards_of(w: Weights) -> tuple[str, str, str] | None:
+    """What shards without an index are shards of; None for other weights."""
+    return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
+
+
 def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]]:
     """The set to use and what to tell the user about the others; InputError where only they can choose."""
     first, others = found[0], found[1:]
@@ -126,6 +145,12 @@ def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]
             "the folder holds several checkpoints",
             f"{folder}: {listed(w.label for w in found)}",
             "name the file itself",
+        )
+    if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):
+        raise InputError(
+            "the folder holds shards of two counts, and no index that says which are the model",
+            f"{folder}: {first.label}, {twin.label}",
+            "move away those of the older export",
         )
     rivals = [w.label for w in others if w.suffix == first.suffix]
     if not rivals:

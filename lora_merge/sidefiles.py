@@ -70,7 +70,7 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
         left += others
         names[:] = [path.name for path in inside if path not in others]
         for path in (Path(folder, name) for name in sorted(files)):
-            stale = _stale(path.name) and behind.isdisjoint(path.parents)
+            stale = _stale(path.name) and behind.isdisjoint(path.parents) and path not in base.unnamed
             if path not in written and not stale and not LEFT.fullmatch(path.name):
                 _require_file(path)
                 copied.append(path)

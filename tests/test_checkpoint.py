@@ -269,6 +269,39 @@ def test_a_name_in_two_shards_is_refused_and_one_that_no_index_lists_is_told(tmp
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_that_the_index_does_not_name(tmp_path: Path, suffix: str) -> None:
+    """Of the same count: part of the model, though no library loads them. Of another count: left by an older export."""
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    one, two, old = (f"{stem}-{n}.{suffix}" for n in ("00001-of-00002", "00002-of-00002", "00003-of-00003"))
+    shard(tmp_path / one, a=1)
+    shard(tmp_path / two, b=2)
+    shard(tmp_path / old, c=3)
+    index_file(tmp_path / f"{stem}.{suffix}.index.json", a=one)
+    if suffix == "bin":
+        with pytest.raises(InputError, match="does not name pytorch_model-00002-of-00002"):
+            open_checkpoint(tmp_path)
+        return
+    index = open_checkpoint(tmp_path)
+    assert [*index.tensors] == ["a"]
+    assert [p.name for p in index.unnamed] == [two]
+    assert [n.partition(": ")[2] for n in index.notes] == ["copied as they are", "of another count, not copied"]
+    assert (two in index.notes[0], old in index.notes[1]) == (True, True)
+
+
+def test_shards_of_two_counts_and_no_index_are_refused(tmp_path: Path) -> None:
+    for name in ("1-of-00001", "1-of-00002", "2-of-00002"):
+        shard(tmp_path / f"model-0000{name}.safetensors", **{name: 1})
+    with pytest.raises(InputError, match=r"shards of two counts[\s\S]*00001-of-00001[\s\S]*00001-of-00002"):
+        open_checkpoint(tmp_path)
+    index_file(tmp_path / "model.safetensors.index.json", **{"1-of-00002": "model-00001-of-00002.safetensors",
+                                                             "2-of-00002": "model-00002-of-00002.safetensors"})  # fmt: skip
+    index = open_checkpoint(tmp_path)
+    assert [*index.tensors] == ["1-of-00002", "2-of-00002"]
+    (note,) = index.notes
+    assert "model-00001-of-00001.safetensors: of another count, not copied" in note
+
+
 def test_variants_side_by_side(tmp_path: Path) -> None:
     shard(tmp_path / "diffusion_pytorch_model.fp16.safetensors", w=16)
     assert value(open_checkpoint(tmp_path), "w") == 16

@@ -14,9 +14,10 @@ import torch
 
 import lora_merge
 from lora_merge.disk import copy_file
-from lora_merge.errors import InputError
+from lora_merge.errors import FitError, InputError
 from lora_merge.job import make_job
 from lora_merge.planning import make_plan
+from lora_merge.replay import prove
 from lora_merge.sidefiles import configured
 
 from .support import cli, rand, save
@@ -237,3 +238,39 @@ def test_another_tokenizer_beside_the_adapter_is_told_of(model: Path) -> None:
     notes = lora_merge.merge(model / "base", adapter, model / "other").notes
     assert any(f"{adapter} has another chat_template.jinja" in note for note in notes)
     assert not (model / "other" / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "transformer"])
+def test_a_shard_that_the_index_does_not_name_comes_along(model: Path, inside: str) -> None:
+    """The output is then loaded as the base is; the report names the file. Shards of another count stay behind."""
+    part = model / "base" / inside
+    part.mkdir(exist_ok=True)
+    if inside:
+        (model / "base" / "model_index.json").write_text(
+            '{"_class_name": "P", "transformer": ["diffusers", "QwenImageTransformer2DModel"]}'
+        )
+    one, two, old = (f"model-{n}.safetensors" for n in ("00001-of-00002", "00002-of-00002", "00001-of-00003"))
+    (model / "base" / "model.safetensors").rename(part / one)
+    save({"layers.1.weight": rand(8, 8)}, part / two)
+    save({NAME: rand(8, 8)}, part / old)
+    (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {NAME: one}}))
+    report = lora_merge.merge(model / "base", model / "lora.safetensors", model / "out")
+    out = model / "out" / inside
+    assert (out / two).read_bytes() == (part / two).read_bytes()
+    assert not (out / old).exists()
+    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"] == {NAME: one}
+    assert any(two in note and "copied" in note for note in report.notes)
+    assert any(old in note and "not copied" in note for note in report.notes)
+    assert not prove(model / "out", full=True)["warnings"]
+    (out / two).unlink()
+    assert two in prove(model / "out")["warnings"][0]
+
+
+def test_an_adapter_of_a_shard_that_the_index_does_not_name_is_not_merged_in_part(model: Path) -> None:
+    base = model / "base"
+    (base / "model.safetensors").rename(base / "model-00002-of-00002.safetensors")
+    save({"layers.1.weight": rand(8, 8)}, base / "model-00001-of-00002.safetensors")
+    table = {"layers.1.weight": "model-00001-of-00002.safetensors"}
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    with pytest.raises(FitError):
+        merge(model)
