@@ -16,7 +16,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -60,12 +60,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells that a file is still the one that was planned with."""
+    """What tells that a file is still the one that was planned with.
+
+    The time of the inode's own change cannot be put back, as that of the content can. It also changes with a file's
+    permissions, and with a link to it or its name.
+    """
 
     size: int
     mtime_ns: int
     inode: int
     device: int
+    ctime_ns: int
 
     @staticmethod
     def of(fd: int) -> FileState:
@@ -82,7 +87,11 @@ class FileState:
 
     @staticmethod
     def _from(s: os.stat_result) -> FileState:
-        return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev)
+        return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev, s.st_ctime_ns)
+
+    def touched(self, since: FileState) -> bool:
+        """Whether the inode's own time alone has changed since: the content may still be the same."""
+        return self != since and replace(self, ctime_ns=since.ctime_ns) == since
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ class Reader:
         self._memory[path] = sorted(made, key=itemgetter(0))
         with open_regular(path) as f:
             one = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
-        self._check(path)
+        if self._check(path) != header.state:
+            raise changed(path, "its permissions, links or bytes did")
         if goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # refused: the cache will do
                 one.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -128,21 +129,28 @@ class Reader:
             done += len(piece)
         assert done == len(buffer), "a range that no tensor in memory covers"
 
-    def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
-        """InputError if any of the files (default: all), open or at its path, is not as its header was read from."""
-        for path in self._files if files is None else files:
-            self._check(path)
+    def check_unchanged(self, files: Iterable[Path] | None = None) -> dict[Path, FileState]:
+        """InputError if any of the files (default: all), open or at its path, is not as its header was read from.
 
-    def _check(self, path: Path) -> None:
+        Returns the files that were touched, with their states now: their permissions or links were changed, or their
+        bytes, and the time of that put back. Only their bytes tell which.
+        """
+        states = {path: self._check(path) for path in (self._files if files is None else files)}
+        return {path: state for path, state in states.items() if state != self._files[path].state}
+
+    def _check(self, path: Path) -> FileState:
+        """Returns the state of an open file; InputError if it tells that the bytes are others."""
         one = self._files[path]
-        if FileState.of(one.fd) != one.state:
-            raise _changed(path, "its size or time of change differ")
+        now = FileState.of(one.fd)
+        if now != one.state and not now.touched(one.state):
+            raise changed(path, "its size or time of change differ")
         try:
             s = path.stat()
         except OSError as e:
-            raise _changed(path, f"it is gone ({e.strerror})") from e
+            raise changed(path, f"it is gone ({e.strerror})") from e
         if (s.st_ino, s.st_dev) != (one.state.inode, one.state.device):
-            raise _changed(path, "another file has taken its place")
+            raise changed(path, "another file has taken its place")
+        return now
 
     def close(self) -> None:
         """Close all files; the reader is of no use afterwards."""
@@ -162,7 +170,7 @@ class _Index(Protocol):
     def headers(self) -> Mapping[Path, Header]: ...
 
 
-def _changed(path: Path, why: str) -> InputError:
+def changed(path: Path, why: str) -> InputError:
     """The error for an input that is no longer what it was."""
     return InputError(
         "an input was changed while being read",
@@ -252,7 +260,7 @@ def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryvie
             where = f"{file} at byte {offset + done}"
             raise InputError(f"file cannot be read: {e.strerror}", where, "check the disk") from e
         if not got:
-            raise _changed(file, f"it ends at byte {offset + done}")
+            raise changed(file, f"it ends at byte {offset + done}")
         done += got
 
 

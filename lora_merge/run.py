@@ -17,7 +17,8 @@ from .errors import MergeError
 from .headings import headings
 from .plans import Plan, coverage
 from .publish import replacing
-from .reader import Reader
+from .reader import Reader, changed
+from .recipe import sha256
 from .report import Report, peak_memory
 from .scarcity import scarcity
 from .stopping import heed
@@ -114,11 +115,20 @@ class _Output:
         _prepare(plan, self.part)
 
     def publish(self, reader: Reader, work: Writing) -> Report:
-        """Prove the finished output and give it its name."""
+        """Prove the finished output and give it its name.
+
+        Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to
+        the last byte, asked for or not: they may have had others in between.
+        """
         plan, job = self.plan, self.plan.job
-        reader.check_unchanged(plan.inputs)
-        written = tuple(headings(plan, work.digests.of(plan.inputs)))
-        proof = verify(plan, self.part, reader, written=written) if job.verify else None
+        touched, digests = reader.check_unchanged(plan.inputs), work.digests.of(plan.inputs)
+        for path, digest in zip(plan.inputs, digests, strict=True):
+            if path in touched and sha256(path) != digest:
+                raise changed(path, "its bytes differ, though its time of change does not")
+        written, full = tuple(headings(plan, digests)), bool(touched)
+        proof = verify(plan, self.part, reader, full=full, written=written) if job.verify or full else None
+        if touched != reader.check_unchanged(plan.inputs):
+            raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
         self.stack.close()
         return Report(
             output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),

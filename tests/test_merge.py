@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from lora_merge.adapter import FileValues
 from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.folding import Folder
+from lora_merge.header import parse_file
 from lora_merge.job import make_job
 from lora_merge.making import Making
 from lora_merge.placement import TORCH_DTYPES
@@ -700,3 +702,35 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
     for n in range(50):
         up, down = (lora[f"m.{n}.lora_{k}.weight"].double() for k in ("up", "down"))
         assert torch.allclose(merged[f"m.{n}.weight"].double(), base[f"m.{n}.weight"].double() + up @ down, rtol=1e-5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_input_that_had_other_bytes_for_a_while_is_found(
+    mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    """Its bytes and its time are put back before the end; the digest may be one of an earlier run."""
+    base, out, run = mixed[0], tmp_path / "out.safetensors", Writing.run
+    at = parse_file(base).tensors["layer.09.weight"].offset
+    if not known:
+        monkeypatch.setattr("lora_merge.digests.recall", dict)
+        monkeypatch.setattr("lora_merge.digests.remember", lambda _: None)
+
+    def flip() -> None:
+        old = base.stat()
+        with base.open("r+b") as f:
+            f.seek(at)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ 1]))
+        os.utime(base, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+    @wraps(run)
+    def meanwhile(self: Writing) -> None:
+        flip()
+        run(self)
+        flip()
+
+    monkeypatch.setattr(Writing, "run", meanwhile)
+    with pytest.raises(lora_merge.MergeError, match=r"changed while being read|no adapter changes differs"):
+        lora_merge.merge(*mixed, out, verify=False)
+    assert not out.exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
 import os
 import shutil
 import signal
@@ -69,7 +71,31 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "written": lambda p: p.open("r+b").write(p.read_bytes()[:64]),
     "replaced": lambda p: p.with_name("x").write_bytes(b"x" * p.stat().st_size) and p.with_name("x").replace(p),
     "gone": Path.unlink,
+    "written, its time put back": lambda p: put_back(p, lambda: flip(p)),
+    "mapped, its time put back": lambda p: put_back(p, lambda: flip_mapped(p)),
 }
+
+
+def flip(path: Path) -> None:
+    """The last byte changed in place."""
+    with path.open("r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        last = f.read(1)[0]
+        f.seek(-1, os.SEEK_END)
+        f.write(bytes([last ^ 1]))
+
+
+def flip_mapped(path: Path) -> None:
+    with path.open("r+b") as f, mmap.mmap(f.fileno(), 0) as m:
+        m[-1] ^= 1
+        m.flush()
+
+
+def put_back(path: Path, act: Callable[[], object]) -> None:
+    """The act, and the file's times as they were."""
+    old = path.stat()
+    act()
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -90,6 +116,27 @@ def test_an_input_that_changes_while_it_is_read(scene: Scene, file: str, change:
     assert file in scene.log()
     scene.check(finished=False)
     assert scene.strays() == []
+
+
+@pytest.mark.parametrize("file", ["base.safetensors", "a.safetensors"])
+@pytest.mark.parametrize("touch", [lambda p: p.chmod(0o600), lambda p: os.link(p, p.parents[1] / "linked"),
+                                   lambda p: put_back(p, lambda: (flip(p), flip(p)))])  # fmt: skip
+@pytest.mark.parametrize("more", [[], ["--no-verify"]])
+def test_an_input_that_was_touched_but_has_its_bytes(
+    scene: Scene, file: str, touch: Callable[[Path], object], more: list[str]
+) -> None:
+    """Permissions, a link, bytes written anew: what counts is that they are the same. The output is proven whole."""
+    scene.reset()
+    report = scene.folder.parent / "report.json"
+    pid = scene.start(argv=scene.argv("--report", str(report), *more), **scene.armed("pwrite", 1, "stop"))
+    scene.stopped(pid)
+    touch(scene.folder / file)
+    send(pid, signal.SIGCONT)
+    code = scene.nursery.wait(pid)
+    (scene.folder.parent / "linked").unlink(missing_ok=True)
+    assert code == 0, scene.log()
+    scene.check(finished=True)
+    assert json.loads(report.read_text())["verified"]["full"]
 
 
 def test_two_merges_into_one_output(scene: Scene) -> None:
@@ -223,8 +270,6 @@ def test_seven_gigabytes_in_one_gibibyte_of_memory(nursery: Nursery, tmp_path: P
     header = {f"blocks.{i}.weight": {"dtype": "F16", "shape": [rows, 1024],
                                      "data_offsets": [i * rows * 2048, (i + 1) * rows * 2048]}
               for i in range(840)}  # fmt: skip
-    import json
-
     text = json.dumps(header).encode()
     with big.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
