@@ -181,7 +181,7 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
     done = carry_out(plan, quiet=quiet)
     if told is not None:
         told.replace(done.to_json())
-    conclude(done, say, plan.base.notes, as_json=as_json)
+    conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)
 
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:

@@ -96,7 +96,7 @@ def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
         yield from (f"{name}: note: {note}" for note in found["notes"])
 
 
-def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool) -> None:
+def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
     """The report, or a few lines, without the notes that were `said` before it. Where nothing is said: what matters."""
     if as_json:
         echo(done.to_json())
@@ -108,7 +108,7 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool) -> N
     for note in [n for n in done.notes if n not in said]:
         say(f"note     {note}")
     if done.verified is not None:
-        show_proof(done.verified, say)
+        show_proof(done.verified, say, verbose=verbose)
 
 
 def needs(plan: Plan) -> str:
@@ -142,8 +142,8 @@ def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "G
     return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
 
 
-def show_proof(proof: Mapping[str, Any], say: Any) -> None:
-    """What was proven, in two lines; warnings go to stderr."""
+def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
+    """What was proven, in two or three lines; warnings go to stderr."""
     same, how = proof["untouched"], " (every byte)" if proof["full"] else ""
     say(
         f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
@@ -153,5 +153,15 @@ def show_proof(proof: Mapping[str, Any], say: Any) -> None:
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
         say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
+    if (matching := proof["matching"])["alone"] or verbose:
+        say(f"matching {matched(matching)}")
     for warning in proof["warnings"]:
         sys.stderr.write(f"warning: {warning}\n")
+
+
+def matched(matching: Mapping[str, Any]) -> str:
+    """For how many modules a second reading of the adapters found the plan's place and numbers, and the others."""
+    left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
+    names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
+    more = f"; {left} by the plan alone: {names}" if left else ""
+    return f"proven a second way for {matching['proven']} of {matching['modules']} modules{more}"

@@ -18,12 +18,14 @@ import numpy as np
 from .errors import InputError, VerificationFailed
 from .header import ITEM_BYTES, parse_file
 from .kinds import quoted
+from .loadable import check_loadable
 from .plans import OutputFile, Plan, Target
 from .reader import Reader
 from .recipe import KEY, OURS
 from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
+from .second_reading import read_again
 
 THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 2 MiB
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
@@ -38,13 +40,17 @@ def verify(
     `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
+    matching = read_again(plan, reader).to_dict()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
         for n, file in enumerate(plan.files):
             path = part / file.name if file.name else part
             _check(file, path, merged, compared, written[n] if written else None)
+    notes = check_loadable(plan, part, written)
     _conclude(plan, merged, part)
-    return _proof(plan, merged, compared, full=full) | {"seconds": time.monotonic() - started}
+    proof = _proof(plan, merged, compared, full=full)
+    proof["warnings"] += notes
+    return proof | {"matching": matching, "seconds": time.monotonic() - started}
 
 
 def _check(
