@@ -29,8 +29,14 @@ NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
 SWEEPS: Final = 10.0  # seconds between two looks of a process at a folder for what killed runs left
 SYNCED: Final = os.name != "nt"  # Windows cannot open folders to sync them
 
+DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
+"""Failures of the disk itself. Others mean that the file system cannot do what was asked of it."""
+
 _swept: dict[Path, float] = {}
 """Folder → when it was last looked at."""
+
+_unsynced: set[Path] = set()
+"""Folders that this process made, for an output or its claim, whose names may not be on the disk yet."""
 
 
 @contextmanager
@@ -62,16 +68,17 @@ def replacing(
             _sync(part)
             if overwrite:  # what others have put there meanwhile is not lost
                 check_output(target, overwrite=True, folder=folder, contents=contents)
+            _sync_parents(target.parent)
             sync_folder(target.parent)  # a disk that fails at this had better do so before
             too_late()
             _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
             done = True
     finally:
+        if part != target:
+            _remove(part if os.path.lexists(part) else _moved(lock, part))
         if lock >= 0:
             with suppress(OSError):
                 os.close(lock)
-        if part != target:
-            _remove(part)
         if not done:
             _unmake(made)
 
@@ -81,6 +88,14 @@ def make_parents(folder: Path, made: list[Path]) -> None:
     for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
         made.append(path)
         path.mkdir(exist_ok=True)
+        _unsynced.add(path)
+
+
+def _sync_parents(folder: Path) -> None:
+    """The names of the folders that were made on the way to this one on the disk, the outermost first."""
+    for path in [p for p in (folder, *folder.parents) if p in _unsynced][::-1]:
+        sync_folder(path.parent)
+        _unsynced.discard(path)
 
 
 def _unmake(folders: Sequence[Path]) -> None:
@@ -92,13 +107,16 @@ def _unmake(folders: Sequence[Path]) -> None:
 def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
     """A new, locked sibling and the descriptor that holds the lock, -1 where there are no locks."""
     while True:
-        end = f".{secrets.token_hex(6)}.lora-merge.part"
-        room = NAME_LIMIT - len(end) - 1
-        part = target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
+        part = _sibling(target)
         if folder:
             part.mkdir()
         else:
-            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.close(fd)
+            except OSError:
+                _remove(part)
+                raise
         if sys.platform == "win32":
             return part, -1
         try:
@@ -111,6 +129,27 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
         except OSError:
             _remove(part)
             raise
+
+
+def _sibling(target: Path) -> Path:
+    """A new temporary name beside the target."""
+    end = f".{secrets.token_hex(6)}.lora-merge.part"
+    room = NAME_LIMIT - len(end) - 1
+    return target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
+
+
+def _moved(fd: int, part: Path) -> Path:
+    """Where the open temporary file or folder is now, as the folder around it was moved; `part` where nothing tells."""
+    try:
+        if sys.platform == "darwin":
+            import fcntl
+
+            there = Path(os.fsdecode(fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        else:
+            there = Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # as it is
+    except OSError:
+        return part
+    return there if there.name == part.name else part
 
 
 def try_lock(fd: int) -> bool | None:
@@ -192,11 +231,15 @@ def sync_folder(folder: Path) -> None:
 def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> None:
     """Give `part` its name, on the disk. Without `overwrite`, never over something that appeared meanwhile.
 
-    If the disk fails at the last moment, that is undone, but for a file that was replaced.
+    If the disk fails at the last moment, that is undone: what was replaced has its name again. Where names can neither
+    be swapped nor linked, a replaced file is gone by then, and the new one stays.
     """
     if overwrite and target.exists():
         _keep_modes(target, part)
-    if part.is_dir():
+    old: Path | None = None
+    if overwrite and replaces:
+        old = _swap_folder(part, target) if part.is_dir() else _swap_file(part, target)
+    elif part.is_dir():
         _publish_folder(part, target, overwrite=overwrite)
     elif overwrite:
         part.replace(target)
@@ -207,9 +250,53 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> No
     except OSError:
         if not replaces:
             target.rename(part)
-        elif os.path.lexists(part):  # the folder that it was swapped with
-            _exchange(part, target)
+        elif old is not None and os.path.lexists(old):
+            _undo(old, target, part)
         raise
+    if old is not None:
+        _remove(old)
+
+
+def _swap_file(part: Path, target: Path) -> Path | None:
+    """Rename the file over the old one. Returns the name that the old one has now; None where it can have no other."""
+    if _exchange(part, target):
+        return part
+    old = _sibling(target)
+    try:
+        os.link(target, old, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        part.replace(target)
+        return None
+    try:
+        part.replace(target)
+    except OSError:
+        _remove(old)
+        raise
+    return old
+
+
+def _swap_folder(part: Path, target: Path) -> Path:
+    """Rename the folder to the old one's name. Returns the name that the old one has now."""
+    if _exchange(part, target):
+        return part
+    old = part.with_name(part.name + ".old")
+    target.rename(old)
+    try:
+        part.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    return old
+
+
+def _undo(old: Path, target: Path, part: Path) -> None:
+    """Give the old output its name again, and the new one its temporary name."""
+    if _exchange(old, target):
+        if old != part:
+            old.rename(part)
+        return
+    target.rename(part)
+    old.rename(target)
 
 
 def _publish_new(part: Path, target: Path) -> None:
@@ -239,28 +326,20 @@ def _appeared(target: Path) -> MergeError:
 
 
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename the folder, or swap it with the one it replaces, which then has the name of the part."""
-    if not overwrite or not os.path.lexists(target):
-        try:
-            part.rename(target)  # it fails over anything but an empty folder
-        except OSError as e:
-            if not overwrite and os.path.lexists(target):
-                raise _appeared(target) from e
-            raise
-        return
-    if _exchange(part, target):
-        return
-    old = part.with_name(part.name + ".old")
-    target.rename(old)
     try:
-        part.rename(target)
-    except OSError:
-        old.rename(target)
+        part.rename(target)  # it fails over anything but an empty folder
+    except OSError as e:
+        if not overwrite and os.path.lexists(target):
+            raise _appeared(target) from e
         raise
-    _remove(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Whether two names were swapped at once: renameat2(2), Linux only."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
-    return call is not None and call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
+    """Whether two names were swapped at once: renameat2(2), Linux only. OSError where it is the disk that fails."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
+    if call is None or call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:
+        return call is not None
+    number = ctypes.get_errno()
+    if number in DISK:
+        raise OSError(number, os.strerror(number), str(a))
+    return False

@@ -6,12 +6,16 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from lora_merge import publish
+from lora_merge.claims import claimed
 from lora_merge.errors import MergeError
+
+PART = "lora-merge.part"
 
 
 def put(target: Path, text: str, *, folder: bool) -> None:
@@ -43,17 +47,111 @@ def failing(call: Callable[..., object], number: int, suffix: str = "") -> Calla
 def test_a_disk_that_fails_around_the_naming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str | None, number: int, *, folder: bool
 ) -> None:
-    """The folder is sent to the disk before and after; all is as it was, but for a file that was replaced already."""
+    """The folder is sent to the disk before and after; all is as it was."""
     target = tmp_path / "new" / "out"
     if old is not None:
         put(target, old, folder=folder)
     monkeypatch.setattr(publish, "sync_folder", failing(publish.sync_folder, number, "new"))
     with pytest.raises(MergeError, match="Input/output error"):
         put(target, "a newer one", folder=folder)
-    replaced = old is not None and not folder and number == 1
-    assert held(target, folder=folder) == ("a newer one" if replaced else old)
+    assert held(target, folder=folder) == old
     assert target.parent.exists() is (old is not None)
-    assert not [p for p in tmp_path.rglob("*") if publish.PART.fullmatch(p.name)]
+    assert not [p for p in tmp_path.rglob("*") if "lora-merge" in p.name]
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("call", ["open", "fsync", "close"])
+def test_so_it_does_where_names_cannot_be_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, *, links: bool, folder: bool
+) -> None:
+    """The last flush of the folder fails at any of its calls. Without links, a replaced file is gone before it."""
+    target = tmp_path / "out"
+    put(target, "an older one", folder=folder)
+    monkeypatch.setattr(publish, "_exchange", lambda *_: False)
+    if not links:
+        monkeypatch.setattr(publish.os, "link", failing(os.link, 0))
+    failed_at_last(monkeypatch, call)
+    with pytest.raises(MergeError, match="Input/output error"):
+        put(target, "a newer one", folder=folder)
+    monkeypatch.undo()
+    assert held(target, folder=folder) == ("an older one" if links or folder else "a newer one")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    put(target, "a newer one", folder=folder)
+    assert held(target, folder=folder) == "a newer one"
+
+
+def failed_at_last(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The second flush of the output's folder fails in this system call."""
+    sync, count = publish.sync_folder, iter(range(10))
+
+    def called(path: Path) -> None:
+        if next(count) != 1:
+            sync(path)
+            return
+        with monkeypatch.context() as patch:
+            real = getattr(os, call)
+            patch.setattr(os, call, lambda *args: (call == "close" and real(*args), fail())[1])
+            sync(path)
+
+    monkeypatch.setattr(publish, "sync_folder", called)
+
+
+def fail() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_temporary_file_whose_first_close_fails_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, count = os.close, iter(range(10))
+
+    def closed(fd: int) -> None:
+        close(fd)
+        if next(count) == 0:
+            fail()
+
+    monkeypatch.setattr(publish.os, "close", closed)
+    with pytest.raises(MergeError, match="Input/output error"):
+        put(tmp_path / "out", "never there", folder=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a folder with an open file cannot be moved there")
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_nothing_stays_in_a_folder_that_is_moved_away(tmp_path: Path, *, stopped: bool, folder: bool) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "other").write_text("kept")
+    with (
+        pytest.raises((MergeError, KeyboardInterrupt)),
+        publish.replacing(tmp_path / "here" / "out", folder=folder) as part,
+    ):
+        (part / "weights" if folder else part).write_text("half")
+        (tmp_path / "here").rename(tmp_path / "there")
+        if stopped:
+            raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("claim", [True, False])
+def test_the_names_of_new_folders_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, claim: bool, folder: bool
+) -> None:
+    """Up to the first that was there, before the output has its name; also where a claim has made them."""
+    synced: list[Path] = []
+    target = tmp_path / "a" / "b" / "c" / "out"
+    sync = publish.sync_folder
+    monkeypatch.setattr(publish, "sync_folder", lambda path: (synced.append(path), sync(path)))
+    with claimed(target) if claim else nullcontext():
+        put(target, "new", folder=folder)
+    before = synced[: synced.index(target.parent)]
+    assert [p for p in before if PART not in p.name] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    synced.clear()
+    put(target, "newer", folder=folder)
+    assert tmp_path not in synced
 
 
 def test_a_temporary_name_that_cannot_be_removed_undoes_nothing(
