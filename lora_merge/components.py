@@ -28,6 +28,9 @@ CONTAINERS: Final = tuple(
 )  # fmt: skip
 """Prefixes that say what a network is, whatever its keys."""
 
+_CONTAINER: Final = re.compile("|".join(pattern.pattern for pattern, _ in CONTAINERS))
+"""The first of them that fits."""
+
 FOLDERS: Final = tuple(
     (re.compile(pattern), role)
     for pattern, role in (
@@ -101,7 +104,8 @@ def components(
 def _prefix(key: str, folders: Collection[str]) -> str | None:
     if folders:
         return next((f"{folder}." for folder in folders if key.startswith(f"{folder}.")), None)
-    return next((m[0] for pattern, _ in CONTAINERS if (m := pattern.match(key))), None)
+    m = _CONTAINER.match(key)
+    return m[0] if m else None
 
 
 def _container(prefix: str, folders: Collection[str]) -> Component:

@@ -69,7 +69,6 @@ class Names:
     def __init__(self, parts: Sequence[Component], shapes: Mapping[str, Shape]) -> None:
         self._parts = parts
         self._shapes = shapes
-        self._keys = {key: part for part in parts for key in part.keys.values()}
         self._prefixes = [
             (prefix, f"@{part.prefix}")
             for part in parts
@@ -116,8 +115,8 @@ class Names:
         They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
         """
         piece = view.pieces[0]
-        part = self._keys.get(piece.key)
-        own = part.dotted.get(piece.key.removeprefix(part.prefix)) if part else None
+        part = self._part(piece.key)
+        own = part.dotted(piece.key.removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and own == view else view
 
     def fused(self, view: View) -> tuple[int, ...]:
@@ -125,7 +124,7 @@ class Names:
 
         The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
         """
-        found = [self._keys[p.key].cut(p) if p.key in self._keys else () for p in view.pieces]
+        found = [part.cut(p) if (part := self._part(p.key)) else () for p in view.pieces]
         if sum(map(len, found)) > 1:
             return tuple(chain.from_iterable(found)) if all(found) else ()
         rows, columns = view.matrix
@@ -134,8 +133,12 @@ class Names:
 
     def component(self, key: str) -> str:
         """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
-        part = self._keys.get(key)
+        part = self._part(key)
         return part.label if part else "model"
+
+    def _part(self, key: str) -> Component | None:
+        """The network that a base tensor belongs to; None for what is in none that matters."""
+        return next((part for part in self._parts if part.keys.get(key.removeprefix(part.prefix)) == key), None)
 
     def wanted(self, module: str) -> str:
         """What part of a model an adapter's module name speaks of."""

@@ -107,14 +107,14 @@ CONVERTERS = (
 
 def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
     """Native key → the rows of a diffusers base that our tables say it is made of."""
-    from lora_merge.aliases import _spelled
+    from lora_merge.cutting import spelled
 
     found = names(index(diffusers))
     part = found._parts[0]
     assert part.architecture is not None
     table = part.architecture.spellings["native"].settled(part.keys)
     covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}
-    views = dict(_spelled({key: part.dotted[key] for key in diffusers}, [table]))
+    views = dict(spelled({key: part.dotted(key) for key in diffusers}, [table]))
     return views | {key: whole(key, shape) for key, shape in diffusers.items() if key not in covered}
 
 

@@ -64,14 +64,30 @@ class Part:
     transposed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """One row, its arithmetic and alternatives worked out."""
+    """One row, its arithmetic and alternatives worked out; equal to itself alone, as it is looked up by the million."""
 
     name: Path
     parts: tuple[Part, ...]
     stack: str | None = None  # the variable that counts a stack
     block: int = 0  # rows that the parts take in turn; 0: each has all of its rows together
+
+    @property
+    def renames(self) -> bool:
+        """Whether it calls one whole weight otherwise, whatever the numbers are."""
+        (part, *others) = self.parts
+        whole = not others and part.half is None and not (part.sized or part.transposed or self.stack or self.block)
+        return whole and _even(self.name) and _even(part.path)
+
+    def renamed(self, path: Path) -> Path:
+        """The canonical path of a path that begins with this row's name."""
+        bound = {s[1]: have for s, have in zip(self.name, path, strict=False) if s[0] == "{"}
+        return fill(self.parts[0].path, bound) + path[len(self.name) :]
+
+
+Lookup: TypeAlias = Mapping[Path, Sequence[tuple[Path, Row, int]]]
+"""Path with `#` for numbers → its rows, each with the path as it is written and which part that is."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +232,29 @@ class Table:
         """The rows of which a canonical name is a part."""
         return self._lookup(self._parts, path)
 
-    def _lookup(self, table: Mapping[Path, list[tuple[Path, Row, int]]], path: Path) -> list[Hit]:
+    def names_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
+        """The rows that may cover names of this form, with the forms of the canonical weights that they are cut to."""
+        for row, tail, _ in self._covering(self._names, form):
+            yield from ((row, _template(part.path) + tail) for part in row.parts)
+
+    def spellings_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
+        """The rows of which canonical names of this form may be parts, with the form of what they are parts of."""
+        for row, tail, _ in self._covering(self._parts, form):
+            yield row, _template(row.name) + tail
+
+    def _covering(self, table: Lookup, form: Path) -> list[tuple[Row, Path, int]]:
+        """(row, what follows its path, which part) of all rows that may cover names of this form (`#` for numbers).
+
+        Those that do, whatever the numbers are, if no row asks for certain ones or for the same one twice.
+        """
+        found = [(template, row, form[n:], part) for n in range(1, min(len(form), self._longest) + 1)
+                 for template, row, part in table.get(form[:n], ())]  # fmt: skip
+        if all(_even(template) for template, *_ in found):
+            example = tuple([str(n) if s == "#" else s for n, s in enumerate(form)])
+            return [(hit.row, form[len(form) - len(hit.tail) :], hit.part) for hit in self._lookup(table, example)]
+        return [(row, tail, part) for _, row, tail, part in found]
+
+    def _lookup(self, table: Lookup, path: Path) -> list[Hit]:
         blank = tuple(["#" if is_number(s) else s for s in path[: self._longest]])
         for n in range(len(blank), 0, -1):
             rows = table.get(blank[:n])
@@ -265,11 +303,17 @@ def _template(path: Path) -> Path:
     return tuple("#" if s[0] == "{" or is_number(s) else s for s in path)
 
 
+def _even(template: Path) -> bool:
+    """Whether it fits any numbers: none is written out, no two have to be the same."""
+    variables = [s for s in template if s[0] == "{"]
+    return len(set(variables)) == len(variables) and not any(map(is_number, template))
+
+
 def _bind(template: Path, path: Path) -> dict[str, str] | None:
     bound: dict[str, str] = {}
     for want, have in zip(template, path, strict=False):
         if want == have:
             continue
-        if want[0] != "{" or bound.setdefault(want[1], have) != have:
+        if want[0] != "{" or have == "#" or bound.setdefault(want[1], have) != have:  # "#" only looks like a number
             return None
     return bound
