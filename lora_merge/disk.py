@@ -22,6 +22,7 @@ from .cloning import clone, clone_range
 from .errors import MergeError, ResourceError, UsageError
 from .header import open_regular
 from .pages import PAGE, address, aligned_buffer
+from .system import DIRECT_FLAG, DO_NOT_NEED, PLAIN_FLAGS, advise, allocate, sync_data, undirect, write_at
 from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direct
 
 BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
@@ -29,9 +30,6 @@ BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured
 # (0.7 s and 0.7 to 0.9 s a GB), 1.6 times the processor time and the page cache. Where files can share blocks, `share`
 # puts them there for nothing.
 BEHIND: Final = 128 << 20  # bytes written through the cache that may still be on their way to the disk
-_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-_PWRITE: Final = hasattr(os, "pwrite")
-_datasync: Any = getattr(os, "fdatasync", os.fsync)
 
 
 def _find_sync_range() -> Any:
@@ -110,7 +108,7 @@ class Writer:
         try:
             self.direct = goes_direct(path, size, mode) and self._open_direct()
             if not self.direct:
-                self._fd = os.open(path, os.O_WRONLY | _BINARY)
+                self._fd = os.open(path, os.O_WRONLY | PLAIN_FLAGS)
             kind = file_system(path) if size else ""
             if kind in RESERVES:
                 self._reserve(size, sharing=kind in CLONES)
@@ -123,7 +121,7 @@ class Writer:
     def _reserve(self, size: int, *, sharing: bool) -> None:
         """All of it; a file that may get blocks of another's does without."""
         try:
-            os.posix_fallocate(self._fd, 0, size)
+            allocate(self._fd, size)
         except OSError as e:
             if sharing and e.errno == errno.ENOSPC:
                 os.ftruncate(self._fd, 0)
@@ -132,7 +130,7 @@ class Writer:
 
     def _open_direct(self) -> bool:
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_DIRECT)
+            self._fd = os.open(self.path, os.O_WRONLY | DIRECT_FLAG)
         except OSError as e:
             if e.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return False
@@ -191,7 +189,7 @@ class Writer:
         """Write all of `data` at `at`, whatever part of it each call takes."""
         while len(data):
             try:
-                done = os.pwrite(self._fd, data, at) if _PWRITE else _write_seeking(self._fd, data, at)
+                done = write_at(self._fd, data, at)
             except OSError as e:
                 if e.errno != errno.EINVAL or not self.direct:
                     raise
@@ -203,10 +201,7 @@ class Writer:
 
     def _undirect(self) -> None:
         if self.direct:
-            import fcntl
-
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            undirect(self._fd)
             self.direct = False
 
     def _settle(self, at: int, size: int) -> None:
@@ -215,14 +210,14 @@ class Writer:
         if sum(size for _, size in self._dirty) < BEHIND:
             return
         if _sync_range is None:
-            _datasync(self._fd)
+            sync_data(self._fd)
             self._dirty.clear()
             return
         _sync(self._fd, at, size, 2)  # 2: start writing, do not wait
         while sum(size for _, size in self._dirty) > BEHIND // 2:
             at, size = self._dirty.popleft()
             _sync(self._fd, at, size, 7)  # 7: wait until written
-            os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_DONTNEED)
+            advise(self._fd, at, size, DO_NOT_NEED)
 
     def finish(self) -> None:
         """Write the last, unfinished page; return when every byte is on the disk."""
@@ -247,11 +242,6 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _write_seeking(fd: int, data: memoryview, at: int) -> int:
-    os.lseek(fd, at, os.SEEK_SET)
-    return os.write(fd, data)
 
 
 def amend(path: Path, data: bytes) -> None:

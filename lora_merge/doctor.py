@@ -26,6 +26,7 @@ from .placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stag
 from .reference import REFERENCE
 from .reference.floats import Array
 from .surroundings import undisturbed
+from .system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
 from .volumes import DIRECT_ON, Mode, file_system, free_bytes
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -204,13 +205,12 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
             writer.write(block[: min(BLOCK, size - low)], low)
         writer.finish()
     written = time.perf_counter()
-    flags = getattr(os, "O_DIRECT", 0) if direct else 0
+    flags = DIRECT_FLAG if direct else 0
     fd = os.open(path, os.O_RDONLY | flags)
     try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        advise(fd, 0, 0, DO_NOT_NEED)
         at = 0
-        while hasattr(os, "preadv") and at < size and (got := os.preadv(fd, [block], at)):
+        while at < size and (got := read_at(fd, block, at)):
             at += got
     finally:
         os.close(fd)

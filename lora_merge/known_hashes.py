@@ -19,6 +19,7 @@ from typing import Final
 from .errors import MergeError
 from .header import open_regular
 from .json_text import from_json
+from .system import is_read_only
 from .volumes import KEEP_TIMES, file_system
 
 WORTH: Final = 16 << 20  # bytes from which on a file is remembered; smaller ones are hashed in ten milliseconds
@@ -48,7 +49,7 @@ def state(path: Path) -> str | None:
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
         if s.st_size < WORTH or not settled or file_system(path) not in KEEP_TIMES:
             return None
-        if os.statvfs(path).f_flag & os.ST_RDONLY:
+        if is_read_only(path):
             return None
     except OSError:
         return None

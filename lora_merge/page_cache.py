@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import sys
 from mmap import PAGESIZE
 from typing import Final
 
 from .pages import PAGE
+from .system import NO_WAIT, read_cached
 
 _CACHESTAT: Final = 451  # number of the system call, the same on every processor but Alpha; Linux 6.5 and later
-_NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)  # Linux 4.14 and later: read only what need not be waited for
 _libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _counted: bool = _libc is not None  # until the system says that it knows no such call
 
@@ -55,10 +54,10 @@ def _at_once(fd: int, offset: int, page: memoryview) -> bool:
     the one page, too, is there now and then before the system looks whether it is: 16 wrong answers in a row were seen
     where pages were not counted before.
     """
-    if not _NOWAIT:
+    if not NO_WAIT:
         raise Unknown
     try:
-        return os.preadv(fd, [page], offset, _NOWAIT) == len(page)
+        return read_cached(fd, page, offset) == len(page)
     except BlockingIOError:
         return False
     except OSError as e:

@@ -23,11 +23,11 @@ from typing import Final
 from .destination import check_output, failures
 from .errors import MergeError, UsageError
 from .stopping import too_late, whole
+from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
 SWEEPS: Final = 10.0  # seconds between two looks of a process at a folder for what killed runs left
-SYNCED: Final = os.name != "nt"  # Windows cannot open folders to sync them
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Failures of the disk itself. Others mean that the file system cannot do what was asked of it."""
@@ -117,10 +117,10 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             except OSError:
                 _remove(part)
                 raise
-        if sys.platform == "win32":
+        if not CAN_LOCK:
             return part, -1
         try:
-            lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+            lock = os.open(part, os.O_RDONLY)
             if try_lock(lock) is not False and os.fstat(lock).st_nlink:
                 return part, lock
             os.close(lock)  # another run took it for a stale one before it was locked, and removes it
@@ -154,12 +154,10 @@ def _moved(fd: int, part: Path) -> Path:
 
 def try_lock(fd: int) -> bool | None:
     """Whether the lock was free and is now ours; None where there are no locks."""
-    if sys.platform == "win32":
+    if not CAN_LOCK:
         return None
-    import fcntl
-
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_now(fd)
     except BlockingIOError:
         return False
     except OSError:
@@ -216,7 +214,7 @@ def _sync(part: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """The names in a folder on the disk, where the system can do that."""
-    if not SYNCED:
+    if not CAN_OPEN_FOLDERS:
         return
     fd = os.open(folder, os.O_RDONLY)
     try:

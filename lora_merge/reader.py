@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -19,6 +18,18 @@ from .errors import InputError
 from .header import FileState, Header, TensorInfo, open_regular
 from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
+from .system import (
+    CAN_ADVISE,
+    CAN_READ_DIRECT,
+    DIRECT_FLAG,
+    DO_NOT_NEED,
+    NORMAL,
+    PLAIN_FLAGS,
+    RANDOM,
+    WILL_NEED,
+    advise,
+    read_at,
+)
 from .volumes import Mode, goes_direct
 
 MEMORY: Final = 1 << 62
@@ -38,7 +49,7 @@ class _File:
     direct: int
     state: FileState
     refused: bool = False  # whether the file system took the flag of direct reads, but no read
-    hints: bool = hasattr(os, "posix_fadvise")  # whether the system says what is in its page cache
+    hints: bool = CAN_ADVISE  # whether the system says what is in its page cache
     drop: bool = False  # whether what is read through the page cache is to be taken out of it again
 
     def close(self) -> None:
@@ -76,14 +87,14 @@ class Reader:
             one = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
         if self._check(path) != header.state:
             raise changed(path, "its permissions, links or bytes did")
-        if goes_direct(path, header.state.size, self._mode):
+        if CAN_READ_DIRECT and goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # refused: the cache will do
-                one.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                one.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
         if one.hints and header.state.size >= volumes.SMALL:
-            os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking must not make the system read ahead
+            advise(one.fd, 0, 0, RANDOM)  # asking must not make the system read ahead
             if one.direct < 0:
                 one.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(one) and one.hints
-                os.posix_fadvise(one.fd, 0, 0, os.POSIX_FADV_NORMAL)
+                advise(one.fd, 0, 0, NORMAL)
 
     def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:
         """Fill `buffer` with the bytes of `file` from `offset` on; InputError if it ends before.
@@ -109,15 +120,15 @@ class Reader:
 
     def expect(self, info: TensorInfo, first: int, count: int) -> None:
         """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
-        if info.offset < MEMORY and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._files[info.file].fd, info.offset + first, count, os.POSIX_FADV_WILLNEED)
+        if info.offset < MEMORY:
+            advise(self._files[info.file].fd, info.offset + first, count, WILL_NEED)
 
     def expect_all(self, file: Path) -> None:
         """A file that will be read in small pieces, in any order: lets the disk begin, unless it is very large."""
         one = self._files[file]
-        if one.state.size <= AHEAD and hasattr(os, "posix_fadvise"):
+        if one.state.size <= AHEAD and CAN_ADVISE:
             for at in range(0, one.state.size, HINT):
-                os.posix_fadvise(one.fd, at, HINT, os.POSIX_FADV_WILLNEED)
+                advise(one.fd, at, HINT, WILL_NEED)
 
     def _copy(self, buffer: memoryview, file: Path, offset: int) -> None:
         made, done = self._memory[file], 0
@@ -179,26 +190,6 @@ def changed(path: Path, why: str) -> InputError:
     )
 
 
-_seek_lock = threading.Lock()
-
-
-def _read_seeking(fd: int, buffer: memoryview, offset: int) -> int:
-    """preadv for systems without it (Windows): seek and read, one thread at a time."""
-    with _seek_lock:
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, len(buffer))
-    buffer[: len(data)] = data
-    return len(data)
-
-
-def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
-    return os.preadv(fd, [buffer], offset)
-
-
-read_at: Callable[[int, memoryview, int], int] = _preadv if hasattr(os, "preadv") else _read_seeking
-"""Bytes of an open file at an offset into memory, as many as one call gives: 0 at the end of the file."""
-
-
 def _some(file: _File, buffer: memoryview, offset: int) -> int:
     """Read as much as one call gives, by the best way there is for this place; 0 at the end of the file."""
     if file.direct < 0 or file.refused:
@@ -211,7 +202,7 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
     if not missing:
         return read_at(file.fd, buffer[:BLOCK], offset)
     try:
-        return os.preadv(file.direct, [whole[:missing]], offset)
+        return read_at(file.direct, whole[:missing], offset)
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
@@ -222,7 +213,7 @@ def _some(file: _File, buffer: memoryview, offset: int) -> int:
 def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
     done = read_at(file.fd, buffer, offset)
     if file.drop:
-        os.posix_fadvise(file.fd, offset, done, os.POSIX_FADV_DONTNEED)
+        advise(file.fd, offset, done, DO_NOT_NEED)
     return done
 
 

@@ -17,10 +17,11 @@ from .header import ITEM_BYTES, TensorInfo
 from .matched import Use
 from .patching import Patch
 from .plans import Plan, Target
-from .reader import Reader, read_at
+from .reader import Reader
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
+from .system import read_at
 from .views import View
 
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -39,13 +38,3 @@ class Report:
     def matched(self) -> int:
         """Modules applied, over all adapters."""
         return sum(int(c["matched"]) for c in self.coverage.values())
-
-
-def peak_memory() -> int:
-    """Bytes of this process's largest resident size so far; 0 where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -19,9 +19,10 @@ from .plans import Plan, coverage
 from .publish import replacing
 from .reader import Reader, changed
 from .recipe import sha256
-from .report import Report, peak_memory
+from .report import Report
 from .scarcity import scarcity
 from .stopping import heed
+from .system import peak_memory
 from .verify import verify
 from .writing import Writing
 

@@ -26,6 +26,7 @@ from .recompute import Recomputation, read_exactly
 from .reference.floats import decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
 from .second_reading import read_again
+from .system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 
 THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 2 MiB
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
@@ -62,7 +63,7 @@ def _check(
     try:
         unmerged = _unmerged(targets, compared, full=merged.full)
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
-            if not merged.full and hasattr(os, "posix_fadvise"):
+            if not merged.full and CAN_ADVISE:
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
                 ahead.submit(_expect, fd, reader, [*unmerged, *rows])
             for target, first, count in unmerged:
@@ -121,9 +122,9 @@ def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool
 
 def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
     """Let the disk fetch all the small pieces at once that are looked at one after the other, meanwhile."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sampled row
+    advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
     for target, first, count in pieces:
-        os.posix_fadvise(fd, target.offset + first, count, os.POSIX_FADV_WILLNEED)
+        advise(fd, target.offset + first, count, WILL_NEED)
         source = target.source
         if source is not None and source.shape == target.shape:
             scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]

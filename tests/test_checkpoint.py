@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from lora_merge import page_cache, volumes
+from lora_merge import page_cache, system, volumes
 from lora_merge import reader as reader_module
 from lora_merge.checkpoint import Index, open_checkpoint
 from lora_merge.errors import InputError
@@ -560,7 +560,7 @@ def test_short_and_refused_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_reading_where_there_is_no_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
-    monkeypatch.setattr(reader_module, "read_at", reader_module._read_seeking)
+    monkeypatch.setattr(system, "HAS_PREADV", False)
     buffer = bytearray(4)
     with Reader([indexed(tmp_path / "x")], "buffered") as reader:
         reader.read_into(memoryview(buffer), tmp_path / "x", 3)

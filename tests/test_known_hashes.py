@@ -121,9 +121,14 @@ def test_what_keeps_no_true_times_is_not_remembered(files: Path, monkeypatch: py
 
 def test_an_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, made to be reproducible, may differ in a byte and in nothing that stat(2) tells."""
-    mount = SimpleNamespace(f_flag=os.ST_RDONLY)
-    known = SimpleNamespace(statvfs=lambda _: mount, ST_RDONLY=os.ST_RDONLY, environ=os.environ, fdopen=os.fdopen)
-    monkeypatch.setattr(known_hashes, "os", known)
+    real = os.statvfs
+
+    def for_reading(path: Path) -> SimpleNamespace:
+        found = real(path)
+        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
+        return SimpleNamespace(**{**fields, "f_flag": found.f_flag | os.ST_RDONLY})
+
+    monkeypatch.setattr(os, "statvfs", for_reading)
     assert merged(files) == sha(files / "base.safetensors")
     assert not recall()
 

@@ -70,6 +70,6 @@ def test_an_older_system_is_asked_by_reading(fd: int, monkeypatch: pytest.Monkey
 
 def test_a_system_that_says_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_cache, "_counted", False)
-    monkeypatch.setattr(page_cache, "_NOWAIT", 0)
+    monkeypatch.setattr(page_cache, "NO_WAIT", 0)
     with pytest.raises(Unknown):
         holds(fd, 0, aligned_buffer(PAGE))
