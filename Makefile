@@ -26,6 +26,8 @@ lint: $(call STAMP,test)
 
 types: $(call STAMP,test)
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
