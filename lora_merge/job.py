@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
+from .conv1d import SETTING
 from .errors import UsageError
 from .methods import METHODS, SUM
 from .patterns import STEPS_A_NAME, Refused, Steps, pattern
@@ -267,9 +268,9 @@ def _part(part: str, value: float) -> tuple[str, float]:
 
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
-    """Every setting of any formula → what it must be, whether a value is."""
+    """Every setting of any formula, and of layers that are [in, out] → what it must be, whether a value is."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
-    return {name: KINDS[kind] for name, kind in kinds.items() if kind in KINDS}
+    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool"}.items() if kind in KINDS}
 
 
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:

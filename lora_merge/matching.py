@@ -5,7 +5,8 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Final
@@ -23,6 +24,7 @@ from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .misfits import UNKNOWN, doubtful, refuse
 from .names import EXPERTS, Names
+from .orientation import Place
 from .patching import ALPHA, Patch, Patcher
 from .peft import Plain
 from .peft_parameters import paths, saved_inside
@@ -151,6 +153,14 @@ class Matcher:
         except NoPlace as e:
             where = f"{self.adapter.path}: {module.where} of {view.pieces[0].key}: {e}"
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
+
+    def places(self) -> Iterator[Place]:
+        """Where the modules' weights and biases lie, of those that have a place."""
+        for module in (m for m in self.adapter.modules if m.parameter == "weight"):
+            with suppress(MergeError):  # which is raised when the module is placed
+                view = self._find(module)
+                if view is not None:
+                    yield Place(module, view, self._look(module.name, "bias"))
 
     def _named(self, name: str, parameter: str) -> View | None:
         """The parameter of a module, by any of the names that the configuration may mean."""

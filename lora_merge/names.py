@@ -119,6 +119,11 @@ class Names:
         own = part.dotted(piece.key.removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and own == view else view
 
+    def recognised(self, key: str) -> bool:
+        """Whether a table knows the network that a base tensor is of."""
+        part = self._part(key)
+        return part is not None and part.architecture is not None
+
     def fused(self, view: View) -> tuple[int, ...]:
         """Rows of every layer that is fused in a weight, in order; () where nothing tells.
 

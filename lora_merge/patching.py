@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isfinite, isnan, prod
@@ -11,18 +11,20 @@ from typing import Any, Final
 
 from .adapter import AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
-from .errors import InputError, ShapeMismatch
+from .conv1d import SETTING, STATE
+from .errors import InputError, MergeError, ShapeMismatch
 from .explain import grouped
 from .folders import listed
 from .gaps import UNGATHERED, incomplete, lacks
 from .header import TensorInfo
 from .network_args import Trained, trained
+from .orientation import Orientation, Untold
 from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
-from .peft_parameters import TABLES, in_out
+from .peft_parameters import TABLES
 from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA
-from .views import View, transposed
+from .views import View
 
 ALPHA: Final = "lora_alpha"
 """The setting that says α where a file holds none."""
@@ -83,7 +85,7 @@ class Patcher:
 
     def __init__(self, number: int, adapter: AdapterFile, rules: Rules, values: Values) -> None:
         self.number, self.adapter, self.rules, self.values = number, adapter, rules, values
-        self.in_out = in_out(module.name for module in adapter.modules)
+        self.orientation = Orientation(rules, [m for m in adapter.modules if m.parameter == "weight"], self._fits)
         self.model = ""  # the base's type
         self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
@@ -101,19 +103,10 @@ class Patcher:
         weight.
         """
         self._agree(module)
-        complete, told = module.complete, self.rules.of(module.name)
-        try:
-            chosen = told.algorithm(module.name, complete, view, self.model)
-            if chosen in STARTED and "lora" in complete and view.pieces[0].key in self.residual:
-                chosen = "lora"
-        except DoesNotFit as e:
-            where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}"
-            raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
-        candidates = complete if chosen is None else [chosen]
-        if chosen is not None and not _has_all(self._with_shared(module, told.shared(chosen)), chosen, near):
-            candidates = []
+        told = self.rules.of(module.name)
+        candidates, chosen = self._candidates(module, view, near)
         reasons = []
-        for name, seen in ((n, s) for n in candidates for s in _ways(view, in_out=self._turned(module, n))):
+        for name, seen in ((n, s) for n in candidates for s in self._ways(module, n, view)):
             if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
                 continue
             full = self._with_shared(module, told.shared(name))
@@ -156,12 +149,41 @@ class Patcher:
         tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
         return self.values.same(one, other) and (slot != "magnitude" or len(set(tells_axis)) == 1)
 
-    def _turned(self, module: Module, name: str) -> bool:
-        """Whether a formula may take the weight for [in, out]."""
-        if name == "lora_transposed":
-            return module.name.rpartition(".")[2] in TABLES
-        told = self.rules.of(module.name).fan_in_fan_out and module.name in self.in_out
-        return told and "embedding" not in name  # of embeddings PEFT never asks it
+    def _candidates(
+        self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})
+    ) -> tuple[Sequence[str], str | None]:
+        """(the rows to try, the one that the configuration chose); ShapeMismatch if it does not tell enough."""
+        complete, told = module.complete, self.rules.of(module.name)
+        try:
+            chosen = told.algorithm(module.name, complete, view, self.model)
+        except DoesNotFit as e:
+            where = f"{self.adapter.path}: {module.where} {_shapes(module)}: {e}"
+            raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
+        if chosen in STARTED and "lora" in complete and view.pieces[0].key in self.residual:
+            chosen = "lora"
+        if chosen is None:
+            return complete, None
+        return [chosen] if _has_all(self._with_shared(module, told.shared(chosen)), chosen, near) else [], chosen
+
+    def _fits(self, module: Module, view: View) -> bool:
+        """Whether some formula takes the module's tensors for a weight that is seen so."""
+        try:
+            rows, _ = self._candidates(module, view)
+        except MergeError:
+            return False
+        full = {name: self._with_shared(module, self.rules.of(module.name).shared(name)) for name in rows}
+        return any(_takes(name, module.shapes, view) for name, module in full.items())
+
+    def _ways(self, module: Module, name: str, view: View) -> Sequence[View]:
+        """The weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
+        try:
+            found = [*self.orientation.ways(module, name, view)]
+        except Untold as e:
+            where = f"{self.adapter.path}: {module.where} on {view.pieces[0].key} {list(view.shape)}: {e}"
+            raise ShapeMismatch(UNTOLD, where, STATE) from e
+        if self.orientation.used:
+            self.used.add(SETTING)
+        return found
 
     def notes(self) -> list[str]:
         """What the user should know, each with the modules that it is about."""
@@ -277,7 +299,7 @@ class Patcher:
         if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
             self.remark(NO_DORA, module)
             return None
-        if name == "lora_embedding" or (name == "lora_transposed" and self._turned(module, name)):
+        if name == "lora_embedding" or (name == "lora_transposed" and module.name.rpartition(".")[2] in TABLES):
             # PEFT takes the norm over the vocabulary, mlx-lm over what each token has
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
@@ -293,11 +315,12 @@ def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
     return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)
 
 
-def _ways(view: View, *, in_out: bool) -> Iterator[View]:
-    """The weight as it is; before that the other way round, if the configuration says that weights are [in, out]."""
-    if in_out and len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed:
-        yield transposed(view)
-    yield view
+def _takes(name: str, shapes: Mapping[str, Shape], view: View) -> bool:
+    try:
+        _fit(name, tuple(shapes.items()), view.shape, view.matrix)
+    except DoesNotFit:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)  # a model has thousands of layers of a few shapes

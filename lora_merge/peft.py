@@ -18,8 +18,8 @@ nothing, and the file's own numbers hold. How a plan uses them:
    `Algorithm.derive(fitted shapes, weight shape, settings)` makes it.
 
 Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `and_bias` changes the
-module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out];
-it is worth asking only for square ones. Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out],
+one sign of several, and only for square ones (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ of ranks and alphas are matched with the parameter's whole name. Source: PEFT 0.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final
 
 from .algorithms import DoesNotFit
@@ -37,20 +36,8 @@ SQUARE: Final = (
 TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
 """Classes of transformers for one tower of two: CLIP's, SigLIP's and their kin."""
 
-CONV1D: Final = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
-"""What transformers calls its layers of [in, out] weights, all of them."""
-
-
 TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
 """What models call their input embeddings, which mlx-lm takes for layers from the vocabulary (LoRAEmbedding)."""
-
-
-def in_out(modules: Iterable[str]) -> frozenset[str]:
-    """Those of an adapter's modules that `fan_in_fan_out` may speak of: a configuration has it once, as PEFT saw the
-    last layer, and a decoder like GPT-2's stands behind an encoder of [out, in]. All of them where none is called like
-    a Conv1D, in other code than transformers'."""
-    every = frozenset(modules)
-    return frozenset(name for name in every if name.rpartition(".")[2] in CONV1D) or every
 
 
 def bare(module: str) -> str:

@@ -15,6 +15,7 @@ from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape
 from .bounds import window_room
 from .checkpoint import Index
+from .conv1d import SETTING, base_types
 from .copies import seen
 from .destination import check_output
 from .disk import require_space
@@ -29,6 +30,7 @@ from .meetings import note_meetings
 from .methods import METHODS
 from .names import Names
 from .opened import Opened
+from .orientation import Base as Layers
 from .patching import Patcher
 from .patterns import STEPS, STEPS_A_NAME, Steps
 from .peft import rules
@@ -87,10 +89,13 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
+        patcher.orientation.given = patcher.given.get(SETTING)
         patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
         patcher.by_config = not {"model_type", "_class_name"}.isdisjoint(base.config)
         mine = seen(patcher, ref, lookup, base.tensors, shared)
-        matched.append(Matcher(patcher, ref, lookup, mine).match(job.unmatched))
+        matcher = Matcher(patcher, ref, lookup, mine)
+        patcher.orientation.base = Layers(base_types(base.config), lookup.recognised, matcher.places)
+        matched.append(matcher.match(job.unmatched))
         used |= patcher.used
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)

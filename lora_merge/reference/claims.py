@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +20,7 @@ from .reading import NUMBERS, Group, groups, shapes
 Shape = tuple[int, ...]
 Stored = Mapping[str, Shape]
 
-CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn")
+CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
 """What transformers calls its layers whose weights are [in, out]."""
 
 IN_OUT: Final = ("gpt2",)
@@ -70,6 +71,16 @@ class Base:
     def ties(self) -> bool:
         """Whether some of its layers may share a weight that is stored once."""
         return bool(self.config.get("architectures")) and self.config.get("tie_word_embeddings") is not False
+
+    @cached_property
+    def across(self) -> frozenset[str]:
+        """Last names of layers of which one is [in, out] beyond doubt: its bias is as long as its second axis."""
+        found = set()
+        for key, info in self.tensors.items():
+            bias = self.tensors.get(key.removesuffix("weight") + "bias") if key.endswith(".weight") else None
+            if bias is not None and len(info.shape) == 2 and bias.shape == info.shape[1:] != info.shape[:1]:
+                found.add(key.split(".")[-2])
+        return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -206,7 +217,7 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
     conv1d = bool(name) and name[0] in CONV1D
     found = numbers.configuration(group.stem)
     said = found is not None and bool(found[0].get("fan_in_fan_out"))
-    if upright and not conv1d and not said:
+    if upright and not (conv1d or said or numbers.turns or (name and name[0] in base.across)):
         return False
     known = conv1d and str(base.config.get("model_type")) in IN_OUT
     return True if known and _low_rank(group) else None

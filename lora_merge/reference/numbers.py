@@ -65,6 +65,11 @@ class Numbers:
             return None
         return found if isinstance(found, dict) else None
 
+    @property
+    def turns(self) -> bool:
+        """Whether the user says which way round square weights are."""
+        return "fan_in_fan_out" in self._given
+
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
         """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
         if self._config:
