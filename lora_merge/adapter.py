@@ -279,11 +279,18 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
 
 def looks_like_adapter(index: Index) -> bool:
-    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place."""
-    rows = [found[1] for key in index.tensors if (found := split(key)) is not None]
-    marked = sum(1 for row in rows if row.slot not in SHARED and row.ending != ".weight")
-    marked += sum(row.slot == "on_input" for row in rows)  # which tells of the `.weight` beside it
-    return marked * 2 > len(index.tensors)
+    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place.
+
+    A model that was saved with an adapter attached is none: beside the adapter's tensors it has their layers' weights.
+    """
+    found = [one for key in index.tensors if (one := split(key)) is not None]
+    marked = [module for module, row in found if row.slot not in SHARED and row.ending != ".weight"]
+    count = len(marked) + sum(row.slot == "on_input" for _, row in found)  # which tells of the `.weight` beside it
+    if count * 2 <= len(index.tensors):
+        return False
+    layers = {f"{module}.base_layer.weight" for module in marked}
+    own = sum(row.ending != ".weight" for _, row in found)
+    return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
 
 
 def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from .algorithms import Shape
@@ -25,6 +26,7 @@ from .explain import absence, likely_reason, other_model, other_variant
 from .guess import architectures, described, seen
 from .prefixes import DENOISERS, TRAINING, prefixed
 from .views import View, transposed
+from .wrappers import unwrapped, wrapper_notes
 
 OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "
@@ -44,7 +46,8 @@ EXPERTS: Final = {
 kind, is taken for."""
 
 REWRITES: Final = (
-    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module)\."), ""),
+    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
+    (re.compile(r"\.base_layer$"), ""),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),
@@ -54,6 +57,10 @@ REWRITES: Final = (
     (re.compile(r"(?<![a-z])sformer_blocks"), "transformer_blocks"),
 )
 """Slips and old habits: wrappers left in, attention processors, four letters cut off. Tried if nothing fits."""
+
+NO_ID: Final = "transformer"
+"""What stands in the place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps that to every encoder
+but CLIP (comfy/lora.py, model_lora_keys_clip)."""
 
 NOT_MEANT: Final = {
     "te1": ("clip_g",),
@@ -66,9 +73,13 @@ NOT_MEANT: Final = {
 class Names:
     """The names of one base; built once, then asked for every module."""
 
-    def __init__(self, parts: Sequence[Component], shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._parts = parts
         self._shapes = shapes
+        self._stored = stored  # its names without levels that training left → the keys, where these have some
+        self._inner = {key: name for name, key in stored.items()}
         self._prefixes = [
             (prefix, f"@{part.prefix}")
             for part in parts
@@ -97,8 +108,14 @@ class Names:
                         raise self._ambiguous(module, parameter, [*views, view])
                     views.append(view)
             if views:
-                return views[0]
+                return self._as_stored(views[0])
         return None
+
+    def _as_stored(self, view: View | None) -> View | None:
+        """The place by the keys of the base."""
+        if view is None or not self._stored:
+            return view
+        return View(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
 
     def lone_expert(self, modules: Sequence[str]) -> str:
         """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
@@ -116,8 +133,8 @@ class Names:
         """
         piece = view.pieces[0]
         part = self._part(piece.key)
-        own = part.dotted(piece.key.removeprefix(part.prefix)) if part else None
-        return transposed(view) if piece.transposed and own == view else view
+        own = part.dotted(self._name(piece.key).removeprefix(part.prefix)) if part else None
+        return transposed(view) if piece.transposed and self._as_stored(own) == view else view
 
     def recognised(self, key: str) -> bool:
         """Whether a table knows the network that a base tensor is of."""
@@ -129,11 +146,12 @@ class Names:
 
         The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
         """
-        found = [part.cut(p) if (part := self._part(p.key)) else () for p in view.pieces]
+        pieces = [p._replace(key=self._name(p.key)) for p in view.pieces]
+        found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
         if sum(map(len, found)) > 1:
             return tuple(chain.from_iterable(found)) if all(found) else ()
         rows, columns = view.matrix
-        named = "qkv" in view.pieces[0].key.rpartition(".")[0].rpartition(".")[2]
+        named = "qkv" in pieces[0].key.rpartition(".")[0].rpartition(".")[2]
         return (columns,) * 3 if found[0] and named and rows == 3 * columns else ()
 
     def component(self, key: str) -> str:
@@ -143,7 +161,12 @@ class Names:
 
     def _part(self, key: str) -> Component | None:
         """The network that a base tensor belongs to; None for what is in none that matters."""
-        return next((part for part in self._parts if part.keys.get(key.removeprefix(part.prefix)) == key), None)
+        name = self._name(key)
+        return next((part for part in self._parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
+
+    def _name(self, key: str) -> str:
+        """What a base tensor is called without levels that training left."""
+        return self._inner.get(key, key)
 
     def wanted(self, module: str) -> str:
         """What part of a model an adapter's module name speaks of."""
@@ -231,9 +254,7 @@ class Names:
             return list(self._parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
         known = self._known
         if hint[0] == "=":  # a folder calls none of its encoders so
-            unsure = [p for p in encoders if p.kind in UNSURE]
-            meant = [p for p in encoders if p.kind == ENCODER_IDS.get(hint[1:], hint[1:])]
-            return meant or (unsure if len(unsure) == 1 else [])
+            return self._by_id(ENCODER_IDS.get(hint[1:], hint[1:]), encoders)
         if known and known.text_encoders:
             kind = known.text_encoders.get(hint)
             called = {label for label, theirs in known.text_encoders.items() if theirs == kind} | {hint}
@@ -241,6 +262,16 @@ class Names:
         if len(encoders) == 1:
             return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
         return [p for p in encoders if p.label == hint]
+
+    def _by_id(self, kind: str, encoders: Sequence[Component]) -> list[Component]:
+        """The encoders that ComfyUI calls so; of those that only their place tells apart, the one in that place."""
+        if kind == NO_ID:
+            return [p for p in encoders if not p.kind.startswith("clip")]
+        unsure = [p for p in encoders if p.kind in UNSURE]
+        theirs = self._known.text_encoders if self._known else {}
+        placed = [p for p in unsure if theirs.get(p.label) == kind]
+        meant = [p for p in encoders if p.kind == kind]
+        return meant or placed or (unsure if len(unsure) == 1 else [])
 
     def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
@@ -254,11 +285,15 @@ class Names:
 
 def names(index: Index, extra: Path | None = None) -> Names:
     """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
-    shapes = {name: info.shape for name, info in index.tensors.items()}
+    stored = unwrapped(index.tensors)
+    tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
+    shapes = {name: info.shape for name, info in tensors.items()}
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
     for part in parts:
-        part.sharded = len({index.tensors[key].file for key in part.keys.values()}) > 1
-    found = Names(parts, shapes)
+        part.sharded = len({tensors[key].file for key in part.keys.values()}) > 1
+    found = Names(parts, shapes, stored)
+    if stored:
+        found.notes = (*found.notes, *wrapper_notes(stored))
     found.second = "transformer_2" in index.path.parts[-2:]
     return found
 

@@ -354,6 +354,17 @@ def test_swapped_halves() -> None:
         ),
         ("transformers/t5xxl-encoder", "lora_te3_encoder_embed_tokens", "weight", "shared.weight"),
         ("transformers/gpt-neox-20b", "base_model.model.lm_head", "weight", "embed_out.weight"),
+        *(  # ComfyUI takes SDXL's embeddings for SD2's
+            (name, f"{prefix}class_embedding{dot}linear_{i + 1}", "weight", key.format(i + 1, 2 * i))
+            for name, key in (
+                ("native/sdxl", "label_emb.0.{1}.weight"),
+                ("native/sdxl-refiner", "label_emb.0.{1}.weight"),
+                ("diffusers/sdxl", "add_embedding.linear_{0}.weight"),
+                ("single-file/sdxl", "model.diffusion_model.label_emb.0.{1}.weight"),
+            )
+            for i in range(2)
+            for prefix, dot in (("lora_unet_", "_"), ("lycoris_", "_"), ("unet.", "."), ("", "."))
+        ),
         (
             "transformers/mixtral-8x7b",
             "base_model.model.model.layers.0.mlp.gate",
@@ -535,9 +546,36 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
         assert view is not None
         assert view.pieces[0].key == "text_encoder.model.layers.1.self_attn.q_proj.weight"
     assert two.find("text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1") is not None
+    assert two.find(name("transformer").replace("transformer.transformer", "transformer")) == view
     both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
     assert both.find(name("qwen3_4b")) is None
     assert "text encoder qwen3_4b" in both.explain([name("qwen3_4b")], {})
+
+
+@pytest.mark.parametrize("width", [1280, 24])  # in other widths, only their places tell the encoders apart
+@pytest.mark.parametrize("layers", ["text_encoders.{}.transformer.text_model.", "text_encoders.{}.text_model."])
+def test_comfyuis_names_of_sdxls_encoders_on_its_single_file(layers: str, width: int) -> None:
+    """As OneTrainer writes them; the second encoder is OpenCLIP's there: fused rows, a transposed projection."""
+    shapes = header("single-file/sdxl")
+    narrow = {
+        k: tuple(width * d // 1280 if d % 1280 == 0 else d for d in s) for k, s in shapes.items() if ".1.model." in k
+    }
+    found = names(index(shapes | narrow))
+    other = names(index(header("transformers/clip-bigg")))
+    first, second = "conditioner.embedders.0.transformer.text_model.", "conditioner.embedders.1.model."
+    view = found.find(layers.format("clip_l") + "encoder.layers.3.self_attn.v_proj")
+    assert view is not None
+    assert [p.key for p in view.pieces] == [f"{first}encoder.layers.3.self_attn.v_proj.weight"]
+    view = found.find(layers.format("clip_g") + "encoder.layers.3.self_attn.v_proj")
+    place = Piece(f"{second}transformer.resblocks.3.attn.in_proj_weight", 2 * width, 3 * width, width)
+    assert view is not None and view.pieces == (place,)
+    for key in header("transformers/clip-bigg"):
+        module, _, leaf = key.rpartition(".")
+        meant = found.find(layers.format("clip_g").replace("text_model.", "") + module, leaf)
+        assert (meant is None) == (other.find(module, leaf) is None), key
+    view = found.find("text_encoders.clip_g.transformer.text_projection")
+    assert view is not None
+    assert (view.pieces[0].key, view.pieces[0].transposed) == (f"{second}text_projection", True)
 
 
 def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
