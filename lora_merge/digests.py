@@ -16,7 +16,7 @@ from threading import Event
 from types import TracebackType
 from typing import Final
 
-from .known_hashes import recall, remember, state
+from .known_hashes import Known, remember, state
 from .reader import MEMORY, Reader
 
 PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would wait for the import's lock too often
@@ -28,9 +28,9 @@ class Digests:
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
         files = dict.fromkeys((*base, *others))
-        self._states, known = {path: state(path) for path in files}, recall()
-        self._done = {path: known[s] for path, s in self._states.items() if s in known}
-        self._learnt: dict[str, str] = {}
+        self._states, known = {path: state(path) for path in files}, Known()
+        self._done = {path: digest for path in files if (digest := known.digest(path))}
+        self._learnt: dict[Path, tuple[str, str]] = {}
         self.reader, self._base = reader, [p for p in base if p not in self._done]
         self._others = [p for p in files if p not in base]
         self._sizes = {path: path.stat().st_size for path in files if path not in self._done}
@@ -76,7 +76,7 @@ class Digests:
             found = self._done[file] = self._digests[file].hexdigest()
             before = self._states[file]
             if before is not None and before == state(file):
-                self._learnt[before] = found
+                self._learnt[file] = before, found
         return self._done[file]
 
     def of(self, files: Iterable[Path]) -> list[str]:

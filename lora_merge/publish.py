@@ -23,7 +23,7 @@ from typing import Final
 from .destination import check_output, failures
 from .errors import MergeError, UsageError
 from .stopping import too_late, whole
-from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now
+from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now, path_of
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
@@ -140,16 +140,8 @@ def _sibling(target: Path) -> Path:
 
 def _moved(fd: int, part: Path) -> Path:
     """Where the open temporary file or folder is now, as the folder around it was moved; `part` where nothing tells."""
-    try:
-        if sys.platform == "darwin":
-            import fcntl
-
-            there = Path(os.fsdecode(fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
-        else:
-            there = Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # as it is
-    except OSError:
-        return part
-    return there if there.name == part.name else part
+    there = path_of(fd)
+    return there if there is not None and there.name == part.name else part
 
 
 def try_lock(fd: int) -> bool | None:

@@ -16,7 +16,7 @@ from .errors import MergeError, UsageError
 from .folders import listed
 from .header import FileState
 from .job import Job
-from .known_hashes import recall, remember, state
+from .known_hashes import Known, remember, state
 from .opened import Opened
 from .recipe import KEY, blanks, parsed, recipe, sha256
 
@@ -29,17 +29,17 @@ class Hashes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Path, FileState | None], str] = {}
-        self._remembered = recall()
+        self._remembered = Known()
 
     def of(self, path: Path) -> str:
         """The hex digest; InputError if the file cannot be read."""
         key, before = (path, FileState.at(path)), state(path)
-        if key not in self._known and before in self._remembered:
-            self._known[key] = self._remembered[before]
+        if key not in self._known and (digest := self._remembered.digest(path)):
+            self._known[key] = digest
         if key not in self._known:
             self._known[key] = sha256(path)
             if before is not None and before == state(path):
-                remember({before: self._known[key]})
+                remember({path: (before, self._known[key])})
         return self._known[key]
 
 

@@ -140,6 +140,23 @@ HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
 """Whether `private_memory` may lie in huge pages, so that it pays to begin at one."""
 
 
+def path_of(fd: int) -> Path | None:
+    """Where an open file or folder is now, whatever it was opened as; None where the system does not say."""
+    try:
+        if sys.platform == "darwin":
+            import fcntl
+
+            return Path(os.fsdecode(fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # of a link that is none on the disk
+    except OSError:
+        return None
+
+
+def user_id() -> int | None:
+    """The number of the user whose rights this process has; None where users have none."""
+    return _os.geteuid() if hasattr(os, "geteuid") else None
+
+
 def is_read_only(path: os.PathLike[str]) -> bool:
     """Whether a file lies on a file system that is mounted for reading alone; False where the system does not say."""
     return hasattr(os, "statvfs") and bool(_os.statvfs(path).f_flag & getattr(os, "ST_RDONLY", 0))

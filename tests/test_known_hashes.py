@@ -49,7 +49,9 @@ def merged(folder: Path) -> str:
 def test_a_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = files / "base.safetensors"
     assert merged(files) == sha(base)
-    assert recall() == {state(p): sha(p) for p in (base, files / "style.safetensors")}
+    assert {s: entry[:64] for s, entry in recall().items()} == {
+        state(p): sha(p) for p in (base, files / "style.safetensors")
+    }
     fed: list[int] = []
     monkeypatch.setattr("lora_merge.digests.hashlib", SimpleNamespace(sha256=lambda: Counted(fed)))
     assert merged(files) == sha(base)
@@ -136,7 +138,7 @@ def test_an_image_for_reading_is_not_remembered(files: Path, monkeypatch: pytest
 def test_a_proof_reads_the_bytes(files: Path) -> None:
     """A remembered hash that is wrong, however it came about, is found out."""
     base = files / "base.safetensors"
-    remember({str(state(base)): DIGEST})
+    remember({base: (str(state(base)), DIGEST)})
     assert merged(files) == DIGEST
     with pytest.raises(lora_merge.MergeError, match="older or newer"):
         prove(files / "out.safetensors", search=[files])
@@ -187,24 +189,36 @@ def _homeless() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
+@pytest.fixture
+def unsigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of files that are not there."""
+    monkeypatch.setattr(known_hashes, "_signed", lambda _key, _path, _state, digest: f"{digest} {digest}")
+
+
+def learnt(**digests: str) -> dict[Path, tuple[str, str]]:
+    return {Path(name): (name, digest) for name, digest in digests.items()}
+
+
+@pytest.mark.usefixtures("unsigned")
 def test_the_oldest_are_forgotten() -> None:
-    remember({f"file {n}": DIGEST for n in range(MOST)})
-    remember({"file 0": DIGEST[::-1], "new": DIGEST})
+    remember(learnt(**{f"file {n}": DIGEST for n in range(MOST)}))
+    remember(learnt(**{"file 0": DIGEST[::-1], "new": DIGEST}))
     known = recall()
     assert len(known) == MOST
-    assert known["file 0"] == DIGEST[::-1]
+    assert known["file 0"][:64] == DIGEST[::-1]
     assert "file 1" not in known
     assert list(known)[-1] == "new"
 
 
+@pytest.mark.usefixtures("unsigned")
 def test_several_write_at_once() -> None:
-    threads = [threading.Thread(target=lambda n=n: remember({f"file {n}": DIGEST})) for n in range(16)]
+    threads = [threading.Thread(target=lambda n=n: remember(learnt(**{f"file {n}": DIGEST}))) for n in range(16)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
     assert recall()
-    assert {p.name for p in place().parent.iterdir()} == {place().name}
+    assert {p.name for p in place().parent.iterdir()} == {place().name, "key"}
 
 
 def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +244,79 @@ def test_hashes_lie_where_caches_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         with pytest.raises(RuntimeError):
             place()
         assert recall() == {}
+
+
+def rewrite(change: Callable[[str, str], tuple[str, str]]) -> None:
+    """Every entry of what is remembered in another way."""
+    entries = json.loads(place().read_text())
+    place().write_text(json.dumps(dict(change(s, e) for s, e in entries.items())))
+
+
+FORGERIES: dict[str, Callable[[Path], object]] = {
+    "another digest": lambda _: rewrite(lambda s, e: (s, DIGEST + e[64:])),
+    "another code": lambda _: rewrite(lambda s, e: (s, f"{DIGEST} {DIGEST}")),
+    "none, as earlier versions had": lambda _: rewrite(lambda s, e: (s, DIGEST)),
+    "a link": lambda _: place().rename(place().with_name("x")) and forged_link(),
+    "writable by the group": lambda base: (signed(base), place().chmod(0o664)),
+    "writable by all": lambda base: (signed(base), place().chmod(0o606)),
+    "a folder writable by the group": lambda base: (signed(base), place().parent.chmod(0o770)),
+    "a key that others can read": lambda base: (signed(base), place().with_name("key").chmod(0o640)),
+    "another key": lambda base: (signed(base), place().with_name("key").write_bytes(os.urandom(32))),
+    "a short key": lambda base: (signed(base), place().with_name("key").write_bytes(b"")),
+    "another user's file": lambda base: (signed(base), os.chown(place(), 12345, 12345)),
+    "another user's folder": lambda base: (
+        os.chown(place().parent, 0, 0),
+        signed(base),
+        os.chown(place().parent, 12345, 12345),
+    ),
+}
+
+
+def signed(base: Path) -> None:
+    """A wrong entry, but one that would be believed."""
+    remember({base: (str(state(base)), DIGEST)})
+    assert known_hashes.Known().digest(base) == DIGEST
+
+
+def forged_link() -> bool:
+    place().symlink_to("x")
+    return True
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_memory_is_none(files: Path, forgery: str) -> None:
+    """Neither does a recipe lie nor is a job skipped; what is remembered afterwards is right again."""
+    if "user's" in forgery and os.geteuid():
+        pytest.skip("only root can give files away")
+    base, jobs = files / "base.safetensors", files / "jobs.yaml"
+    merged(files)
+    FORGERIES[forgery](base)
+    assert known_hashes.Known().digest(base) in (None, sha(base))
+    assert merged(files) == sha(base)
+    jobs.write_text(
+        "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: out.safetensors}\n"
+    )
+    rewritten(base)
+    FORGERIES[forgery](base)
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["failed"], "it is the output of another base"
+    assert known_hashes.Known().digest(base) in (None, sha(base))
+
+
+def test_an_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing that stat(2) tells has changed, some of the bytes are still looked at."""
+    base = files / "base.safetensors"
+    monkeypatch.setattr(known_hashes, "state", lambda path: path.name)
+    monkeypatch.setattr("lora_merge.digests.state", lambda path: path.name)
+    assert merged(files) == sha(base)
+    rewritten(base)
+    assert merged(files) == sha(base)
+
+
+def test_what_is_remembered_is_for_the_user_alone(files: Path) -> None:
+    old = os.umask(0)
+    try:
+        merged(files)
+    finally:
+        os.umask(old)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (place().parent, *place().parent.iterdir())}
+    assert modes == {"lora-merge": 0o700, "sha256.json": 0o600, "key": 0o600}

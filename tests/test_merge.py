@@ -206,10 +206,8 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
         adapter |= {f"layer.{n:02}.lora_up.weight": rand(500, 4), f"layer.{n:02}.lora_down.weight": rand(4, 701 + n)}
     files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
     lora_merge.merge(*files, tmp_path / "usual.safetensors", max_memory="8MiB")
-    monkeypatch.setattr("lora_merge.digests.state", str)
-    monkeypatch.setattr(
-        "lora_merge.digests.recall", lambda: {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    )
+    digests = {f: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    monkeypatch.setattr("lora_merge.digests.Known.digest", lambda _, path: digests.get(path))
     return files
 
 
@@ -251,8 +249,7 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
         read(self, turn)
 
     monkeypatch.setattr(Writing, "read", noting)
-    monkeypatch.setattr("lora_merge.digests.recall", dict)
-    monkeypatch.setattr("lora_merge.digests.remember", lambda _: None)
+    monkeypatch.setattr("lora_merge.digests.Known.digest", lambda *_: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
 
@@ -712,8 +709,7 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
     base, out, run = mixed[0], tmp_path / "out.safetensors", Writing.run
     at = parse_file(base).tensors["layer.09.weight"].offset
     if not known:
-        monkeypatch.setattr("lora_merge.digests.recall", dict)
-        monkeypatch.setattr("lora_merge.digests.remember", lambda _: None)
+        monkeypatch.setattr("lora_merge.digests.Known.digest", lambda *_: None)
 
     def flip() -> None:
         old = base.stat()
