@@ -25,8 +25,8 @@ def merge(
     """Merge adapters into a base and write the result; every failure is a MergeError.
 
     `adapters`: paths, `(path, strength)` pairs or Adapter objects. Options are the command line's:
-    dtype, compute_dtype, device, method, strength, strength_for, unmatched, map, setting, overwrite, max_memory,
-    max_vram, verify.
+    dtype, compute_dtype, device, method, strength, strength_for, unmatched, on_overflow, map, setting, overwrite,
+    max_memory, max_vram, verify.
     """
     from .planning import make_plan
     from .run import run

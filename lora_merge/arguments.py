@@ -26,6 +26,7 @@ class MergeOptions(TypedDict, total=False):
     device: str | torch.device
     method: Literal["sum", "compose"]
     unmatched: Literal["error", "skip"]
+    on_overflow: Literal["error", "saturate"]
     overwrite: bool
     max_memory: int | str
     max_vram: int | str | None

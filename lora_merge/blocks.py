@@ -76,6 +76,13 @@ class Block:
         return self.target.source is None or self.target.source.shape != self.target.shape
 
     @property
+    def reads(self) -> set[str]:
+        """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
+        patches = [s.use.patch for s in self.slices]
+        seen = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
+        return {piece.key for view in seen for piece in view.pieces}
+
+    @property
     def elements(self) -> int:
         """How many numbers it holds."""
         return (self.last - self.first) * self.cols

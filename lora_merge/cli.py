@@ -127,6 +127,9 @@ def merge(
         str, typer.Option(help="How adapters meet: sum, or compose (one after the other, as PEFT merges).")
     ] = "sum",
     unmatched: Annotated[str, typer.Option(help="error, or skip what has no place in the base.")] = "error",
+    on_overflow: Annotated[
+        str, typer.Option(help="error, or saturate: cut numbers too large for the output's dtype to its largest.")
+    ] = "error",
     map_file: Annotated[
         str | None, typer.Option("--map", help="Name table (YAML) for a model that is not known.")
     ] = None,
@@ -155,8 +158,8 @@ def merge(
         job = make_job(
             base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
             compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
-            method=method, unmatched=unmatched, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram,
-            verify=verify, map=map_file, setting=[one_setting(s) for s in setting or []],
+            method=method, unmatched=unmatched, on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory,
+            max_vram=max_vram, verify=verify, map=map_file, setting=[one_setting(s) for s in setting or []],
         )  # fmt: skip
         if told is not None:
             told.spare(sources(job), [job.output])

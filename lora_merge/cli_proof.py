@@ -31,6 +31,7 @@ def verify(
     ] = None,
     method: Annotated[str | None, typer.Option(help="The same.")] = None,
     unmatched: Annotated[str | None, typer.Option(help="The same.")] = None,
+    on_overflow: Annotated[str | None, typer.Option(help="The same.")] = None,
     map_file: Annotated[str | None, typer.Option("--map", help="The same.")] = None,
     setting: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="The same.")] = None,
     search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
@@ -44,7 +45,7 @@ def verify(
     pairs = [named_adapter(a) for a in adapter or []]
     options = {
         "strength_for": [part(p) for p in strength_for or []], "method": method, "unmatched": unmatched,
-        "map": map_file, "setting": [one_setting(s) for s in setting or []],
+        "on_overflow": on_overflow, "map": map_file, "setting": [one_setting(s) for s in setting or []],
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value}
     proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)

@@ -15,8 +15,8 @@ class MergeError(Exception):
         self.what, self.where, self.fix = what, where, fix
 
     def rename(self, old: str, new: str) -> None:
-        """Call a path by the name that the user knows it by."""
-        self.where = self.where.replace(old, new)
+        """Call a path by the name that the user knows it by, wherever it is named."""
+        self.what, self.where, self.fix = (text.replace(old, new) for text in (self.what, self.where, self.fix))
         self.args = (self.what, self.where, self.fix)
 
     def __str__(self) -> str:
@@ -34,6 +34,15 @@ class InputError(MergeError):
     """An input is missing, damaged, malicious or of a kind that cannot be merged."""
 
     exit_code = 3
+
+
+class TooLarge(InputError):
+    """A finite number has no room in the dtype that it is to be written or computed in."""
+
+    def locate(self, output: str) -> None:
+        """Say which output the tensor belongs to."""
+        self.where = f"{output}: {self.where}"
+        self.args = (self.what, self.where, self.fix)
 
 
 class FitError(MergeError):

@@ -12,7 +12,7 @@ class Findings:
     tensors: int = 0
     rows: int = 0
     elements: int = 0
-    clipped: int = 0  # elements beyond the range of an 8-bit output
+    cut: int = 0  # elements too large for the output's dtype, written as its largest number
     broken: int = 0  # elements that are NaN or infinite, rightly so
     worst: float = 0.0  # units in the last place of the output dtype
     worst_tensor: str = ""
@@ -25,7 +25,7 @@ class Findings:
         self.tensors += part.tensors
         self.rows += part.rows
         self.elements += part.elements
-        self.clipped += part.clipped
+        self.cut += part.cut
         self.broken += part.broken
         if not part.worst <= self.worst:
             self.worst, self.worst_tensor = part.worst, part.worst_tensor

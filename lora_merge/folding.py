@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 from threading import local
@@ -16,12 +17,13 @@ from torch import Tensor
 from .algorithms import ALGORITHMS, DoesNotFit, dora
 from .blocks import BLOCK_ELEMENTS, Block, Slice, blocks
 from .devices import precise, release
-from .errors import InputError, ResourceError, ShapeMismatch
-from .factors import Kept, all_finite
+from .errors import ResourceError, ShapeMismatch
+from .factors import Kept
 from .header import TensorInfo
 from .kernels import RULES, Stack
+from .overflow import settle, sum_too_large
 from .patching import Patch
-from .placement import Lane, Placement, land, move, numbers, stage, stage_indices, whole
+from .placement import Lane, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
 from .plans import Target
 from .scarcity import FULL, device_full
 from .sharing import Room, stack_size
@@ -31,6 +33,8 @@ from .views import View
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
+
+HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -56,20 +60,26 @@ class Folder:
     max_vram: int | None = None
     kept: Kept | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
+    saturate: bool = False  # whether numbers that the output's dtype has no room for are cut
     spare: Placement | None = None  # for what does not fit, even alone
     room: Room = field(default_factory=Room)
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
 
-    def fold(self, items: Sequence[Item]) -> None:
-        """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written."""
-        settle(list(self.begin(items)))
+    def fold(self, items: Sequence[Item]) -> Counter[str]:
+        """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written.
 
-    def begin(self, items: Sequence[Item]) -> Iterator[Future[None]]:
-        """As `fold`, side by side where there is a pool: what is yielded has to be settled."""
+        Returns tensor → how many of its numbers were cut; TooLarge where they may not be.
+        """
+        return settled(list(self.begin(items)))
+
+    def begin(self, items: Sequence[Item]) -> Iterator[Future[Counter[str]]]:
+        """As `fold`, side by side where there is a pool: what is yielded goes to `settled`."""
         for group in list(_groups(items, self._most)):
             if self.pool is None:
-                self._fold(group)
+                done: Future[Counter[str]] = Future()
+                done.set_result(self._fold(group))
+                yield done
             else:
                 yield self.pool.submit(self._fold, group)
 
@@ -77,36 +87,35 @@ class Folder:
         """How many of these may go into one call."""
         return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
 
-    def _fold(self, group: Sequence[Item]) -> None:
+    def _fold(self, group: Sequence[Item]) -> Counter[str]:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
             with self.room.shared():
-                short = self._attempt(group)
-            if short and len(group) == 1:
+                found = self._attempt(group)
+            if isinstance(found, str) and len(group) == 1:
                 with self.room.alone():
                     self._relieve()  # of what other lanes have left
-                    short = self._attempt(group)
+                    found = self._attempt(group)
                 note = "a block did not fit beside others' work"
-                if short and self.spare is not None:
-                    short, note = self._attempt(group, Lane(self.spare)), "a block was folded on the CPU"
-                if short:
-                    raise ResourceError("the device is out of memory", f"{name}: {short}", FULL)
+                if isinstance(found, str) and self.spare is not None:
+                    found, note = self._attempt(group, Lane(self.spare)), "a block was folded on the CPU"
+                if isinstance(found, str):
+                    raise ResourceError("the device is out of memory", f"{name}: {found}", FULL)
                 self._note(note)
-            if not short:
-                return
+            if not isinstance(found, str):
+                return found
             self.room.most = min(self.room.most, numbers // 2)
             self._note("smaller batches were used")
         half = len(group) // 2
-        self._fold(group[:half])
-        self._fold(group[half:])
+        return self._fold(group[:half]) + self._fold(group[half:])
 
-    def _attempt(self, group: Sequence[Item], lane: Lane | None = None) -> str:
-        """Fold them in one call; what the device says where it is short of memory, nothing where all is done."""
+    def _attempt(self, group: Sequence[Item], lane: Lane | None = None) -> Counter[str] | str:
+        """Fold them in one call: tensor → numbers cut; what the device says where it is short of memory."""
         try:
             lane = lane or self._lane()
             with torch.no_grad(), exact_products(), lane.turn():
-                self._fold_at(group, _precise(lane.at, group[0].block), lane)
+                merged = self._fold_at(group, _precise(lane.at, group[0].block), lane)
         except DoesNotFit as e:  # what only values tell: indices that point outside, …
             raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
@@ -115,8 +124,7 @@ class Folder:
             if not short:
                 raise
         else:
-            check_range(group, [i.into for i in group])
-            return ""
+            return Counter() if merged is None else self._cut(group, merged)
         self._relieve()  # outside `except`: while an exception is handled, its frames hold the memory that is missing
         return short
 
@@ -126,15 +134,43 @@ class Folder:
             self.kept.clear()
         release(self.at)
 
-    def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> None:
+    def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> Tensor | None:
+        """Fold them and write the results; gives these back, as computed, if some of them need a closer look."""
         blocks = [i.block for i in group]
         stacks = self._stacks(blocks, at)
         base = self._base(group, at, lane)
         merged = RULES[blocks[0].target.method.name](base, stacks)
-        if at.dtype == torch.float16:
-            check_range(group, merged, "write --compute-dtype fp32")
-        if merged is not base or not _in_place(group, at):
-            land(merged, [i.into for i in group], lane)
+        if merged is base and _in_place(group, at):
+            return merged if odd(merged) else None
+        return None if land(merged, [i.into for i in group], lane) else merged
+
+    def _cut(self, group: Sequence[Item], merged: Tensor) -> Counter[str]:
+        """Tensor → numbers cut; TooLarge for those of a finite base that became none, or that may not be cut."""
+        found: Counter[str] = Counter()
+        for item, values in zip(group, merged.unbind(), strict=True):
+            name = item.block.target.name
+            if self._overflown(item, values):
+                raise sum_too_large(name, values.dtype)
+            found[name] += settle(name, host(values), item.into, saturate=self.saturate)
+        return +found
+
+    def _overflown(self, item: Item, values: Tensor) -> bool:
+        """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
+        may make that of one NaN among them: the proof tells whether it did so rightly."""
+        sound = finite(values)
+        if sound.all() or not all(finite(self.fetch(self.base[key])).all() for key in item.block.reads):
+            return False
+        known = finite(self._base([replace(item, base=self._stored(item))], HOST, Lane(HOST))[0])
+        return bool((known & ~sound).any())
+
+    def _stored(self, item: Item) -> Tensor | None:
+        """The base values of an item, read again where its result was written over them."""
+        source, block = item.block.target.source, item.block
+        if source is None or item.base is not item.into:
+            return item.base
+        low, count = (n * block.cols * item.into.dtype.itemsize for n in (block.first, block.last - block.first))
+        shape = (block.last - block.first, block.cols)
+        return self.fetch(replace(source, shape=shape, offset=source.offset + low, nbytes=count))
 
     def _lane(self) -> Lane:
         """The calling thread's lane; threads share the placements out among them."""
@@ -279,11 +315,14 @@ class Folder:
         return found.reshape(values.shape)
 
 
-def settle(under_way: Sequence[Future[None]]) -> None:
-    """Wait for all of them, also if one fails: the memory must be at rest before anyone uses it again."""
+def settled(under_way: Sequence[Future[Counter[str]]]) -> Counter[str]:
+    """Tensor → numbers cut, of all of them. Waits for all, also if one fails: the memory must be at rest before anyone
+    uses it again."""
     wait(under_way)
+    found: Counter[str] = Counter()
     for done in under_way:
-        done.result()
+        found += done.result()
+    return found
 
 
 def _precise(at: Placement, block: Block) -> Placement:
@@ -306,13 +345,3 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
         n = most(same[0].block)
         for first in range(0, len(same), n):
             yield same[first : first + n]
-
-
-def check_range(
-    items: Sequence[Item], merged: Iterable[Tensor], fix: str = "write --dtype bf16, or lower the strength"
-) -> None:
-    """InputError if a merged value does not fit fp16; wider exponents cannot overflow here, fp8 saturates."""
-    for item, values in zip(items, merged, strict=True):
-        if values.dtype == torch.float16 and not all_finite(values):
-            raise InputError("a merged value is too large for fp16, or the base holds one that is, or no number",
-                             item.block.target.name, fix)  # fmt: skip

@@ -11,7 +11,7 @@ from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
@@ -32,6 +32,12 @@ PARTS: Final = (
 """Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
+OnOverflow: TypeAlias = Literal["error", "saturate"]
+
+CHOICES: Final = {
+    "method": tuple(METHODS), "unmatched": get_args(Unmatched), "on_overflow": get_args(OnOverflow),
+}  # fmt: skip
+"""Options whose value is one of a few words, the first of them the default."""
 
 _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -66,6 +72,8 @@ class Job:
     method: str = SUM
     """A row of METHODS: how several adapters meet on one weight."""
     unmatched: Unmatched = "error"
+    on_overflow: OnOverflow = "error"
+    """What becomes of a finite number that the output's dtype has no room for: refused, or cut to its largest."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
@@ -150,12 +158,11 @@ def make_job(
     base = expand(base)
     for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
         options[name] = dtype_name(options.get(name, table[0]), name, table)
-    unmatched = options.get("unmatched", "error")
-    if not isinstance(unmatched, str) or unmatched not in ("error", "skip"):
-        raise UsageError(f"unmatched={shown(unmatched)}", "--unmatched", "use error or skip")
-    method = options.get("method", SUM)
-    if not isinstance(method, str) or method not in METHODS:
-        raise UsageError(f"method={shown(method)}", "--method", f"use {' or '.join(METHODS)}")
+    for name, words in CHOICES.items():
+        value = options.get(name, words[0])
+        if not isinstance(value, str) or value not in words:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{name}={shown(value)}", flag, f"use {' or '.join(words)}")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
     options["setting"] = _settings({} if options.get("setting") is None else options["setting"])
     if options.get("max_vram") is not None:

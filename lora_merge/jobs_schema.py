@@ -114,6 +114,9 @@ class Options(_Strict):
     device: Device | None = Field(default=None, description=f"{DEVICES}.")
     method: Literal["sum", "compose"] | None = None
     unmatched: Literal["error", "skip"] | None = None
+    on_overflow: Literal["error", "saturate"] | None = Field(
+        default=None, description="What becomes of a finite number that the output's dtype has no room for."
+    )
     max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
     max_vram: Size | None = Field(default=None, description="Such as 4GiB, per GPU; for all workers together.")
     overwrite: bool | None = None

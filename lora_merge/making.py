@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .devices import passed_over, places, release, spare
 from .factors import Factors, Kept, view_bytes
-from .folding import Folder, Item, settle
+from .folding import Folder, Item, settled
 from .job import COMPUTE_DTYPES
+from .overflow import settle
 from .placement import convert
 from .plans import Plan
 from .reader import Reader
@@ -29,7 +31,9 @@ class Making:
         self.kept = Kept()
         notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
-                             spare=spare(job.device, at))  # fmt: skip
+                             spare=spare(job.device, at), saturate=job.on_overflow == "saturate")  # fmt: skip
+        self.saturated: list[Counter[str]] = [Counter() for _ in plans]
+        """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
 
     def begin(self, turn: Turn) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
@@ -40,14 +44,16 @@ class Making:
                 out[low:high] = image[low:high]
         for c in turn.change.converts:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
-            convert(source, view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,)))
+            into = view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,))
+            if not convert(source, into):
+                turn.saturated[c.name] += settle(c.name, source, into, saturate=self.folder.saturate)
         kept = None if turn.last else image  # the last turn folds where the base values lie
         for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in turn.change.folds]):
             turn.under_way.append(future)
 
     def settle(self, turn: Turn) -> None:
         """Wait for what was begun."""
-        settle(turn.under_way)
+        self.saturated[turn.plan] += turn.saturated + settled(turn.under_way)
 
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""

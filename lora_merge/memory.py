@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,17 +20,19 @@ from .blocks import Slice, blocks
 from .bounds import WINDOW_BYTES
 from .checkpoint import Index, open_checkpoint
 from .devices import place, places, release, spare
-from .errors import InputError, UsageError
+from .errors import InputError, TooLarge, UsageError
 from .factors import Factors, Kept, check_finite
+from .folders import listed
 from .folding import Folder, Item
 from .header import TensorInfo
 from .job import COMPUTE_DTYPES, Adapter, expand, is_pair, make_job
 from .kernels import change
 from .matched import Use
 from .names import Names, names
+from .overflow import settle
 from .patching import Patcher
 from .peft import rules
-from .placement import FILE_DTYPES, TORCH_DTYPES, host, stage
+from .placement import FILE_DTYPES, TORCH_DTYPES, convert, finite, host, stage
 from .planning import match, outputs
 from .plans import Target, values
 from .reader import Reader
@@ -71,15 +74,18 @@ def merge_state_dict(
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
         held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
-        kept = Kept()
+        kept, saturated = Kept(), Counter[str]()
         folder = Folder(at, held.fetch, values(base, matched), None, job.max_vram, kept,
-                        spare=spare(job.device, at))  # fmt: skip
+                        spare=spare(job.device, at), saturate=job.on_overflow == "saturate")  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
-            merged |= _merged(some, held, folder)
+            merged |= _merged(some, held, folder, saturated)
             held.factors.forget()
             kept.clear()
+    if saturated:
+        warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
+                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
     parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
     for one, other in parted + held.head * any(m.untied for m in matched):
         warnings.warn(f"{one} and {other} were tied and now differ: load them into a model that does not tie them, "
@@ -100,15 +106,24 @@ def _portions(targets: Iterable[Target]) -> Iterator[list[Target]]:
     yield some
 
 
-def _merged(targets: Sequence[Target], held: _Held, folder: Folder) -> dict[str, Tensor]:
-    """Output tensors, on the CPU."""
+def _merged(targets: Sequence[Target], held: _Held, folder: Folder, saturated: Counter[str]) -> dict[str, Tensor]:
+    """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut."""
     merged, items = {}, []
+
+    def put(name: str, base: Tensor, into: Tensor) -> None:
+        source = host(base).reshape(-1)
+        if not convert(source, into.view(-1)):
+            saturated[name] += settle(name, source, into.view(-1), saturate=folder.saturate)
+
     for target in targets:
         dtype = TORCH_DTYPES[target.dtype]
         base = None if target.source is None else held.fetch(target.source)
         if not target.uses:
             assert base is not None, "a tensor is created by its uses"
-            merged[target.name] = host(base, dtype)
+            merged[target.name] = host(base)
+            if base.dtype != dtype:
+                merged[target.name] = torch.empty(base.shape, dtype=dtype)
+                put(target.name, base, merged[target.name])
             continue
         out = merged[target.name] = torch.empty(target.shape, dtype=dtype)
         base = None if base is None else base.reshape(-1)
@@ -119,8 +134,8 @@ def _merged(targets: Sequence[Target], held: _Held, folder: Folder) -> dict[str,
             if block.slices:
                 items.append(Item(block, part, into))
             elif part is not None:
-                into.copy_(host(part, dtype))
-    folder.fold(items)
+                put(target.name, part, into)
+    saturated += folder.fold(items)
     return merged
 
 
@@ -254,7 +269,10 @@ class LoadedAdapter:
             alone = Target("weight", "weight", "F32", shape, 0, 0, None)
             part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
             stack = Folder((at,), factors.fetch, {}).stack([part], at)
-            return host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
+            found = host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
+        if not finite(found).all() and finite(base_weight).all():
+            raise TooLarge("a change is too large for fp32", f"{self.path}: {name}", "use another save of the adapter")
+        return found
 
     def _module(self, name: str) -> Module:
         for module in self.file.modules:

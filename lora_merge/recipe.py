@@ -70,6 +70,8 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[s
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         found["base"]["recipe"] = earlier
+    if job.on_overflow != "error":
+        found["on_overflow"] = job.on_overflow
     if job.method != SUM:
         found["method"] = job.method
     if job.setting:

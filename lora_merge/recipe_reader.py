@@ -89,6 +89,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
         raise ValueError("it names no adapter")
     options: dict[str, Any] = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
     options["method"] = _text(value.get("method", SUM))
+    options["on_overflow"] = _text(value.get("on_overflow", "error"))
     if "setting" in value:
         options["setting"] = dict(value["setting"])
     table = value.get("map", {"name": "", "text": None})

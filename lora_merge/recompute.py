@@ -19,7 +19,7 @@ from .patching import Patch
 from .plans import Plan, Target
 from .reader import Reader
 from .reference import REFERENCE, Given
-from .reference.floats import PRECISION, Array, decode, rounded, saturated, step
+from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
 from .system import read_at
 from .views import View
@@ -27,6 +27,11 @@ from .views import View
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
 CHUNK: Final = 2**18  # elements recomputed at once where all rows are; more would leave the caches: twice the time
 DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
+
+UNASKED: Final = (
+    "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
+    "with --on-overflow saturate"
+)
 
 ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
 """How far a sum in the compute dtype may be from the exact one, as a share of its largest term."""
@@ -87,6 +92,7 @@ class Recomputation:
     def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = Stored(reader)
+        self.saturate = plan.job.on_overflow == "saturate"
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
@@ -156,13 +162,12 @@ class Recomputation:
         are behind fp32: of terms that cancel, values remain whose own units are as small as you like. Else in those of
         the largest term of its row, which is what the sum's own rounding depends on.
         """
-        value, largest = saturated(exact.value, target.dtype), exact.largest
+        value, largest = saturated(exact.value, target.dtype) if self.saturate else exact.value, exact.largest
         units = step(value, target.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(found - value)
         if not np.isfinite(found).all():
-            overflown = np.isinf(found) & (found == rounded(value, target.dtype))
-            error[(found == value) | overflown | (np.isnan(found) & np.isnan(value))] = 0.0
+            error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
         coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
@@ -170,13 +175,14 @@ class Recomputation:
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
             broken=int(np.count_nonzero(~np.isfinite(found))),
-            clipped=int(np.count_nonzero(np.abs(exact.value) > np.abs(value))),
+            cut=int(np.count_nonzero(beyond(exact.value, target.dtype))) if self.saturate else 0,
         )  # fmt: skip
         if bad.any():
             row, col = np.argwhere(bad)[0]
             findings.wrong[target.name] = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
+                f"{f'; {UNASKED}' if beyond(value[row, col], target.dtype) else ''}"
             )
         return findings
 

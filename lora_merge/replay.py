@@ -40,8 +40,8 @@ def prove(  # noqa: PLR0913  # what may be said of an output
 
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
     and in `search`. A strength of None is the recipe's, or 1. `options` are those of `merge` that no tensor tells
-    (strength_for, method, unmatched, map, setting), for an output without a recipe. VerificationFailed if it is not
-    that merge.
+    (strength_for, method, unmatched, on_overflow, map, setting), for an output without a recipe. VerificationFailed if
+    it is not that merge.
     """
     made = open_checkpoint(output)
     if options and KEY in made.metadata:

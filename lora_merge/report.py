@@ -28,6 +28,7 @@ class Report:
     peak_memory: int = 0  # bytes of this process, its largest so far
     verified: Mapping[str, Any] | None = None
     version: str = ""
+    saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
     notes: tuple[str, ...] = ()  # what happened on the way that the user should know
 
     def to_json(self) -> str:

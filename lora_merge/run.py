@@ -13,7 +13,7 @@ from . import __version__
 from .beside import contents
 from .digests import Digests
 from .disk import copy_file
-from .errors import MergeError
+from .errors import MergeError, TooLarge
 from .headings import headings
 from .plans import Plan, coverage
 from .publish import replacing
@@ -54,6 +54,8 @@ def run_together(
             o.attempt(o.open)
         ready = [o for o in outputs if o.failure is None]
         if ready:
+            for place, o in enumerate(ready):
+                o.place = place
             indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
             reader = stack.enter_context(Reader(indexes))
             inputs = [p for o in ready for p in o.plan.inputs]
@@ -90,6 +92,7 @@ class _Output:
     started: float = field(default_factory=time.monotonic)
     stack: ExitStack = field(default_factory=ExitStack)
     part: Path = Path()
+    place: int = 0  # among the plans that are written together
     failure: Exception | None = None
 
     def attempt(self, act: Callable[[], Report | None]) -> Report | None:
@@ -102,9 +105,12 @@ class _Output:
 
     def fail(self, e: Exception) -> None:
         """Remove what was written; the error speaks of the output, not of its temporary name."""
-        self.failure = scarcity(e) or e
+        self.failure, output = scarcity(e) or e, self.plan.job.output
         if isinstance(self.failure, MergeError) and self.part.name:
-            self.failure.rename(str(self.part), str(self.plan.job.output))
+            self.failure.rename(str(self.part), str(output))
+            self.failure.rename(self.part.name, output.name)
+        if isinstance(self.failure, TooLarge):
+            self.failure.locate(str(output))
         self.stack.__exit__(type(e), e, e.__traceback__)
 
     def open(self) -> None:
@@ -137,6 +143,7 @@ class _Output:
             seconds=time.monotonic() - self.started, device=work.making.device,
             dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=work.seconds,
             peak_memory=peak_memory(), verified=proof, version=__version__,
+            saturated=dict(sorted(work.making.saturated[self.place].items())),
             notes=(*plan.base.notes, *work.making.folder.notes),
         )  # fmt: skip
 

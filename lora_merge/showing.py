@@ -107,8 +107,18 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
     for note in [n for n in done.notes if n not in said]:
         say(f"note     {note}")
+    if done.saturated:
+        say(saturated(done.saturated))
     if done.verified is not None:
         show_proof(done.verified, say, verbose=verbose)
+
+
+def saturated(found: Mapping[str, int]) -> str:
+    """The line about numbers that were cut, per tensor."""
+    most = sorted(found, key=lambda name: (-found[name], name))
+    return f"cut      {sum(found.values())} numbers too large for the output's dtype: " + listed(
+        [f"{found[name]} of {name}" for name in most]
+    )
 
 
 def needs(plan: Plan) -> str:
@@ -150,6 +160,8 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
         f"compared{how}"
     )
+    if proof["saturated"]:
+        say(f"cut      {proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for")
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
         say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -47,7 +48,8 @@ class Turn:
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
-    under_way: list[Future[None]] = field(default_factory=list, compare=False)  # what is being folded
+    under_way: list[Future[Counter[str]]] = field(default_factory=list, compare=False)  # what is being folded
+    saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
     @property
     def ready(self) -> bool:

@@ -157,7 +157,7 @@ class _Surveyor:
             self.sketches[entry.number] = replace(blank, error=e)
             return
         bounds = (job.max_memory, job.max_vram)
-        together = (level, job.base, job.compute_dtype, job.device, bounds, outline.layout)
+        together = (level, job.base, job.compute_dtype, job.on_overflow, job.device, bounds, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         self.sketches[entry.number] = replace(
             blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,

@@ -22,8 +22,8 @@ from .loadable import check_loadable
 from .plans import OutputFile, Plan, Target
 from .reader import Reader
 from .recipe import KEY, OURS
-from .recompute import Recomputation, read_exactly
-from .reference.floats import decode, saturated, step
+from .recompute import UNASKED, Recomputation, read_exactly
+from .reference.floats import beyond, decode, saturated, step
 from .sampling import ALL_BELOW, Range, ranges
 from .second_reading import read_again
 from .system import CAN_ADVISE, RANDOM, WILL_NEED, advise
@@ -67,7 +67,7 @@ def _check(
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
                 ahead.submit(_expect, fd, reader, [*unmerged, *rows])
             for target, first, count in unmerged:
-                _compare(target, first, count, fd, reader)
+                merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
@@ -131,8 +131,11 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
             reader.expect(source, int(first * scale), int(count * scale))
 
 
-def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) -> None:
-    """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype."""
+def _compare(target: Target, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
+    """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
+
+    Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
+    """
     source, width = target.source, ITEM_BYTES[target.dtype]
     assert source is not None, "only tensors with a source come here"
     found = read_exactly(fd, count, target.offset + first)
@@ -141,16 +144,20 @@ def _compare(target: Target, first: int, count: int, fd: int, reader: Reader) ->
         if found != want:
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
-        return
+        return 0
     scale = ITEM_BYTES[source.dtype]
     raw = reader.read(source, first // width * scale, count // width * scale)
-    exact, got = saturated(decode(raw, source.dtype), target.dtype), decode(found, target.dtype)
-    with np.errstate(invalid="ignore"):
-        near = np.abs(got - exact) <= 0.5 * step(exact, target.dtype)
-    same = near | (got == exact) | (np.isnan(got) & np.isnan(exact)) | (np.isinf(got) & (got * exact > 0))
+    exact, got = decode(raw, source.dtype), decode(found, target.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        over = beyond(exact, target.dtype)
+        right = saturated(exact, target.dtype) if saturate else exact
+        near = np.abs(got - right) <= 0.5 * step(right, target.dtype)
+    same = near | (got == right) | (np.isnan(got) & np.isnan(right))
     if not same.all():
-        at = first // width + int(np.argmin(same))
-        raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{target.name}, element {at}")
+        at = int(np.argmin(same))
+        where = f"{target.name}, element {first // width + at}: {exact[at]:.8g} became {got[at]:.8g}"
+        raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{where}; {UNASKED}" if over[at] else where)
+    return int(np.count_nonzero(over))
 
 
 def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
@@ -164,7 +171,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     raise _failed(
         f"{len(f.wrong)} of {f.tensors} merged tensors are not what base and adapters give{hint}",
-        f"{part.name}: {name}, {where}",
+        f"{part}: {name}, {where}",
     )
 
 
@@ -183,25 +190,19 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
     return {
         "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
-        "untouched": compared, "retained": shares, "warnings": list(_warnings(plan, merged, shares)),
+        "untouched": compared, "retained": shares, "saturated": f.cut,
+        "warnings": list(_warnings(plan, merged, shares)),
     }  # fmt: skip
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What the output dtype cannot hold: numbers too large for it, or changes too small."""
+    """What is no number in the output, and changes too small for its dtype."""
     changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
     dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
     f = merged.findings
     if f.broken:
-        yield (
-            f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such, or a sum is "
-            f"larger than {dtypes} can hold"
-        )
-    if f.clipped:
-        yield (
-            f"{f.clipped} of {f.elements} numbers looked at are larger than {dtypes} can hold and were cut to its "
-            "largest; write --dtype bf16 or fp32"
-        )
+        yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
+    if f.cut:  # on demand, and why less of an adapter is in the output
         return
     for share in shares:
         if share["retained"] is not None and share["retained"] < RETAINED:

@@ -35,8 +35,9 @@ class Read:
 
 @dataclass(frozen=True)
 class Convert:
-    """Elements that change their dtype only: from `source` in the input buffer to `at` in the output one."""
+    """Elements of a tensor that change their dtype only: from `source` in the input buffer to `at` in the output."""
 
+    name: str
     source: int
     at: int
     count: int
@@ -232,7 +233,7 @@ class _Copied:
             return
         width = ITEM_BYTES[source.dtype]
         at = window.read_apart(source, self.low * width, self.count * width)
-        convert = Convert(at, window.size, self.count, source.dtype, self.target.dtype)
+        convert = Convert(self.target.name, at, window.size, self.count, source.dtype, self.target.dtype)
         for change in window.changes:
             change.converts.append(convert)
 
@@ -265,7 +266,7 @@ class _Folded:
 
     def _fold(self, window: Window, start: int, *, apart: bool) -> None:
         """Every plan's blocks, with base values from `start` on; what it leaves alone is converted, if `apart`."""
-        source, width = self.target.source, ITEM_BYTES[self.target.dtype]
+        name, source, width = self.target.name, self.target.source, ITEM_BYTES[self.target.dtype]
         for change, own in zip(window.changes, self.blocks, strict=True):
             for b in own:
                 before = b.first * b.cols - self.low
@@ -274,10 +275,10 @@ class _Folded:
                     change.folds.append(Fold(b, values, window.size + before * width, apart))
                 elif apart and source is not None:
                     at = window.size + before * width
-                    change.converts.append(Convert(values, at, b.elements, source.dtype, self.target.dtype))
+                    change.converts.append(Convert(name, values, at, b.elements, source.dtype, self.target.dtype))
             if not own and apart:
                 assert source is not None, "what starts from zeros is changed by every plan of the layout"
-                change.converts.append(Convert(start, window.size, self.count, source.dtype, self.target.dtype))
+                change.converts.append(Convert(name, start, window.size, self.count, source.dtype, self.target.dtype))
 
 
 def _append(reads: list[Read], new: Read) -> None:

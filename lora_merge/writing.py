@@ -9,7 +9,7 @@ Importing torch takes a second or more. The disk does not wait for it: what the 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -51,7 +51,7 @@ class Writing:
         beyond the busiest of them."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether untouched bytes need not be copied; until the system says that they do."""
-        self.image_used: list[Future[None]] = []  # folds that read the image at hand
+        self.image_used: list[Future[Counter[str]]] = []  # folds that read the image at hand
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
 

@@ -145,6 +145,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.placement._queues", lambda device: device.type == "meta")
+    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)  # there are no values
     for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,
                         "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)

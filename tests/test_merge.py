@@ -74,7 +74,7 @@ def test_a_number_that_fp16_cannot_hold_is_refused(tmp_path: Path, stored: str, 
     path = save({k: v.to(TORCH_DTYPES[stored]) for k, v in base.items()}, tmp_path / "base.safetensors")
     with pytest.raises(InputError, match="too large for fp16") as caught:
         lora_merge.merge(path, save(adapter, tmp_path / "a.safetensors"), tmp_path / "out.safetensors", **options)
-    assert caught.value.where == "m.b.weight"
+    assert caught.value.where == f"{tmp_path / 'out.safetensors'}: m.b.weight"
     assert ("--compute-dtype" in caught.value.fix) == ("compute_dtype" in options)
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -115,6 +115,7 @@ def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)  # fakes have no values
 
 
 @pytest.mark.usefixtures("without_cuda")
@@ -288,7 +289,6 @@ def test_metal_is_given_only_what_it_holds(
 ) -> None:
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu"})
-    monkeypatch.setattr("lora_merge.folding.check_range", lambda *_: None)  # fakes have no values
     with Metal() as metal:
         for more in (linear(torch.float32), {"m.full.oft_blocks": torch.empty(3, 4, 4)}):
             factors = {k: torch.empty(t.shape, dtype=stored) for k, t in more.items()}

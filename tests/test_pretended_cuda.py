@@ -10,7 +10,8 @@ import torch
 
 import lora_merge
 from lora_merge.devices import _loaded
-from lora_merge.placement import _stream
+from lora_merge.errors import TooLarge
+from lora_merge.placement import _stream, odd
 
 from .pretended_cuda import Pretended, Stream, pretended_cuda
 from .support import Tensors, load, rand, save
@@ -80,10 +81,38 @@ def test_merges_are_what_they_are_on_the_cpu(
 def test_what_is_read_before_it_is_there_is_seen(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in is worth something: where nobody waits for a stream, results are no numbers."""
+    """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
+    The device's own look at them would wait for it."""
+    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)
     monkeypatch.setattr("lora_merge.devices.unusable", lambda _: "")
     monkeypatch.setattr("lora_merge.devices._load_decompositions", lambda _: None)
     monkeypatch.setattr(Stream, "synchronize", lambda _: None)
-    with pytest.raises(lora_merge.MergeError, match="no number"):
-        lora_merge.merge(*files, tmp_path / "got", device="cuda:0")
+    plain = {k: t for k, t in adapter().items() if not int(k.split(".")[1]) % 4}
+    lora = save(plain, tmp_path / "lora")
+    with pytest.raises(lora_merge.MergeError, match="not what base and adapters give"):
+        lora_merge.merge(files[0], lora, tmp_path / "got", device="cuda:0")
     assert cuda.counts
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp8_e4m3fn", "fp8_e5m2"])
+def test_numbers_too_large_are_seen_on_the_device_and_counted(
+    dtype: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one more look at them on the host."""
+    looked: list[tuple[str, int]] = []
+    monkeypatch.setattr("lora_merge.placement.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t))
+    limit = {"keep": 65520.0, "fp8_e4m3fn": 464.1, "fp8_e5m2": 61440.0}[dtype]
+    up, down = torch.zeros(96, 1), torch.zeros(1, 64)
+    up[7], down[0, :3] = 2 * limit, torch.tensor([1.0, -1.0, 0.1])
+    weights = {k: v for k, v in model().items() if k[2] == "0" or k == "other.weight"}
+    base = save({k: v.half() for k, v in weights.items()}, tmp_path / "b")
+    lora = save({"m.0.lora_up.weight": up, "m.0.lora_down.weight": down}, tmp_path / "a")
+    out = tmp_path / "o"
+    with pytest.raises(TooLarge) as caught:
+        lora_merge.merge(base, lora, out, device="cuda:0", dtype=dtype)
+    assert caught.value.where == f"{out}: m.0.weight"
+    looked.clear()
+    report = lora_merge.merge(base, lora, out, device="cuda:0", dtype=dtype, on_overflow="saturate")
+    assert report.saturated == {"m.0.weight": 2}
+    assert [device for device, numbers in looked if numbers == 96 * 64] == ["cuda"]
+    assert not cuda.races

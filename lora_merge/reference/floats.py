@@ -69,8 +69,13 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def saturated(values: Array, dtype: str) -> Array:
-    """8-bit floats have no room above their largest number: it is written instead."""
-    if not dtype.startswith("F8"):
-        return values
+    """Cut to the range of the dtype; what is infinite stays so, but in e4m3, which has no infinity."""
     largest = PRECISION[dtype][2]
-    return np.clip(values, -largest, largest)
+    held = np.clip(values, -largest, largest)
+    return held if dtype == "F8_E4M3" else np.where(np.isinf(values), values, held)
+
+
+def beyond(values: Array, dtype: str) -> Array:
+    """Which numbers the dtype has no room for: rounded, they are larger than its largest."""
+    over = np.abs(rounded(values, dtype)) > PRECISION[dtype][2]
+    return over if dtype == "F8_E4M3" else over & np.isfinite(values)
