@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb, sqrt
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect
 from .fourierft import fit, places
+from .wavelets import low_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Indices, Scalar
-
-FAMILIES: Final = {f"db{n}": n for n in range(1, 11)}
-"""Daubechies' wavelets → how many vanishing moments."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,8 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
     """A wavelet whose filter is known here."""
     family = settings.get("family", "db1")
     expect(
-        holds=family in FAMILIES or not settings.get("transform", True),
-        otherwise=f"the wavelet is {str(family)[:20]!r}, known are db1 to db10",
+        holds=family in low_pass() or not settings.get("transform", True),
+        otherwise=f"the wavelet is {str(family)[:20]!r}, known are db1 to db38, sym2 to sym20 and coif1 to coif17",
     )
 
 
@@ -54,32 +51,9 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
     found = {"places": places(shapes, target, settings["seed"])}
     if not settings.get("transform", True):
         return found
-    low = low_pass(FAMILIES[settings.get("family", "db1")])
+    low = low_pass()[settings.get("family", "db1")]
     high = [value if i % 2 == 0 else -value for i, value in enumerate(reversed(low))]
     return found | {"filters": torch.tensor([low, high], dtype=torch.float64)}
-
-
-def low_pass(moments: int) -> list[float]:
-    """The filter that rebuilds: √2 ((1 + z) / 2)ᴺ Q(z), Q with the zeros inside the unit circle.
-
-    Daubechies 1988, "Orthonormal bases of compactly supported wavelets", section 4.
-    """
-    import torch
-
-    steps = [comb(moments - 1 + k, k) for k in range(moments)]
-    filled = [complex(1)]
-    if moments > 1:  # zeros y of Σ steps[k] yᵏ, then z from y = (2 − z − 1/z) / 4
-        companion = torch.diag(torch.ones(moments - 2, dtype=torch.float64), -1)
-        companion[:, -1] = torch.tensor([-step / steps[-1] for step in steps[:-1]], dtype=torch.float64)
-        for y in torch.linalg.eigvals(companion).tolist():
-            half = 1 - 2 * y
-            root = (half * half - 1) ** 0.5
-            zero = min(half - root, half + root, key=abs)
-            filled = [a - zero * b for a, b in zip([*filled, 0], [0, *filled], strict=True)]
-    for _ in range(moments):
-        filled = [a + b for a, b in zip([*filled, 0], [0, *filled], strict=True)]
-    whole = sum(filled).real
-    return [value.real * sqrt(2) / whole for value in filled]
 
 
 def delta(base: Tensor, t: WaveTensors) -> Tensor:

@@ -11,6 +11,10 @@ import numpy as np
 from .floats import Array
 from .given import Given, Reference
 
+COMPUTED: Final = frozenset(f"db{n}" for n in range(1, 11))
+"""Daubechies' wavelets whose filters follow from their definition; those of longer ones lose digits on the way, and
+those of other families are tables here as in PyWavelets."""
+
 
 def _low_pass(moments: int) -> Array:
     """Daubechies' rebuilding filter, from the zeros of its polynomial."""
@@ -37,7 +41,8 @@ def waveft(g: Given) -> Array:
         plain = np.zeros((g.out, g.cols))
         plain[rows, cols] = values
         return plain[g.rows]
-    low = _low_pass(int(g.settings["family"][2:]))
+    family = str(g.settings["family"])
+    low = _low_pass(int(family[2:])) if family in COMPUTED else g["filters"].reshape(2, -1)[0]
     high = low[::-1] * (-1.0) ** np.arange(len(low))
     height, width = ((n + len(low) - 1) // 2 * 2 for n in (g.out, g.cols))
     dense = np.zeros((height, width))

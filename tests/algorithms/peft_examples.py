@@ -121,7 +121,7 @@ def _waveft() -> list[Example]:
         settings = {"seed": 777, "family": family, **told}
         return Example(family, (12, 9), {"spectrum": (9,)}, settings=settings, blind=(0, 1), free=(("spectrum", 0),))
 
-    return [case("db1"), case("db4"), case("sym9", transform=False)]
+    return [case("db1"), case("db4"), case("sym5"), case("coif1"), case("sym9", transform=False)]
 
 
 def _peanut() -> list[Example]:

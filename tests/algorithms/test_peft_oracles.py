@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "randlora-sparse": (peft.RandLoraConfig, LINEAR, {"r": 5, "save_projection": False, "sparse": True}),
     "randlora-very-sparse": (peft.RandLoraConfig, LINEAR, {"r": 5, "save_projection": False, "very_sparse": True}),
     **{f"waveft-{name}": (peft.WaveFTConfig, LINEAR, {"n_frequency": 50, "wavelet_family": name})
-       for name in ("db1", "db2", "db3", "db7", "db10")},
+       for name in ("db1", "db2", "db3", "db7", "db10", "sym2", "sym7", "sym10", "coif1", "coif2", "coif3", "coif4")},
     "waveft-plain": (peft.WaveFTConfig, [*LINEAR], {"n_frequency": 50, "use_idwt": False, "random_loc_seed": 5}),
     "waveft-conv1d": (peft.WaveFTConfig, GPT, {"n_frequency": 50, "wavelet_family": "db4", "fan_in_fan_out": True}),
     **{f"peanut-{depth}": (peft.PeanutConfig, LINEAR, {"r": 4, "depth": depth, "scaling": 0.5, "act_fn": act})

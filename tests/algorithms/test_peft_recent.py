@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.header import parse_file
 from lora_merge.replay import prove
@@ -21,6 +23,7 @@ LINEAR = ["wide", "tall", "square"]
 
 PROVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "glora": (peft.GloraConfig, {"r": 4}),
+    "waveft": (peft.WaveFTConfig, {"n_frequency": 50, "wavelet_family": "coif2"}),
     "glora-vectors": (peft.GloraConfig, {"config_A_B": "vector", "config_C": "vector", "config_D_E": "vector"}),
 }
 
@@ -52,3 +55,20 @@ def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
     with pytest.raises(MergeError, match="1 of 2"):
         lora_merge.merge_state_dict({"a.weight": torch.ones(4, 8)}, tmp_path)
+
+
+def test_wavelets_are_those_of_peft_and_whole() -> None:
+    """PEFT's own for all that it can train with; the others rebuild what they take apart, as orthonormal ones do."""
+    from peft.tuners.waveft.constants import WAVELET_REDUCTIONS
+    from peft.tuners.waveft.wavelet import _WAVELET_COEFFS, Wavelet
+
+    ours = low_pass()
+    assert ours.keys() == WAVELET_REDUCTIONS.keys()
+    for name, (rows, columns) in WAVELET_REDUCTIONS.items():
+        low = np.array(ours[name])
+        assert rows == columns == len(low) - 2, name
+        if name in _WAVELET_COEFFS and name != "coif5":  # of which PEFT 0.21.2 has too many to use it
+            np.testing.assert_allclose(low, Wavelet(name).rec_lo, atol=1e-11)
+        if name != "coif4":  # PEFT 0.21.2 has another, and trains with it
+            shifts = [low[: len(low) - 2 * k] @ low[2 * k :] for k in range(len(low) // 2)]
+            np.testing.assert_allclose([low.sum(), *shifts], [2**0.5, 1.0, *[0.0] * (len(shifts) - 1)], atol=1e-10)
