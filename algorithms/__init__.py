@@ -10,6 +10,7 @@ if __name__ == "algorithms":
     raise ImportError("import lora_merge.algorithms, not algorithms")
 
 from .adalora import ADALORA
+from .adamss import ADAMSS
 from .base import Algorithm, DoesNotFit, Shape, Shapes, flat
 from .bdlora import BDLORA
 from .boft import BOFT
@@ -20,6 +21,7 @@ from .delora import DELORA
 from .embedding import LORA_EMBEDDING
 from .experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from .fourierft import FOURIERFT
+from .frod import FROD
 from .full import FULL, FULL_RANK, SET
 from .glora import GLORA, GLORA_OLD
 from .gralora import GRALORA
@@ -43,6 +45,7 @@ from .peft_glora import PEFT_GLORA, PEFT_GLORA_BIAS
 from .peft_ia3 import PEFT_IA3_IN, PEFT_IA3_OUT
 from .peft_oft import PEFT_OFT, PEFT_OFT1, PEFT_OFT2, PEFT_OFT_EMBEDDING
 from .pissa import KASA, OLORA, PISSA
+from .psoft import PSOFT
 from .randlora import RANDLORA
 from .road import ROAD
 from .shira import SHIRA
@@ -61,7 +64,7 @@ ROWS: Final = (
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
-    WAVEFT, PEANUT, UNILORA, PEFT_GLORA, PEFT_GLORA_BIAS,
+    WAVEFT, PEANUT, UNILORA, PEFT_GLORA, PEFT_GLORA_BIAS, PSOFT, ADAMSS, FROD,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

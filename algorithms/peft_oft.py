@@ -139,8 +139,8 @@ class Rotation:
 
 def prepare(t: OftTensors) -> Rotation:
     """The blocks inverted."""
-    skew = _bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
-    return Rotation(_series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
+    skew = bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
+    return Rotation(series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
 
 
 def skew_blocks(triangles: Tensor) -> Tensor:
@@ -191,11 +191,11 @@ def first_delta(base: Tensor, t: Rotation) -> Tensor:
 def _old_skew(blocks: Tensor, limit: float, side: int) -> Tensor:
     """½ (X − Xᵀ) with X bounded to limit · side² over √(stored blocks), as the older versions
     scaled it."""
-    bounded = _bounded(blocks, limit * side**2 / blocks.shape[1] ** 0.5)
-    return (bounded - bounded.transpose(2, 3)) / 2
+    short = bounded(blocks, limit * side**2 / blocks.shape[1] ** 0.5)
+    return (short - short.transpose(2, 3)) / 2
 
 
-def _bounded(blocks: Tensor, limit: float) -> Tensor:
+def bounded(blocks: Tensor, limit: float) -> Tensor:
     """Blocks with Frobenius norms of at most `limit`; 0 means no limit."""
     if not limit:
         return blocks
@@ -203,7 +203,7 @@ def _bounded(blocks: Tensor, limit: float) -> Tensor:
     return blocks * (limit / norm.clamp(min=limit))
 
 
-def _series(skew: Tensor, terms: int, *, doubled_last: bool) -> Tensor:
+def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:
     """R − I = 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
     coefficients = [0.0] + [2.0] * (terms - 1)
     if not doubled_last and terms > 2:  # three terms and four are the same series there

@@ -24,24 +24,27 @@ class SuperTensors:
     """Values, where they go, and perhaps a pair of factors."""
 
     values: Tensor  # [n, m]
-    places: Indices  # [n, m]
     scale: Scalar  # α / r
+    places: Indices | None = None  # [n, m]; where not stored those of the m largest weights, lora_merge/rebuilding.py
     up: Tensor | None = None  # [n, out, r]
     down: Tensor | None = None  # [n, r, cols]
+    top: bool = True  # `select_top`: the largest weights, not the smallest
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of values and places (m,), up (out, r), down (r, cols)."""
     count = prod(shapes["values"])
     expect(
-        holds=shapes["values"] == shapes["places"] == (count,) and count <= prod(target),
-        otherwise=f"values is {list(shapes['values'])}, places {list(shapes['places'])}",
+        holds=shapes["values"] == shapes.get("places", (count,)) == (count,) and count <= prod(target),
+        otherwise=f"values is {list(shapes['values'])}, places {list(shapes.get('places', ()))}",
     )
-    return {"values": (count,), "places": (count,), **extra_pair(shapes, target)}
+    stored = {slot: (count,) for slot in ("values", "places") if slot in shapes}
+    return {**stored, **extra_pair(shapes, target)}
 
 
 def delta(base: Tensor, t: SuperTensors) -> Tensor:
     """ΔW [n, out, cols]; the values of `base` are not read."""
+    assert t.places is not None, "rebuilt"
     change = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
     change = change.scatter_add_(1, t.places, t.values).view(base.shape)
     return change if t.up is None or t.down is None else change.baddbmm_(t.up * t.scale, t.down)

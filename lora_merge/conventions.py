@@ -96,6 +96,10 @@ PEFT: Final[tuple[tuple[tuple[str, ...], dict[str, str]], ...]] = (
     (("supertuning",), {".supertuning_values": "values", ".supertuning_indices": "places"}),
     (("supertuning",), {".supertuning_lora_A.weight": "down", ".supertuning_lora_B.weight": "up"}),
     *((("peft_glora",), {f".glora_{x}.{name}": x.lower() + slot for name, slot in LETTER.items()}) for x in "AB"),
+    (("psoft",), {".psoft_R.weight": "turn", ".psoft_R.vector_b": "rows", ".psoft_R.vector_a": "columns"}),
+    (("adamss",), {".adamss_newB": "space"}),
+    (("adamss",), {f".adamss_{x}.{i}": f"{of}_{i}" for x, of in (("A", "down"), ("B", "up")) for i in range(32)}),
+    (("frod",), {".frod_lambda_l": "diagonal", ".frod_lambda_s_values": "values"}),
     (("osf",), {".osf_svd_params.U_low": "left", ".osf_svd_params.S_low": "values", ".osf_svd_params.V_low": "right"}),
 )
 """(algorithms, {ending: slot}) of PEFT's newer methods; an adapter's name may stand in all of them."""

@@ -111,6 +111,12 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "peft_glora": Example({"a_up": (OUT, RANK), "a_down": (RANK, IN), "b": (OUT, 1)}),
     "peft_glora_bias": Example({"c_up": (IN, RANK), "c_down": (RANK, 1), "d": (OUT, 1), "e": (1, 1), "weight": LINEAR},
                                (OUT,)),
+    "psoft": Example({"turn": (1, 1), "rows": (RANK, 1), "columns": (1, RANK), "left": (OUT, RANK),
+                      "right": (RANK, IN)},
+                     settings={"terms": 0, "limit": 0.0, "orthogonal": True}),
+    "adamss": Example({"space": (3, IN), "weight": LINEAR, "up_0": (5, 2), "down_0": (2, 3), "up_1": (7, 1),
+                       "down_1": (1, 3), "order": [7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 5, 6]}),
+    "frod": Example({"diagonal": (IN,), "values": (3,), "basis": (IN, IN), "places": [[0, 3, 15], [1, 2, 0]]}),
     "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
 })  # fmt: skip
 

@@ -66,7 +66,8 @@ class Matcher:
         for module in modules:
             self._place(module)
         for info in self.adapter.strange:
-            self._replace(info)
+            if not self.patcher.rules.holds_for_all(info.name):
+                self._replace(info)
         self.odd |= self.seen.halves(self.names, self.result.replaced)
         self.failures += [e for pieces, e in self.odd.items() if pieces not in self.set]  # it has no new value either
         unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
@@ -128,7 +129,8 @@ class Matcher:
         both = ALGORITHMS[patch.algorithm].and_bias or self.patcher.turns_bias(patch.algorithm)
         bias = self._look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
-            shapes = ALGORITHMS[patch.algorithm].fit(patch.module.shapes, bias.shape)
+            beside = {slot: of.matrix for slot, of in patch.beside.items()}
+            shapes = ALGORITHMS[patch.algorithm].fit({**patch.module.shapes, **beside}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)

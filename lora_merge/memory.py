@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .adapter import AdapterFile, FileValues, Module, group
-from .algorithms import flat
+from .algorithms import ALGORITHMS, flat
 from .arguments import a_list, unlike
 from .blocks import Slice, blocks
 from .bounds import WINDOW_BYTES
@@ -262,14 +262,17 @@ class LoadedAdapter:
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)
-        patch = Patcher(0, self.file, self._rules, FileValues()).patch(module, view)
-        at = place("cpu", "F32")
+        patch = Patcher(0, self.file, self._rules, FileValues()).patch(module, view, {"weight": view})
+        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
-            factors = Factors(reader, frozenset(self.file.index.files))
+            held = _Held()
+            base = held.index("weight", {"weight": base_weight})
+            held.factors = Factors(reader, frozenset(self.file.index.files))
             alone = Target("weight", "weight", "F32", shape, 0, 0, None)
             part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
-            stack = Folder((at,), factors.fetch, {}).stack([part], at)
-            found = host(change(stack, stage([base_weight.reshape(rows, cols)], at))[0].reshape(shape))
+            stack = Folder((at,), held.fetch, base.tensors).stack([part], at)
+            made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+            found = host(made.reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():
             raise TooLarge("a change is too large for fp32", f"{self.path}: {name}", "use another save of the adapter")
         return found

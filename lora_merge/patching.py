@@ -23,7 +23,7 @@ from .peft import Rules
 from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
 from .peft_parameters import TABLES
-from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA
+from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA, rebuilt
 from .views import View
 
 ALPHA: Final = "lora_alpha"
@@ -109,7 +109,7 @@ class Patcher:
         for name, seen in ((n, s) for n in candidates for s in self._ways(module, n, view)):
             if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
                 continue
-            full = self._with_shared(module, told.shared(name))
+            full = self._with_shared(module, told.shared(name, module.name))
             beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
             stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
             settings = self._settings(name, told.settings(name))
@@ -163,7 +163,9 @@ class Patcher:
             chosen = "lora"
         if chosen is None:
             return complete, None
-        return [chosen] if _has_all(self._with_shared(module, told.shared(chosen)), chosen, near) else [], chosen
+        return [chosen] if _has_all(
+            self._with_shared(module, told.shared(chosen, module.name)), chosen, near
+        ) else [], chosen
 
     def _fits(self, module: Module, view: View) -> bool:
         """Whether some formula takes the module's tensors for a weight that is seen so."""
@@ -171,7 +173,7 @@ class Patcher:
             rows, _ = self._candidates(module, view)
         except MergeError:
             return False
-        full = {name: self._with_shared(module, self.rules.of(module.name).shared(name)) for name in rows}
+        full = {name: self._with_shared(module, self.rules.of(module.name).shared(name, module.name)) for name in rows}
         return any(_takes(name, module.shapes, view) for name, module in full.items())
 
     def _ways(self, module: Module, name: str, view: View) -> Sequence[View]:
@@ -198,12 +200,14 @@ class Patcher:
         row = ALGORITHMS[name]
         if name == "peft_oft" and prod(shape[2:]) > 1:
             self.remark(KERNEL_OFT, module)
-        if note := self._trained(name).note:
-            self.remark(note, module)
+        if text := self._trained(name).note:
+            self.remark(text, module)
         if any(0 in stored for stored in module.shapes.values()):
             self.remark(EMPTY, module)
         if doubt := self.rules.of(module.name).doubt(name, module.name, shapes):
             self.remark(doubt, module)
+        if text := rebuilt(name, shapes):
+            self.remark(text, module)
         self.used |= self.given.keys() & row.settings.keys()
         told = {"alpha", "scale_override"} & module.shared.keys() or self._told_by(name, module, shapes)
         if told and self.rules.of(module.name).borrowed and "alpha" not in module.shared:

@@ -36,7 +36,7 @@ from .json_text import from_json
 from .peft_config import CONVERT, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
-from .peft_parameters import WRAPPER, bare, experts_row, is_layer, parameters
+from .peft_parameters import WRAPPER, bare, experts_row, is_layer, parameters, shared_kind
 from .prefixes import COMPONENTS, PEFT, prefixed
 from .views import View
 
@@ -164,9 +164,16 @@ class Rules:
         """Whether this is no module, but where the file keeps the tensors that all modules share."""
         return f"{module}." == SHARED_PREFIX and any(name in SHARED for name in KINDS.get(self.kind, ()))
 
-    def shared(self, algorithm: str) -> Mapping[str, str]:
-        """Slot → key of the file, for tensors that all modules share."""
-        return {slot: SHARED_PREFIX + name for slot, name in SHARED.get(algorithm, {}).items()}
+    def holds_for_all(self, key: str) -> bool:
+        """Whether a key that no suffix knows is of a tensor that several modules share."""
+        names = {name for row in KINDS.get(self.kind, ()) for name in SHARED.get(row, {}).values()}
+        stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in names if "{" in name)
+        return bool(stems) and key.startswith((*stems, f"{SHARED_PREFIX}frod_s_size."))
+
+    def shared(self, algorithm: str, module: str = "") -> Mapping[str, str]:
+        """Slot → key of the file, for tensors that all modules share, or all of the module's kind."""
+        kind = shared_kind(bare(module))
+        return {slot: SHARED_PREFIX + name.format(kind=kind) for slot, name in SHARED.get(algorithm, {}).items()}
 
     def plain(self, key: str) -> Plain | None:
         """What a tensor is that belongs to no algorithm; None for all others."""

@@ -19,7 +19,6 @@ from .patterns import endless
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
-NO_FORMULA: Final = "this tool does not know its formula"
 TRAIN_AGAIN: Final = "keep it as a separate adapter at inference; it has no merged form"
 CHANGED_BASE: Final = (
     "the weights it was trained on are not those of the base, and the file does not hold the difference"
@@ -48,12 +47,6 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
         "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
         "TINYLORA": (UNKNOWN_ORDER, CONVERT),
-        "ADAMSS": (
-            "its rows come from clustering the base, which versions do differently",
-            CONVERT,
-        ),
-        "PSOFT": ("its factors are singular vectors whose signs no file tells", CONVERT),
-        "FROD": (NO_FORMULA, CONVERT),
     }
 )
 """peft_type → (why it cannot be merged, what to do instead)."""

@@ -45,6 +45,9 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "WAVEFT": ("waveft",),
         "PEANUT": ("peanut",),
         "GLORA": ("peft_glora", "peft_glora_bias"),
+        "PSOFT": ("psoft",),
+        "ADAMSS": ("adamss",),
+        "FROD": ("frod",),
         "TRAINABLE_TOKENS": (),
         MLX: ("lora_transposed", "lora_switch"),
     }
@@ -62,6 +65,7 @@ SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "vblora": {"bank": "vblora_vector_bank"},
         "vblora_top": {"bank": "vblora_vector_bank"},
         "unilora": {"bank": "unilora_theta_d"},
+        "frod": {"basis": "frod_V.{kind}", "places": "frod_s_indices.{kind}"},
     }
 )
 

@@ -173,6 +173,27 @@ def _deft_method(fields: Fields) -> Mapping[str, object]:
     return {"method": method}
 
 
+def _psoft(fields: Fields) -> Mapping[str, object]:
+    start, how = fields.text("ab_svd_init", "psoft_init"), fields.text("psoft_svd", "full")
+    if start not in ("psoft_init", "pissa_init"):
+        raise fields.odd("ab_svd_init", "psoft_init or pissa_init")
+    if how not in ("full", "lowrank"):
+        raise fields.odd("psoft_svd", "full or lowrank")
+    series = fields.flag("use_cayley_neumann", default=False)
+    terms = fields.integer("num_cayley_neumann_terms", 5) if series else 0
+    if series and not terms:
+        raise fields.odd("num_cayley_neumann_terms", "a positive number")
+    return {
+        "orthogonal": fields.flag("psoft_orth", default=True),
+        "terms": terms,
+        "limit": fields.number("cayley_neumann_eps", 0.0) if series else 0.0,
+        "balanced": start == "pissa_init",
+        "low_rank": how == "lowrank",
+        "rounds": fields.integer("psoft_svd_lowrank_niter", 10),
+        "seed": fields.integer("random_seed", 0),
+    }
+
+
 def _mlx(fields: Fields) -> Mapping[str, object]:
     """c of mlx-lm is its `scale` alone. Early versions multiplied it by a field alpha over the rank, later ones leave
     that field unread; where it would make a difference the user has to say (mlx-lm, tuner/lora.py)."""
@@ -208,6 +229,9 @@ SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = Mappin
             "depth": fields.integer("depth", 0),
             "activation": fields.text("act_fn", "relu"),
         },
+        "supertuning": lambda fields: {"top": fields.flag("select_top", default=True)},
+        "psoft": _psoft,
+        "adamss": lambda fields: {"seed": fields.integer("random_seed", 0)},
         "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777, SEED)},
         "hra": lambda fields: {"orthogonal": fields.flag("apply_GS", default=False)},
         "road": lambda fields: {"group": fields.integer("group_size", 64)},

@@ -53,6 +53,16 @@ def paths(fields: Fields, module: str) -> tuple[str, ...]:
     return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
 
 
+def shared_kind(path: str) -> str:
+    """What FRoD calls the layers that share a basis, by the end of a module's path; tuners/frod/model.py."""
+    *above, last = path.split(".")
+    if not above or above[-1].isdigit():
+        return last
+    if (above[-1], last) == ("output", "dense") and above[-2:-1] == ["attention"]:
+        return "attention_output"
+    return f"{above[-1]}_{last}"
+
+
 def saved_inside(fields: Fields, name: str) -> bool:
     """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
     saved, levels = fields.texts("modules_to_save"), bare(name).split(".")[:-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from .matched import Use
 from .patching import Patch
 from .plans import Plan, Target
 from .reader import Reader
+from .rebuilding import as_loaded, rebuild
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
@@ -96,6 +97,7 @@ class Recomputation:
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
+        self._made: dict[int, Mapping[str, Any]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
@@ -256,7 +258,7 @@ class Recomputation:
     def _given(self, patch: Patch, rows: Array, made: Made) -> Given:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
-        derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
+        derived = {**row.derived(patch.shapes, patch.view.shape, dict(patch.settings)), **self._rebuilt(patch, made)}
 
         def read(slot: str, entries: Array | None) -> Array:
             if slot in derived:
@@ -272,6 +274,22 @@ class Recomputation:
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
         base = partial(self._view, patch.view, patch.adapter, made)
         return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
+
+    def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Any]:
+        """What follows from the untouched base: once for all rows of a weight, as it may take long."""
+        if id(patch) not in self._made:
+            self._made[id(patch)] = self._rebuild(patch, made)
+        return self._made[id(patch)]
+
+    def _rebuild(self, patch: Patch, made: Made) -> Mapping[str, Any]:
+        def read(slot: str) -> Any:
+            view = patch.view if not slot else patch.beside.get(slot)
+            if view is None:
+                return as_loaded(self.stored(patch.module.slots[slot], patch.shapes[slot]))
+            wide = any(self.plan.values[piece.key].dtype == "F64" for piece in view.pieces)
+            return as_loaded(self._view(view, 0, made, None), wide=wide)  # before the first adapter
+
+        return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
 
     def _view(self, view: View, adapter: int, made: Made, rows: Array | None) -> Array:
         """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the

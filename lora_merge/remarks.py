@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 NO_ALPHA: Final = (
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
@@ -17,3 +19,23 @@ KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; t
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
+
+SAME_MACHINE: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
+
+REBUILT: Final[Mapping[str, tuple[frozenset[str], str]]] = MappingProxyType(
+    {
+        "supertuning": (
+            frozenset({"places"}),
+            f"its places are not stored (save_precomputed_indices): those of the largest weights, {SAME_MACHINE}",
+        ),
+        "psoft": (frozenset({"left", "right"}), f"its factors are singular vectors of the base, {SAME_MACHINE}"),
+        "adamss": (frozenset({"order"}), f"its groups of rows are clusters in the base, {SAME_MACHINE}"),
+    }
+)
+"""Row of ALGORITHMS → slots that follow from the values of the base (rebuilding.py), and what to say of it."""
+
+
+def rebuilt(name: str, shapes: Mapping[str, Any]) -> str:
+    """What the user should know of a module whose file lacks such slots; "" where it has them."""
+    slots, text = REBUILT.get(name, (frozenset(), ""))
+    return "" if slots <= shapes.keys() else text

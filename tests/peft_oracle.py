@@ -20,6 +20,7 @@ from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.algorithms.dora import rescale
 from lora_merge.conventions import split
 from lora_merge.peft import Rules, bare, rules
+from lora_merge.rebuilding import rebuild
 
 
 class Layers(nn.Module):
@@ -104,6 +105,8 @@ class Merge:
                 if meant.kind == "value":
                     _put(result, bare(meant.target), value.double(), meant.rows)
                 continue
+            if self.told.holds_for_all(key):
+                continue
             found = split(key)
             if found is None or found[1].ending == ".weight":
                 _put(result, bare(key), value.double(), None)
@@ -140,9 +143,10 @@ class Merge:
         why: list[str] = []
         for name in [chosen] if chosen else candidates:
             bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].and_bias else []
-            shared = {s: self.tensors[key] for s, key in self.told.shared(name).items() if key in self.tensors}
+            shared = {s: self.tensors[key] for s, key in self.told.shared(name, module).items() if key in self.tensors}
             try:
-                beside = {slot: self.state[f"{bare(module)}.{of}"] for slot, of in ALGORITHMS[name].beside.items()}
+                near = {slot: f"{bare(module)}.{of}" for slot, of in ALGORITHMS[name].beside.items()}
+                beside = {slot: self.state[key] for slot, key in near.items() if key in self.state}
                 found = {**own, **shared, **beside}
                 done = {t: self.change(name, module, found, t) for t in [target, *bias] if t in self.state}
             except DoesNotFit as e:
@@ -163,7 +167,9 @@ class Merge:
         fitted = dict(row.fit({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
         numbers = {**row.numbers(None, fitted, tuple(weight.shape)), **self.told.numbers(name, module, fitted)}
         missing = any(slot not in own for slot in row.slots)
-        derived = row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {}
+        derived = dict(row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {})
+        loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in own.items()}}
+        derived |= rebuild(name, lambda slot: loaded[slot].float(), fitted, tuple(weight.shape), settings)
         fields = {
             slot: (value.long() if slot in row.integer_slots else value.double()).reshape(
                 1, *fitted.get(slot, value.shape)

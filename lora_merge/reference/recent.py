@@ -33,4 +33,57 @@ def _letter(g: Given, name: str) -> Array:
     return value if len(value) == 1 and g.out > 1 else value[g.rows]
 
 
-RECENT: Final = MappingProxyType({"peft_glora": Reference(glora), "peft_glora_bias": Reference(glora_bias)})
+def psoft(g: Given) -> Array:
+    """B (R − I) A."""
+    left, right = g.some("left"), g["right"]
+    rank = len(right)
+    turned = _turned(g, rank) if g.settings["orthogonal"] else g["turn"]
+    if "rows" in g.slots:
+        turned = np.diag(g["rows"].reshape(-1)) @ turned
+    if "columns" in g.slots:
+        turned = turned @ np.diag(g["columns"].reshape(-1))
+    return np.asarray(left @ ((turned - np.eye(rank)) @ right))
+
+
+def _turned(g: Given, rank: int) -> Array:
+    """(I + Q)(I − Q)⁻¹, or PEFT's series for it: all powers doubled but the first and the last."""
+    skew, numbers = np.zeros((rank, rank)), iter(g["turn"].reshape(-1))
+    for i in range(rank):
+        for j in range(i + 1, rank):
+            skew[i, j] = next(numbers)
+            skew[j, i] = -skew[i, j]
+    terms, limit = int(g.settings["terms"]), float(g.settings["limit"])
+    size = float(np.sqrt(np.sum(skew * skew)))
+    if limit and size > limit:
+        skew = skew * (limit / size)
+    if not terms:
+        return np.asarray((np.eye(rank) + skew) @ np.linalg.inv(np.eye(rank) - skew))
+    weights = {1: [1.0], 2: [1.0, 2.0]}.get(terms, [1.0, *[2.0] * (max(terms, 4) - 2), 1.0])
+    return np.asarray(sum(weight * np.linalg.matrix_power(skew, k) for k, weight in enumerate(weights)))
+
+
+def adamss(g: Given) -> Array:
+    """Every group of rows in its own factors, all in one subspace."""
+    inputs = g["weight"].shape[1]
+    space = g["space"][:, inputs:] if len(g.shape) == 1 else g["space"][:, :inputs]
+    count = sum(slot.startswith("up_") for slot in g.slots)
+    stacked = np.concatenate([g[f"up_{i}"] @ g[f"down_{i}"] for i in range(count)])
+    return np.asarray(stacked[g.places("order", g.out)[g.rows]] @ space)
+
+
+def frod(g: Given) -> Array:
+    """U (S + diag(l)) Vᵀ − W."""
+    basis, inner = g["basis"], np.diag(g["diagonal"].reshape(-1))
+    singular = np.linalg.matrix_rank(basis) < len(basis)
+    turned = g.all_w @ (np.linalg.pinv(basis, rcond=1e-6) if singular else np.linalg.inv(basis)).T
+    length = np.sqrt(np.sum(turned * turned, axis=0))
+    unit = np.divide(turned, length, out=np.zeros_like(turned), where=length > 1e-12)
+    rows, columns = g.places("places", g.cols).reshape(2, -1)
+    np.add.at(inner, (rows, columns), g["values"].reshape(-1))
+    return np.asarray(unit[g.rows] @ inner @ basis.T - g.w)
+
+
+RECENT: Final = MappingProxyType({
+    "peft_glora": Reference(glora), "peft_glora_bias": Reference(glora_bias), "psoft": Reference(psoft, whole=True),
+    "adamss": Reference(adamss, whole=True), "frod": Reference(frod, whole=True, loss=64),
+})  # fmt: skip

@@ -169,6 +169,49 @@ def _deft() -> list[Example]:
     ]
 
 
+def as_it_was(weight: Tensor, stored: Stored) -> Stored:
+    """What FRoD makes of the weight before it is trained."""
+    turned = torch.linalg.solve(stored["basis"], weight.T).T
+    return {"diagonal": turned.norm(dim=0), "values": torch.zeros_like(stored["values"]), "basis": stored["basis"]}
+
+
+def _psoft() -> list[Example]:
+    pair = {"left": (12, 3), "right": (3, 10)}
+    ends = {"rows": (3,), "columns": (3,)}
+    told = {"terms": 5, "limit": 0.3}
+
+    def still(_: Tensor, stored: Stored) -> Stored:
+        return {**stored, **{s: torch.ones_like(stored[s]) for s in ends}, "turn": torch.zeros_like(stored["turn"])}
+
+    def free(_: Tensor, stored: Stored) -> Stored:
+        return {**stored, "turn": torch.eye(3, dtype=stored["turn"].dtype)}
+
+    return [
+        Example("exact", (12, 10), {"turn": (3,), **ends, **pair}, neutral=still, unnoticed=(*ends, *pair)),
+        Example("series", (12, 10), {"turn": (3,), **pair}, settings=told, unnoticed=(*pair,)),
+        Example(
+            "free", (12, 10), {"turn": (3, 3), **pair}, neutral=free, settings={"orthogonal": False}, unnoticed=(*pair,)
+        ),
+    ]
+
+
+def _adamss() -> list[Example]:
+    pairs = {"up_0": (5, 2), "down_0": (2, 4), "up_1": (7, 1), "down_1": (1, 4), "order": (12,)}
+    many = {f"{side}_{i}": (1, 1) if side == "up" else (1, 4) for i in range(32) for side in ("up", "down")}
+
+    def case(label: str, target: tuple[int, ...], weight: int, slots: dict[str, tuple[int, ...]]) -> Example:
+        held = {"space": (4, weight + ("bias" in slots)), "weight": (target[0], weight), **slots}
+        made = {"order": lambda g: torch.randperm(target[0], generator=g)}
+        return Example(label, target, held, made, spread=1.0, unnoticed=("order",))
+
+    return [
+        case("one group", (12, 10), 10, {"up_0": (12, 2), "down_0": (2, 4), "order": (12,)}),
+        case("two groups", (12, 10), 10, pairs),
+        case("with a bias", (12, 10), 10, {**pairs, "bias": (12,)}),
+        case("its bias", (32,), 10, {**many, "order": (32,), "bias": (32,)}),
+    ]
+
+
 def _peft_glora() -> list[Example]:
     pair = {"a_up": (12, 3), "a_down": (3, 10), "b_up": (12, 3), "b_down": (3, 10)}
     return [
@@ -267,11 +310,17 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
     "unilora": _unilora(),
     "deft": _deft(),
     "supertuning": [
-        Example("sparse", (12, 10), {"values": (7,), "places": (7,)}, {"places": places(120, count=7)}, blind=(0, 1)),
-        Example("Supra", (12, 10), {"values": (7,), "places": (7,), **PAIR}, {"places": places(120, count=7)}),
+        Example("sparse", (12, 10), {"values": (7,), "places": (7,)}, {"places": places(120, count=7)}, blind=(0, 1),
+                unnoticed=("places",)),
+        Example("Supra", (12, 10), {"values": (7,), "places": (7,), **PAIR}, {"places": places(120, count=7)},
+                unnoticed=("places",)),
     ],
     "peft_glora": _peft_glora(),
     "peft_glora_bias": _peft_glora_bias(),
+    "psoft": _psoft(),
+    "adamss": _adamss(),
+    "frod": [Example("linear", (12, 10), {"diagonal": (10,), "values": (7,), "basis": (10, 10), "places": (2, 7)},
+                     {"places": places(10, 10, count=7)}, neutral=as_it_was, blind=(0,))],
     "osf": [Example("four smallest", (12, 10), {"left": (12, 4), "values": (4,), "right": (4, 10)},
                     neutral=start(lambda m, n: n - m))],
 }  # fmt: skip

@@ -74,6 +74,9 @@ PROOFS: dict[str, tuple[str, str]] = {
     "unilora": (PEFT, "peft.UniLoraConfig"),
     "peft_glora": (PEFT, "peft.GloraConfig"),
     "peft_glora_bias": (PEFT, "peft.GloraConfig"),
+    "psoft": (PEFT, "peft.PsoftConfig"),
+    "adamss": (PEFT, "peft.AdamssConfig"),
+    "frod": (PEFT, "peft.FrodConfig"),
 }
 """Row → (file, words of the case there)."""
 

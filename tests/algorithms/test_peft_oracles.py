@@ -137,6 +137,31 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
         for de in ("vector", "constant", "none")
         if (ab, c, de) != ("none",) * 3
     },
+    "supertuning-rebuilt": (peft.SupertuningConfig, LINEAR, {"sparsity": 0.9, "save_precomputed_indices": False}),
+    "supertuning-smallest": (
+        peft.SupertuningConfig, LINEAR,
+        {"sparsity": 0.8, "save_precomputed_indices": False, "select_top": False, "r": 3},
+    ),
+    **{
+        f"psoft-{number}": (peft.PsoftConfig, LINEAR, {"r": 4, "psoft_alpha": 3, **options})
+        for number, options in enumerate((
+            {}, {"ab_svd_init": "pissa_init"}, {"psoft_orth": False}, {"psoft_mag_a": False},
+            {"psoft_mag_b": False, "r": 1}, {"psoft_svd": "lowrank", "random_seed": 5},
+            {"psoft_svd": "lowrank", "psoft_svd_lowrank_niter": 2}, {"psoft_orth": False, "r": 1},
+            {"use_cayley_neumann": True, "cayley_neumann_eps": 0.4},
+            *({"use_cayley_neumann": True, "num_cayley_neumann_terms": n} for n in (2, 3, 4, 5, 6)),
+        ))
+    },
+    **{
+        f"adamss-{groups}-{rank}": (
+            peft.AdamssConfig, LINEAR, {"r": rank, "num_subspaces": groups, "subspace_rank": 2, "random_seed": rank},
+        )
+        for groups, rank in ((3, 6), (5, 12), (1, 4))
+    },
+    "adamss-dynamic": (peft.AdamssConfig, LINEAR, {"r": 6, "num_subspaces": 3, "use_dynamic_rank": True}),
+    "frod": (peft.FrodConfig, LINEAR, {}),
+    "frod-dense": (peft.FrodConfig, LINEAR, {"sparse_rate": 0.3}),
+    "frod-conv1d": (peft.FrodConfig, GPT, {"fan_in_fan_out": True}),
     "osf": (peft.OSFConfig, LINEAR, {"effective_rank": 10}),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ import lora_merge
 from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.header import parse_file
+from lora_merge.rebuilding import CLUSTERING_SEED, ROUNDS, kmeans, low_rank_svd
 from lora_merge.replay import prove
 from tests.peft_oracle import merged, save, train
 
@@ -23,6 +24,11 @@ LINEAR = ["wide", "tall", "square"]
 
 PROVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "glora": (peft.GloraConfig, {"r": 4}),
+    "psoft": (peft.PsoftConfig, {"r": 4}),
+    "psoft-lowrank": (peft.PsoftConfig, {"r": 4, "psoft_svd": "lowrank", "use_cayley_neumann": True}),
+    "adamss": (peft.AdamssConfig, {"r": 6, "num_subspaces": 3, "subspace_rank": 2}),
+    "frod": (peft.FrodConfig, {}),
+    "supertuning": (peft.SupertuningConfig, {"sparsity": 0.9, "save_precomputed_indices": False, "r": 2}),
     "waveft": (peft.WaveFTConfig, {"n_frequency": 50, "wavelet_family": "coif2"}),
     "glora-vectors": (peft.GloraConfig, {"config_A_B": "vector", "config_C": "vector", "config_D_E": "vector"}),
 }
@@ -49,6 +55,62 @@ def test_merged_files_are_proven(name: str, tmp_path: Path) -> None:
         prove(out, full=True)
 
 
+REBUILT = {
+    "psoft": (peft.PsoftConfig, {"r": 4}, "square", "singular vectors"),
+    "adamss": (peft.AdamssConfig, {"r": 6, "num_subspaces": 3}, "wide", "clusters in the base"),
+    "supertuning": (peft.SupertuningConfig, {"sparsity": 0.9, "save_precomputed_indices": False}, "tall", "places"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REBUILT)
+def test_what_is_rebuilt_is_said(name: str, tmp_path: Path) -> None:
+    make, options, layer, words = REBUILT[name]
+    base, tuned = train(make(target_modules=[layer], **options))
+    save(tuned, tmp_path / "adapter")
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    plan = lora_merge.plan(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+    assert any(layer in note and words in note for note in plan.adapters[0].notes)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("layer", "rank", "why"), [("wide", 6, "not the singular vectors"), ("square", 24, "equally far")]
+)
+def test_groups_of_rows_that_this_base_does_not_give_are_refused(
+    layer: str, rank: int, why: str, tmp_path: Path
+) -> None:
+    base, tuned = train(peft.AdamssConfig(target_modules=[layer], r=rank, num_subspaces=3, subspace_rank=2))
+    save(tuned, tmp_path)
+    state = base.state_dict()
+    if rank < 24:
+        state["wide.weight"] = torch.randn(36, 24, generator=torch.Generator().manual_seed(5))
+    with pytest.raises(MergeError) as refused:
+        lora_merge.merge_state_dict(state, tmp_path)
+    assert why in refused.value.where and refused.value.exit_code == 4
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+def test_clusters_are_those_of_scikit_learn(count: int) -> None:
+    from sklearn.cluster import KMeans
+
+    points = np.linalg.qr(np.random.default_rng(count).standard_normal((400, 20)))[0].astype(np.float32)
+    theirs = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=CLUSTERING_SEED).fit_predict(points)
+    assert np.array_equal(kmeans(points, count), theirs)
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40)])
+def test_low_rank_vectors_are_those_of_torch_and_leave_its_generator(shape: tuple[int, int]) -> None:
+    weight = torch.randn(*shape)
+    torch.manual_seed(3)
+    theirs = torch.svd_lowrank(weight, q=7, niter=4)
+    before = torch.get_rng_state()
+    ours = low_rank_svd(weight, 7, 4, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
     letters = {"A.X": 1, "B.X": 1, "C.X": (8, 1), "D.X": 1, "E.X": 1}
     save_file({f"a.glora_{k}": torch.ones(s) for k, s in letters.items()}, tmp_path / "adapter_model.safetensors")
@@ -72,3 +134,13 @@ def test_wavelets_are_those_of_peft_and_whole() -> None:
         if name != "coif4":  # PEFT 0.21.2 has another, and trains with it
             shifts = [low[: len(low) - 2 * k] @ low[2 * k :] for k in range(len(low) // 2)]
             np.testing.assert_allclose([low.sum(), *shifts], [2**0.5, 1.0, *[0.0] * (len(shifts) - 1)], atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["psoft", "supertuning", "frod", "adamss"])
+def test_a_loaded_adapter_gives_the_change_of_one_weight(name: str, tmp_path: Path) -> None:
+    make, options = PROVEN[name]
+    base, tuned = train(make(target_modules=["tall"], **options))
+    wanted = merged(base, *save(tuned, tmp_path))["tall.weight"] - base.tall.weight
+    got = lora_merge.load_adapter(tmp_path).delta("base_model.model.tall", base.tall.weight)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,105 @@
+"""AdaMSS, groups of output rows with a small LoRA each in one subspace: ΔW[rowsᵢ] = Bᵢ Aᵢ P. PEFT 0.21.2
+tuners/adamss/layer.py.
+
+P holds the leading right singular vectors of the weight with the bias as one more column, and that column of the change
+is the change of the bias. Which rows belong to group i is not stored: they are clusters of the left singular vectors,
+see lora_merge/rebuilding.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field, make_dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
+from .bounds import below
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUPS: Final = 32
+"""More of them no file may have; PEFT's default is 5."""
+
+_OPTIONAL: Final = [
+    ("bias", "Tensor | None", field(default=None)),  # [n, out, 1]; the base's
+    ("seed", "int", field(default=0)),  # `random_seed`
+    ("order", "Indices | None", field(default=None)),  # row of the weight → row of all groups', [n, out]; never stored
+    *((f"{side}_{i}", "Tensor | None", field(default=None)) for i in range(1, GROUPS) for side in ("down", "up")),
+]
+
+AdamssTensors = make_dataclass(
+    "AdamssTensors",
+    [
+        ("space", "Tensor"),  # P, [n, r, in] or, of a layer with a bias, [n, r, in + 1]
+        ("weight", "Tensor"),  # [n, out, in]; the base's
+        ("down_0", "Tensor"),  # A, [n, rᵢ, r]
+        ("up_0", "Tensor"),  # B, [n, rows of the group, rᵢ]
+        *_OPTIONAL,
+    ],
+    frozen=True,
+)
+
+
+def groups(shapes: Shapes) -> list[int]:
+    """The numbers of the groups, in order; DoesNotFit if one is missing or has but one factor."""
+    sides = {
+        side: sorted(int(m[1]) for slot in shapes if (m := re.fullmatch(rf"{side}_(\d+)", slot)))
+        for side in ("up", "down")
+    }
+    whole = sides["up"] == sides["down"] == list(range(len(sides["up"])))
+    expect(holds=whole, otherwise=f"A has the groups {sides['down']}, B {sides['up']}")
+    return sides["up"]
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored; of the weight's own change, or of the bias'."""
+    out, inputs = flat(shapes["weight"])
+    space = shapes["space"]
+    rank = space[0] if space else 0
+    width = inputs + ("bias" in shapes)
+    expect(
+        holds=space == (rank, width) and inputs > 1 and (target == (out, inputs) or prod_is(target, out)),
+        otherwise=f"newB is {list(space)}, the weight {list(target)} has {width} columns with its bias",
+    )
+    want = {"space": space, "weight": (out, inputs), **({"bias": (out, 1)} if "bias" in shapes else {})}
+    expect(holds="bias" not in shapes or prod_is(shapes["bias"], out), otherwise=f"the bias is {shapes.get('bias')}")
+    height = 0
+    for i in groups(shapes):
+        up, down = shapes[f"up_{i}"], shapes[f"down_{i}"]
+        expect(
+            holds=len(up) == 2 and down == (up[1], rank),
+            otherwise=f"A of group {i} is {list(down)}, B {list(up)}, newB {list(space)}",
+        )
+        height += up[0]
+        want |= {f"up_{i}": up, f"down_{i}": down}
+    expect(holds=height == out, otherwise=f"its groups have {height} rows, the weight {out}")
+    if "order" in shapes:
+        expect(holds=shapes["order"] == (out,), otherwise=f"order is {list(shapes['order'])}")
+        want["order"] = (out,)
+    return want
+
+
+def prod_is(shape: Shape, size: int) -> bool:
+    """Whether it is a vector of that size."""
+    return shape in ((size,), (size, 1))
+
+
+def delta(base: Tensor, t: Any) -> Tensor:
+    """ΔW [n, out, in], or Δb [n, out, 1]; the values of `base` are not read."""
+    import torch
+
+    assert t.order is not None, "rebuilt"
+    inputs = t.weight.shape[2]
+    space = t.space[:, :, :inputs] if base.shape[2] == inputs else t.space[:, :, inputs:]
+    pairs = [(getattr(t, f"up_{i}"), getattr(t, f"down_{i}")) for i in range(GROUPS)]
+    rows = torch.cat([up @ down for up, down in pairs if up is not None], 1)  # [n, out, r]
+    ordered = rows.gather(1, t.order[:, :, None].expand_as(rows))
+    change: Tensor = ordered @ space
+    return change
+
+
+ADAMSS = Algorithm(
+    "adamss", AdamssTensors, fit, delta, "PEFT", and_bias=True, beside={"weight": "weight", "bias": "bias"},
+    bounds={**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]},
+)  # fmt: skip

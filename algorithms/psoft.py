@@ -1,0 +1,106 @@
+"""PSOFT, the largest singular triples of the weight turned in their subspace: ΔW = B (R − I) A. OpenReview FSHrinMArK;
+PEFT 0.21.2 tuners/psoft/layer.py.
+
+B = V diag(s), A = Uᵀ of W = V diag(s) Uᵀ + …, or with `pissa_init` √s in each; PEFT's α / r cancels out.
+R is orthogonal (Cayley's transform of a skew matrix, or the first terms of its series) or free, and may have its rows
+and columns scaled. B and A are not stored: they follow from the base, see lora_merge/rebuilding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
+from .bounds import below
+from .peft_oft import TERMS, block_size, bounded, cayley, series, skew_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PsoftTensors:
+    """What R is made of, and the subspace."""
+
+    turn: Tensor  # the upper triangle of a skew matrix [n, 1, r(r−1)/2], row by row; free: R itself [n, r, r]
+    rows: Tensor | None = None  # factors of the rows of R, [n, r, 1]
+    columns: Tensor | None = None  # of its columns, [n, 1, r]
+    left: Tensor | None = None  # B [n, out, r]; never stored
+    right: Tensor | None = None  # A [n, r, cols]; never stored
+    orthogonal: bool = True  # `psoft_orth`
+    terms: int = 0  # of the series; 0: the exact transform
+    limit: float = 0.0  # `cayley_neumann_eps`, on the Frobenius norm; 0: none
+    balanced: bool = False  # `ab_svd_init`: √s in both factors; what follows says how they are found
+    low_rank: bool = False  # `psoft_svd`
+    rounds: int = 10  # `psoft_svd_lowrank_niter`
+    seed: int = 0  # `random_seed`
+
+
+@dataclass(frozen=True)
+class Turned:
+    """What is left to do on the weight."""
+
+    left: Tensor  # B (R − I), [n, out, r]
+    right: Tensor
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes without n as in PsoftTensors."""
+    (out, cols), turn = flat(target), shapes["turn"]
+    free = len(turn) == 2 and turn[0] == turn[1]
+    rank = turn[0] if free else block_size(turn[0]) if len(turn) == 1 else 0
+    expect(
+        holds=len(target) == 2 and 0 < rank <= min(out, cols),
+        otherwise=f"turn is {list(turn)}, the weight {list(target)}",
+    )
+    want = {"turn": (rank, rank) if free else (1, *turn)}
+    known = {"rows": (rank, 1), "columns": (1, rank), "left": (out, rank), "right": (rank, cols)}
+    for slot in shapes.keys() & known.keys():
+        stored = shapes[slot] if slot in ("left", "right") else (rank,)
+        expect(
+            holds=shapes[slot] == stored and (len(stored) == 1 or stored == known[slot]),
+            otherwise=f"{slot} is {list(shapes[slot])}, the rank is {rank}",
+        )
+        want[slot] = known[slot]
+    return want
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """A triangle where R is orthogonal, a matrix where it is free."""
+    rank = shapes["turn"][1]
+    square = shapes["turn"] == (rank, rank) and rank > 1
+    holds = not square if settings.get("orthogonal", True) else square or rank == 1
+    expect(holds=holds, otherwise=f"psoft_orth is not true of {list(shapes['turn'])} numbers")
+
+
+def prepare(t: PsoftTensors) -> Turned:
+    """B (R − I), from R in the precision that inverses need."""
+    import torch
+
+    assert t.left is not None and t.right is not None, "rebuilt"
+    rank = t.left.shape[2]
+    identity = torch.eye(rank, dtype=t.left.dtype, device=t.left.device)
+    if t.orthogonal:
+        skew = bounded(skew_blocks(t.turn), t.limit)
+        turned = (series(skew, t.terms) if t.terms else cayley(-skew))[:, 0]
+    else:
+        turned = t.turn - identity
+    if t.rows is not None or t.columns is not None:
+        whole = turned + identity
+        whole = whole if t.rows is None else whole * t.rows
+        turned = (whole if t.columns is None else whole * t.columns) - identity
+    return Turned(t.left @ turned, t.right)
+
+
+def delta(base: Tensor, t: Turned) -> Tensor:
+    """ΔW [n, out, cols]; the values of `base` are not read."""
+    return t.left @ t.right
+
+
+PSOFT = Algorithm(
+    "psoft", PsoftTensors, fit, delta, "OpenReview FSHrinMArK",
+    prepare=prepare, bounds={**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]},
+    check_settings=check_settings,
+)  # fmt: skip
