@@ -25,7 +25,7 @@ from .overflow import settle, sum_too_large
 from .patching import Patch
 from .placement import Lane, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
 from .plans import Target
-from .rebuilding import rebuild
+from .rebuilding import from_base
 from .scarcity import FULL, device_full
 from .sharing import Room, stack_size
 from .surroundings import exact_products
@@ -36,8 +36,6 @@ KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
-AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
-"""Where PEFT decomposes weights when it loads an adapter."""
 
 Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -228,7 +226,7 @@ class Folder:
         for slot, tensor in row.derived(patch.shapes, patch.view.shape, dict(patch.settings)).items():
             put = stage_indices if slot in row.integer_slots else stage
             fields[slot] = put([tensor] * len(slices), to)
-        made = [self._rebuilt(s.use.patch) for s in slices]
+        made = [from_base(s.use.patch, self.base, self.fetch) for s in slices]
         for slot in made[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
         tensors = row.prepared(row.tensors(**fields))
@@ -244,18 +242,6 @@ class Folder:
             (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
             self._magnitude(slices, at),
         )
-
-    def _rebuilt(self, patch: Patch) -> Mapping[str, Tensor]:
-        """What follows from the values of the base, made on the CPU whatever the placement is."""
-
-        def read(slot: str) -> Tensor:
-            view = patch.view if not slot else patch.beside.get(slot)
-            if view is None:
-                return stage([self.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
-            wide = any(self.base[piece.key].dtype == "F64" for piece in view.pieces)
-            return self._untouched(view, precise(AS_LOADED) if wide else AS_LOADED)
-
-        return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
 
     def _check(self, patch: Patch) -> None:
         """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
@@ -322,11 +308,6 @@ class Folder:
             rows = rows[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
-
-    def _untouched(self, view: View, at: Placement) -> Tensor:
-        """[out, cols] a whole weight of the base, gathered from its pieces: PEFT decomposes it before it merges any."""
-        found = [(self.fetch(self.base[p.key]).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
-        return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
 
     def _changed(self, values: Tensor, target: Target, at: Placement) -> Tensor:
         """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""

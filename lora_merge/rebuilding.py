@@ -19,11 +19,17 @@ from torch import Tensor
 from .algorithms import DoesNotFit, Shape, Shapes
 from .algorithms.adamss import groups
 from .algorithms.peft_oft import block_size
+from .header import TensorInfo
+from .patching import Patch
+from .placement import Placement, stage
 from .remarks import rebuilt
 
 Read: TypeAlias = Callable[[str], Tensor]
 """A slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]: fp32 (fp64 if
 stored so) on the CPU."""
+
+AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
+WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 
 CLUSTERING_SEED: Final = 123456789
 ROUNDS: Final = 10
@@ -38,6 +44,23 @@ def rebuild(name: str, read: Read, shapes: Shapes, target: Shape, settings: Mapp
     """The slots of the row `name` that the file lacks, CPU tensors without n; DoesNotFit if this base does not give
     what was trained on."""
     return MAKERS[name](read, shapes, target, settings) if rebuilt(name, shapes) else {}
+
+
+def from_base(
+    patch: Patch, base: Mapping[str, TensorInfo], fetch: Callable[[TensorInfo], Tensor]
+) -> Mapping[str, Tensor]:
+    """As `rebuild` for a patch, from the base before any adapter: so PEFT does where several act in turn too."""
+
+    def read(slot: str) -> Tensor:
+        view = patch.view if not slot else patch.beside.get(slot)
+        if view is None:
+            return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
+        wide = any(base[piece.key].dtype == "F64" for piece in view.pieces)
+        found = [(fetch(base[p.key]).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
+        at = WIDE if wide else AS_LOADED
+        return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
+
+    return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
 
 
 def as_loaded(values: Any, *, wide: bool = False) -> Tensor:
