@@ -223,10 +223,8 @@ class Folder:
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
         for name in row.scalars:
             fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to)
-        for slot, tensor in row.derived(patch.shapes, patch.view.shape, dict(patch.settings)).items():
-            put = stage_indices if slot in row.integer_slots else stage
-            fields[slot] = put([tensor] * len(slices), to)
-        made = [from_base(s.use.patch, self.base, self.fetch) for s in slices]
+        derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
+        made = [{**derived, **from_base(s.use.patch, self.base, self.fetch)} for s in slices]
         for slot in made[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
         tensors = row.prepared(row.tensors(**fields))
