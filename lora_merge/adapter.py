@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from .algorithms import ALGORITHMS, Shape
 from .checkpoint import Index
-from .comparing import differing
+from .comparing import differing, zero_outside
 from .conventions import SHARED, part, split
 from .errors import InputError
 from .header import TensorInfo
@@ -67,6 +67,9 @@ class Values(Protocol):
 
     def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+
+    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,10 @@ class FileValues:
     def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
         return differing(copy, own)
+
+    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        return zero_outside(info, rows, columns, self._bytes)
 
     def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
         return (self._reader.read if self._reader else read_bytes)(info, first, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Final
 
@@ -33,6 +34,27 @@ def differing(copy: TensorInfo, own: TensorInfo) -> int:
             a, b = (np.frombuffer(raw, np.uint8).reshape(count, -1) for raw in (mine, theirs))
             found += int((a != b).any(axis=1).sum())
     return found
+
+
+def zero_outside(
+    info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int],
+    read: Callable[[TensorInfo, int, int], bytes | bytearray],
+) -> bool:  # fmt: skip
+    """Whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
+
+    `read` gives bytes of a tensor: how many, from which on.
+    """
+    import numpy as np
+
+    size, cols = ITEM_BITS[info.dtype] // 8, prod(info.shape[1:])
+    step = max(1, ELEMENTS // max(cols, 1))
+    for low in range(*rows, step):
+        count = min(step, rows[1] - low)
+        raw = read(info, low * cols * size, count * cols * size)
+        bits = np.frombuffer(raw, f"<u{size}").reshape(count, cols) << 1  # without the sign: -0 is 0
+        if bits[:, : columns[0]].any() or bits[:, columns[1] :].any():
+            return False
+    return True
 
 
 def _stored(raw: bytes, dtype: str, other: str) -> bytes:

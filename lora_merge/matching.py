@@ -31,6 +31,7 @@ from .peft_parameters import paths, saved_inside
 from .remarks import TUNED_BIAS, TURNED_BIAS
 from .replacements import by_rows, sizes
 from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
+from .side_by_side import as_trained
 from .tying import Heads, shared_layers
 from .views import Piece, View, whole
 
@@ -181,7 +182,8 @@ class Matcher:
 
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
-            return self.patcher.patch(*by_rows(module, view), self._near(module))
+            patch = self.patcher.patch(*by_rows(module, view), self._near(module))
+            return as_trained(patch, self.names.fused(patch.view), self.patcher)
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())

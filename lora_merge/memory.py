@@ -230,6 +230,12 @@ class _Held:
         a, b = host(theirs, torch.float64), host(host(mine, theirs.dtype), torch.float64)
         return int(((a != b) & ~(a.isnan() & b.isnan())).reshape(len(a), -1).any(1).sum())
 
+    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        matrix = self.fetch(info)[slice(*rows)].reshape(rows[1] - rows[0], -1)
+        left, right = host(matrix[:, : columns[0]], torch.float32), host(matrix[:, columns[1] :], torch.float32)
+        return not (left.any() or right.any())
+
 
 class LoadedAdapter:
     """An adapter file, opened: its modules, and ΔW of each on a given weight. Safe from several threads."""

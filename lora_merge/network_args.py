@@ -20,7 +20,7 @@ from .json_text import from_json
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora"),
+        "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora", "split_qkv"),
         "lycoris_config": ("algo", "block_size", "bypass_mode"),
     }
 )
@@ -33,6 +33,7 @@ TURNED: Final = ("diag_oft", "boft")
 BYPASS: Final = "bypass_mode"
 """In this mode OFT and BOFT turn what the layer gives, its bias included: lycoris/modules/{diag_oft,boft}.py."""
 
+SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
 RANKS: Final = Bounds(1, 2**31)
@@ -49,6 +50,8 @@ class Trained:
     partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
     factor: float  # by what the scale differs from α / r
     turns_bias: bool  # whether the formula holds for the bias too
+    split: bool = False  # whether layers that are fused in a weight were trained apart, each with all of α
+    told: bool = False  # whether there are arguments at all
     note: str = ""  # on an entry that cannot be read, where the formula takes nothing from it
 
 
@@ -66,7 +69,8 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
     turns = row.name in TURNED and bool(_like(given.get(BYPASS, False), default=False))
-    return Trained(settings, frozenset(partial), _factor(row, given, where), turns, note)
+    split = row.name == "lora" and given.get(SPLIT) == "True"  # nothing else counts for sd-scripts
+    return Trained(settings, frozenset(partial), _factor(row, given, where), turns, split, bool(tables), note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
@@ -74,7 +78,7 @@ def _may_depend(row: Algorithm, text: str) -> bool:
     asked = (row.name in TURNED and BYPASS in text.lower()) or any(
         name in row.settings for names in READ.values() for name in names
     )
-    return asked or (row.name == "lora" and DYLORA in text.lower())
+    return asked or (row.name == "lora" and any(word in text.lower() for word in (DYLORA, SPLIT)))
 
 
 def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:

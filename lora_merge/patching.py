@@ -24,6 +24,7 @@ from .peft_kinds import STARTED
 from .peft_numbers import CONFIGURED
 from .peft_parameters import TABLES
 from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA, rebuilt
+from .shared_slots import repeated
 from .views import View
 
 ALPHA: Final = "lora_alpha"
@@ -34,7 +35,6 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
-KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"
 STACKED: Final = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 ODD: Final = 1e-3
@@ -102,7 +102,8 @@ class Patcher:
         InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the
         weight.
         """
-        self._agree(module)
+        for slot in repeated(module, self.adapter.path, self.values):
+            self.remark(SHARED_TWICE.format(slot=slot), module)
         told = self.rules.of(module.name)
         candidates, chosen = self._candidates(module, view, near)
         reasons = []
@@ -133,21 +134,6 @@ class Patcher:
         advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
         fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
-
-    def _agree(self, module: Module) -> None:
-        """InputError if a shared slot of the module has two tensors that are not equal; equal ones are noted."""
-        for slot, other in module.repeated:
-            if not self._same(slot, module.shared[slot], other):
-                where = f"{self.adapter.path}: {module.shared[slot].name} and {other.name}"
-                raise InputError(f"two tensors give the {slot} of one module, and are not equal", where, KEEP_ONE)
-            self.remark(SHARED_TWICE.format(slot=slot), module)
-
-    def _same(self, slot: str, one: TensorInfo, other: TensorInfo) -> bool:
-        """Whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
-        if prod(one.shape) == prod(other.shape) == 1:
-            return self.values.numbers(one) == self.values.numbers(other)
-        tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
-        return self.values.same(one, other) and (slot != "magnitude" or len(set(tells_axis)) == 1)
 
     def _candidates(
         self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})
@@ -200,7 +186,7 @@ class Patcher:
         row = ALGORITHMS[name]
         if name == "peft_oft" and prod(shape[2:]) > 1:
             self.remark(KERNEL_OFT, module)
-        if text := self._trained(name).note:
+        if text := self.trained(name).note:
             self.remark(text, module)
         if any(0 in stored for stored in module.shapes.values()):
             self.remark(EMPTY, module)
@@ -230,7 +216,7 @@ class Patcher:
         except DoesNotFit as e:  # the shapes do, so it is the number
             raise _unusable("alpha", alpha, module.shared.get("alpha")) from e
         if "scale" in found:
-            found["scale"] *= self._trained(name).factor
+            found["scale"] *= self.trained(name).factor
         told = self._told_by(name, module, shapes)
         if name in CONFIGURED and not told:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
@@ -249,14 +235,15 @@ class Patcher:
         rules = self.rules.of(module.name)
         return {} if rules.borrowed and "alpha" in module.shared else rules.numbers(name, module.name, shapes)
 
-    def _trained(self, name: str) -> Trained:
+    def trained(self, name: str) -> Trained:
+        """What the file's metadata says about a formula."""
         if name not in self._told:
             self._told[name] = trained(ALGORITHMS[name], self.adapter.index.metadata, str(self.adapter.path))
         return self._told[name]
 
     def turns_bias(self, name: str) -> bool:
         """Whether the formula was trained on the bias of its layers too, by the metadata."""
-        return self._trained(name).turns_bias
+        return self.trained(name).turns_bias
 
     def _number(self, module: Module, slot: str) -> float | None:
         info = module.shared.get(slot)
@@ -282,7 +269,7 @@ class Patcher:
         row = ALGORITHMS[name]
         stated = {k: v for k, v in self.given.items() if k in row.settings}
         return {
-            **self._trained(name).settings,
+            **self.trained(name).settings,
             **told,
             **stated,
             **({"widest": self.widest} if "widest" in row.settings else {}),
@@ -290,7 +277,7 @@ class Patcher:
 
     def _check(self, name: str, settings: Mapping[str, Any], shapes: Mapping[str, Shape], shape: Shape) -> None:
         row = ALGORITHMS[name]
-        missing = row.missing_settings(settings) or sorted(self._trained(name).partial - self.given.keys())
+        missing = row.missing_settings(settings) or sorted(self.trained(name).partial - self.given.keys())
         if missing:
             raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
         row.check_given(settings, shapes, shape)

@@ -19,6 +19,10 @@ KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; t
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
+DYLORA: Final = (
+    "its up factor has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells of that: scaled by "
+    "alpha / rank, as LyCORIS loads DyLoRA; it trains its last block with alpha / number of blocks"
+)
 
 SAME_MACHINE: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
 

@@ -43,6 +43,9 @@ class Numbers:
     def differing(self, _copy: TensorInfo, _own: TensorInfo) -> int:
         return 0
 
+    def zero_outside(self, _info: TensorInfo, _rows: tuple[int, int], _columns: tuple[int, int]) -> bool:
+        return False
+
 
 def read(base: Index, adapter: Mapping[str, Shape], config: Mapping[str, Any] | None = None) -> Reading:
     """What the second reading makes of an adapter of these tensors; it says so where it disagrees with the plan."""
