@@ -44,14 +44,14 @@ TRAINERS: Final = (
 def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
     """A table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`."""
     index = open_checkpoint(path)
-    facts = {
+    facts: dict[str, Any] = {
         "path": str(path), "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors), "dtypes": _dtypes(index),
     }  # fmt: skip
     if adapter is not None:
         return facts | _base(index) | {"match": fit(path, index, adapter)}
     facts |= _adapter(group(index)) if _is_adapter(index) else _base(index)
-    return facts | {"metadata": _metadata(index), "notes": list(index.notes)}
+    return facts | {"metadata": _metadata(index), "notes": [*index.notes, *facts.get("notes", ())]}
 
 
 def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
@@ -87,6 +87,7 @@ def _base(index: Index) -> dict[str, Any]:
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         **({"quantised": why} if (why := index.quantised.how) else {}), **({"recipe": recipe} if recipe else {}),
+        **({"notes": [*lookup.notes]} if lookup.notes else {}),
     }  # fmt: skip
 
 

@@ -866,3 +866,27 @@ def test_the_files_in_configs_work(models: Path, path: Path) -> None:
 
 def test_four_configs_are_shipped() -> None:
     assert len(list(CONFIGS.glob("*.yaml"))) == 4
+
+
+@pytest.mark.parametrize("broken", [{1}, {3}, {1, 3}, {1, 2, 3}])
+def test_a_quiet_plan_names_every_job_that_cannot_run_and_no_other(models: Path, broken: set[int]) -> None:
+    """Its number, its output, and what, where and fix of its own error; a plan that speaks has all jobs besides."""
+    jobs = [
+        {"adapters": [f"gone-{n}.safetensors" if n in broken else "ink.safetensors"], "output": f"out/made-{n}"}
+        for n in (1, 2, 3)
+    ]
+    text = json.dumps({"version": 1, "defaults": {"base": "base.safetensors"}, "jobs": jobs})
+    (models / "jobs.yaml").write_text(text)
+    command = ["batch", str(models / "jobs.yaml"), "--dry-run"]
+    quiet, loud = (CliRunner().invoke(app, [*command, *how]) for how in (["-q"], []))
+    assert getattr(quiet.exception, "exit_code", None) == getattr(loud.exception, "exit_code", None) == 7
+    for text, shown in ((quiet.stdout, broken), (loud.stdout, {1, 2, 3})):
+        told = dict(zip(*[iter(re.split(r"^\[(\d)/3\] ", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+        assert {*map(int, told)} == shown
+        for number, lines in told.items():
+            fails = int(number) in broken
+            assert lines.startswith("cannot run  " if fails else "would write ")
+            assert f"made-{number}" in lines.splitlines()[0]
+            for part in ("    error: file not found", f"    \\s*where: .*gone-{number}.safetensors", "    \\s*fix: "):
+                assert bool(re.search(part, lines)) == fails, (part, lines)
+            assert not any(f"gone-{other}" in lines for other in {1, 2, 3} - {int(number)})

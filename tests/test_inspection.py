@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.checkpoint import open_checkpoint
 from lora_merge.formats import layout
 from lora_merge.inspection import inspect, lines
+from lora_merge.quantised import METADATA, SIGNS
 from lora_merge.showing import COUNT, size
 
-from .support import cli, kohya, save, sd1
+from .support import cli, kohya, rand, save, sd1
 
 HEADERS = Path(__file__).parent / "headers"
 
@@ -135,3 +137,31 @@ def test_the_alpha_of_a_configuration_is_shown(tmp_path: Path, text: str) -> Non
     facts = inspect(save(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": text}))
     assert facts["alphas"] == ([6, 9] if len(text) > 1 else [])
     assert facts["trainer"] == "diffusers"
+
+
+def test_what_is_quantised_is_said_and_nothing_else_is(tmp_path: Path) -> None:
+    """For every sign of every storage format: in the facts, and in the line of the text."""
+    weights = {"blocks.0.lin.weight": rand(8, 8), "norm.weight": rand(8)}
+    cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]] = {
+        **{name: (weights | {f"blocks.0.lin.{name}": torch.ones(2)}, {}) for name, _ in SIGNS},
+        **{entry: (weights, {entry: "{}"}) for entry in METADATA},
+        "codes": (weights | {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.scale": torch.ones(4, 1)}, {}),
+    }
+    for name, (tensors, entries) in cases.items():
+        path = save(tensors, tmp_path / "model.safetensors", {"format": "pt"} | entries)
+        facts, said = inspect(path), open_checkpoint(path).quantised.how
+        assert facts["quantised"] == said != "", name
+        assert name == "codes" or name in said
+        (line,) = [line for line in lines(facts) if line.startswith("quantised ")]
+        assert line.endswith(said)
+    for plain in (weights, {k: v.to(torch.float8_e4m3fn) for k, v in weights.items()}, kohya(sd1()), sd1()):
+        facts = inspect(save(plain, tmp_path / "plain.safetensors"))
+        assert "quantised" not in facts
+        assert not any(line.startswith("quantised") for line in lines(facts))
+
+
+def test_a_folder_whose_configuration_says_so_is_quantised(tmp_path: Path) -> None:
+    save({"model.embed_tokens.weight": rand(8, 8)}, tmp_path / "model.safetensors")
+    for said, how in (({}, None), ({"quantization_config": {"quant_method": "fp8"}}, "fp8, says its config.json")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **said}))
+        assert inspect(tmp_path).get("quantised") == how

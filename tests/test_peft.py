@@ -593,3 +593,24 @@ def test_patterns_that_are_broken_or_would_never_end_are_refused_at_once(pattern
 def test_odd_metadata_is_refused(text: str) -> None:
     with pytest.raises(InputError):
         pair_scale(rules({}, "f", {"lora_adapter_metadata": text}).of("a"), "a", rank=0)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("pattern", [{}, {"lm_head": 16}])
+@pytest.mark.parametrize("module", ["lm_head", "language_model.lm_head", "lm_head.decoder", "embed_tokens", "q_proj"])
+@pytest.mark.parametrize("flag", [None, False, True])
+def test_only_a_head_that_shares_the_embeddings_factors_keeps_the_scale_of_its_own_rank(
+    flag: bool | None,  # noqa: FBT001
+    module: str,
+    pattern: dict[str, int],
+    rslora: bool,  # noqa: FBT001
+) -> None:
+    """Elsewhere the factors tell the rank: rank_pattern may have named the module in another way."""
+    config = {**LORA, "rank_pattern": pattern, "use_rslora": rslora}
+    if flag is not None:
+        config["ensure_weight_tying"] = flag
+    shares = flag is True and module.endswith("lm_head")
+    rank = (pattern.get("lm_head", LORA["r"]) if module.endswith("lm_head") else LORA["r"]) if shares else 2
+    assert isinstance(rank, int)
+    found = pair_scale(rules(config, "c"), f"base_model.model.{module}", rank=2)
+    assert found == pytest.approx(8 / (rank**0.5 if rslora else rank))

@@ -176,7 +176,10 @@ def test_it_is_a_base_also_where_most_of_its_tensors_are_the_adapters(tmp_path: 
     assert len(left) > len(base)
     both = save(base | left, tmp_path / "base.safetensors")
     assert not looks_like_adapter(open_checkpoint(both))
-    assert inspect(both)["kind"] == "checkpoint"
+    facts = inspect(both)
+    assert facts["kind"] == "checkpoint"
+    assert any(f"{len(left)} tensors" in note for note in facts["notes"])
+    assert sum("levels" in note for note in facts["notes"]) == 1
     alone = save(left, tmp_path / "left.safetensors")
     assert looks_like_adapter(open_checkpoint(alone))
     # what PEFT stores beside the factors of an embedding

@@ -286,3 +286,33 @@ def test_dora_of_an_untouched_magnitude_is_the_change_itself(axis: dora.Axis) ->
 def test_dora_of_a_row_of_zeros_is_finite() -> None:
     zero = torch.zeros(1, 2, 3)
     assert torch.equal(dora.rescale(zero, zero, torch.ones(1, 2, 1), "out"), zero)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=8),
+    twin=st.integers(0, 8),
+)
+def test_tucker_sparse_places_are_each_named_once(places: list[tuple[int, int]], twin: int) -> None:
+    """The base's value there is taken away, so a place named twice would lose it twice; a plain remainder adds up."""
+    weight = torch.randn(4, 5, 2, 1)
+    plain = {"up": torch.zeros(4, 1), "down": torch.zeros(1, 5, 2, 1)}
+    tucker = {"up": torch.zeros(4, 3), "down": torch.zeros(3, 5), "mid": torch.zeros(3, 3, 2, 1)}
+    rows, columns = (torch.tensor(side, dtype=torch.int64) for side in zip(*places, strict=True))
+    if twin < len(places):
+        with_twin = torch.cat([rows, rows[twin : twin + 1]]), torch.cat([columns, columns[twin : twin + 1]])
+        rows, columns = with_twin
+    indices = torch.stack([rows, columns])
+    rest = {"indices": indices, "values": torch.ones(len(rows)), "size": torch.tensor([4, 10])}
+    once = len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
+    for name, factors, right in (("lora_sparse", plain, True), ("lora_sparse_tucker", tucker, once)):
+        try:
+            change = stack(ALGORITHMS[name], [(weight, factors | rest)]).delta()
+        except DoesNotFit as e:
+            assert not right and "twice" in str(e)
+        else:
+            assert right
+            expected = torch.zeros(4, 10).index_put((rows, columns), torch.ones(len(rows)), accumulate=True)
+            if name == "lora_sparse_tucker":
+                expected[rows, columns] -= weight.flatten(1)[rows, columns]
+            torch.testing.assert_close(change[0], expected)
