@@ -18,6 +18,7 @@ from .cli_proof import add_to
 from .cli_values import named_adapter, one_setting, one_strength, part
 from .collecting import collect_rarely
 from .errors import MergeError, UsageError
+from .lines import Lines, one_line
 from .scarcity import scarcity
 from .showing import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
 from .stopping import heeding, on_stop
@@ -215,7 +216,7 @@ def inspect(
     from .job import expand
 
     facts = look(expand(file), expand(adapter) if adapter else None)
-    echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
+    echo(json.dumps(facts, ensure_ascii=False) if as_json else Lines.of(lines(facts)))
 
 
 @app.command()
@@ -263,7 +264,7 @@ def main() -> None:
             _fail(str(told), told.exit_code)
         if not isinstance(error, OSError):
             raise
-        where = error.filename or "an input or output"
+        where = one_line(str(error.filename or "an input or output"))
         _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
 
 

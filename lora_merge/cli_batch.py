@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import BatchFailed, UsageError, error_dict
+from .lines import Lines, one_line, shown
 from .showing import bar, echo, leave_lost_folder, remarks
 from .showing import size as _size
 
@@ -41,7 +42,7 @@ def batch(
     if schema:
         from .jobs_schema import JobsFile
 
-        echo(json.dumps(JobsFile.model_json_schema(), indent=2))
+        echo(Lines.of(json.dumps(JobsFile.model_json_schema(), indent=2).splitlines()))
         return
     if jobs is None:
         raise UsageError("no jobs file was given", "lora-merge batch", "lora-merge batch JOBS.yaml")
@@ -142,7 +143,7 @@ def _line(one: JobReport, total: int) -> str:
     head = f"[{one.number}/{total}] {one.status}  {one.output}"
     if one.report is not None:
         head += f"  {_size(one.report.written)} in {one.seconds:.1f} s"
-    return head if one.error is None else f"{head}\n{_indented(one.error)}"
+    return head if one.error is None else Lines(f"{one_line(head)}\n{_indented(one.error)}")
 
 
 def _remarks(one: JobReport) -> list[str]:
@@ -150,8 +151,8 @@ def _remarks(one: JobReport) -> list[str]:
     return [] if one.report is None else [f"    {r}" for r in remarks(one.report.coverage, one.report.notes)]
 
 
-def _indented(error: Exception) -> str:
-    return "\n".join(f"    {line}" for line in f"error: {error}".splitlines())
+def _indented(error: Exception) -> Lines:
+    return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
 
 
 def _conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
@@ -166,7 +167,7 @@ def _conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
     bad = [one for one in ended if not one.ok]
     for one in bad:
         what = one.error.what if one.error is not None else one.status
-        print(f"  failed  {one.where}  {one.output}: {what}", file=to)
+        print(one_line(f"  failed  {one.where}  {one.output}: {what}"), file=to)
     if bad or not_run:
         raise _failure(len(bad), len(made.sketches), "run")
 
@@ -185,5 +186,5 @@ def _write(*lines: str, to: IO[str] | None = None) -> None:
     from tqdm import tqdm
 
     for line in lines:
-        tqdm.write(line, file=to or sys.stdout)
+        tqdm.write(shown(line), file=to or sys.stdout)
     sys.stdout.flush()

@@ -51,15 +51,18 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
         say(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
     arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
     arguments += ["--output", str(output), "--overwrite"]
-    say(f"\n$ lora-merge {shlex.join(arguments)}")
+    say("")
+    say(f"$ lora-merge {shlex.join(arguments)}")
     code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode
     if code:
         raise SystemExit(code)  # it has said why
     wrong, total = _check(model, parts, output)
-    say(f"\nChecked every one of {total} elements against fp64: {wrong} differ from the correctly rounded value.")
+    say("")
+    say(f"Checked every one of {total} elements against fp64: {wrong} differ from the correctly rounded value.")
     if wrong > total // 1000:
         raise VerificationFailed("the demo's result is wrong", str(output), "report this with lora-merge doctor's text")
-    say(f"All in {time.monotonic() - started:.1f} s. Now with your own files:\n")
+    say(f"All in {time.monotonic() - started:.1f} s. Now with your own files:")
+    say("")
     say("$ lora-merge MODEL.safetensors LORA.safetensors")
 
 

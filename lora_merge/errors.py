@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .lines import shown
+
 
 class MergeError(Exception):
     """Base class; the command line prints it and exits with `exit_code`."""
@@ -16,12 +18,13 @@ class MergeError(Exception):
 
     def rename(self, old: str, new: str) -> None:
         """Call a path by the name that the user knows it by, wherever it is named."""
-        self.what, self.where, self.fix = (text.replace(old, new) for text in (self.what, self.where, self.fix))
+        texts = (self.what, self.where, self.fix)
+        self.what, self.where, self.fix = (type(text)(text.replace(old, new)) for text in texts)
         self.args = (self.what, self.where, self.fix)
 
     def __str__(self) -> str:
-        where = self.where.replace("\n", "\n         ")  # several places, or a name with line ends
-        return f"{self.what}\n  where: {where}\n  fix:   {self.fix}"
+        where = shown(self.where).replace("\n", "\n         ")
+        return f"{shown(self.what)}\n  where: {where}\n  fix:   {shown(self.fix)}"
 
 
 class UsageError(MergeError):

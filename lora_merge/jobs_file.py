@@ -21,6 +21,7 @@ from .arguments import number
 from .errors import MergeError, UsageError
 from .job import Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from .jobs_schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
+from .lines import Lines
 from .templates import NoSuchName, render, render_output
 from .yaml_lines import Document, Place, parse, read_text
 
@@ -251,7 +252,7 @@ class _Loader:
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
         many = f"{len(lines)} mistakes" if len(lines) > 1 else "a mistake"
-        return UsageError(f"{many} in the jobs file", "\n".join(lines[:SHOWN] + more),
+        return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more),
                           "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
 
 

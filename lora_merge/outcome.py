@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from .errors import MergeError, error_dict
 from .jobs_file import Entry
+from .lines import Lines
 from .report import Report
 from .scarcity import scarcity
 
@@ -59,7 +60,7 @@ def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: i
         trace = "".join(traceback.format_exception(error)).rstrip()
         cause = error
         error = MergeError(f"unexpected failure: {type(cause).__name__}: {cause}", entry.where,
-                           f"please report this:\n{trace}")  # fmt: skip
+                           Lines.of(["please report this:", *trace.splitlines()]))  # fmt: skip
         error.__cause__ = cause
     return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
                      error=error, worker=here())  # fmt: skip

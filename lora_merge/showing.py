@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .folders import listed
+from .lines import shown
 
 if TYPE_CHECKING:
     from .plans import Plan
@@ -24,7 +25,7 @@ COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 def echo(text: str, *, err: bool = False) -> None:
     """A line for whoever listens. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{text}\n")
+    stream.write(f"{shown(text)}\n")
     stream.flush()
 
 
@@ -102,7 +103,7 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
         echo(done.to_json())
         return
     for remark in remarks(done.coverage, done.notes) if say is silent else ():
-        sys.stderr.write(f"{remark}\n")
+        echo(remark, err=True)
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
     for note in [n for n in done.notes if n not in said]:
@@ -168,7 +169,7 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
     for warning in proof["warnings"]:
-        sys.stderr.write(f"warning: {warning}\n")
+        echo(f"warning: {warning}", err=True)
 
 
 def matched(matching: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from .disk import require_space
 from .errors import MergeError, ResourceError, UsageError
 from .job import Job
 from .jobs_file import Entry
+from .lines import Lines
 from .opened import Opened
 from .planning import draw
 from .resume import Hashes, done
@@ -244,6 +245,6 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in files if p.exists())
 
 
-def _listed(lines: Sequence[str]) -> str:
+def _listed(lines: Sequence[str]) -> Lines:
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n".join([*lines[:SHOWN], *more])
+    return Lines.of([*lines[:SHOWN], *more])

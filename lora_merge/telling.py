@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import UsageError, error_dict
+from .lines import CONTROLS, one_line
 from .scarcity import scarcity
 from .volumes import same
 
@@ -21,11 +22,6 @@ ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 """How the reports of merges begin."""
-
-
-CONTROLS: Final = {c: f"\\u{c:04x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\r\t"}
-"""What a terminal would take for a command, as JSON escapes it: names of tensors come from strangers. A progress bar
-needs carriage returns."""
 
 
 def _escaped(e: UnicodeError) -> tuple[str, int]:
@@ -136,7 +132,8 @@ class ReportFile:
             with self.path.open(mode, encoding="utf-8", errors=ESCAPED) as f:
                 f.write(line and line + "\n")
         except OSError as e:
-            print(f"warning: the report could not be written: {e.strerror} ({self.path})", file=sys.stderr)  # noqa: T201
+            where = one_line(str(self.path))
+            print(f"warning: the report could not be written: {e.strerror} ({where})", file=sys.stderr)  # noqa: T201
 
 
 @contextmanager
