@@ -147,8 +147,6 @@ def osf(g: Given) -> Array:
 
 def _triples(g: Given, count: int) -> Array:
     """Rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
-    if not count:
-        return np.zeros((len(g.rows), g.cols))
     u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
     part = slice(0, count) if count > 0 else slice(len(s) + count, None)
     return u[g.rows, part] @ np.diag(s[part]) @ v[part]

@@ -106,9 +106,8 @@ def boft(g: Given) -> Array:
     rotations = _cayley((blocks - np.swapaxes(blocks, -1, -2)) / 2)
     for stage, stack in enumerate(rotations):
         index = np.arange(g.cols)
-        if stage:  # even half blocks of every run first, then the odd ones
-            runs = index.reshape(-1, 2**stage * 2, half)
-            index = np.concatenate([runs[:, 0::2], runs[:, 1::2]], axis=1).reshape(-1)
+        if stage:  # of every run of half blocks the first of each half in turn, then the second …
+            index = index.reshape(-1, 2, 2**stage, half).transpose(0, 2, 1, 3).reshape(-1)
         turned = np.empty_like(x)
         turned[:, index] = _inputs_turned(x[:, index], np.swapaxes(stack, 1, 2))
         x = turned
