@@ -24,6 +24,7 @@ from lora_merge.job import Adapter
 from lora_merge.matched import Matched, Use
 from lora_merge.matching import Matcher
 from lora_merge.names import Names
+from lora_merge.orientation import Orientation
 from lora_merge.patching import Patcher
 from lora_merge.replay import prove
 from lora_merge.second_reading import Reading
@@ -293,7 +294,7 @@ MUTANTS = (
     Mutant("phi3", "k and v change places", swapped("k_proj", "v_proj")),
     Mutant("phi3", "the next layer", swapped("layers.0", "layers.1")),
     Mutant("peft", "square weights are turned over", seen_as(turned_over)),
-    Mutant("peft", "square factors are those of [in, out]", around(Patcher, "_turned", lambda *_, **__: True)),
+    Mutant("peft", "square factors are those of [in, out]", around(Orientation, "ways", lambda _, self, module, row, view: iter((transposed(view) if view.shape[0] == view.shape[-1] else view,)))),
     Mutant("peft", "the other layer of one method alone", swapped("layers.0.mlp", "layers.1.mlp")),
     Mutant("parted", "q and k of a fused module", starts_swapped),
     Mutant("parted", "all parts of a fused module are its first", uses(lambda _, use: use._replace(start=0))),

@@ -100,6 +100,8 @@ def claims(tensors: Mapping[str, TensorInfo], numbers: Numbers, base: Base, want
         place = _place(group, read_parts(read, group), base)
         if place is not None:
             found.append((group, place))
+    if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
+        found = [(g, p) for g, p in found if _is_told(base) or not (_fits(g, p.shape) and _fits(g, p.shape[::-1]))]
     taken: dict[object, int] = {}
     for group, place in found:
         mark = (_family(group.kind), place.rows)
@@ -109,6 +111,16 @@ def claims(tensors: Mapping[str, TensorInfo], numbers: Numbers, base: Base, want
             claim = _claim(group, place, numbers, base, wanted)
             if claim is not None:
                 yield claim
+
+
+def _lies_across(group: Group, place: Place) -> bool:
+    """Whether the base has a weight the other way round, as its shape shows."""
+    return len(place.shape) == 2 and not _fits(group, place.shape) and _fits(group, place.shape[::-1])
+
+
+def _is_told(base: Base) -> bool:
+    """Whether the type of the model tells which of its weights are [in, out]."""
+    return str(base.config.get("model_type")) in IN_OUT
 
 
 def _unsure(tensors: Mapping[str, TensorInfo], base: Base) -> str:
@@ -219,12 +231,7 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
     said = found is not None and bool(found[0].get("fan_in_fan_out"))
     if upright and not (conv1d or said or numbers.turns or (name and name[0] in base.across)):
         return False
-    known = conv1d and str(base.config.get("model_type")) in IN_OUT
-    return True if known and _low_rank(group) else None
-
-
-def _low_rank(group: Group) -> bool:
-    return group.kind == "lora"
+    return True if conv1d and _is_told(base) and group.kind == "lora" else None
 
 
 def _fits(group: Group, shape: Shape) -> bool:
