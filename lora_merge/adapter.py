@@ -42,6 +42,9 @@ READABLE: Final = frozenset(
 )
 """Dtypes that the formulas take; the format has more, which nothing trains adapters in."""
 
+WHOLE: Final = frozenset(dtype for dtype in READABLE if dtype[0] in "IU" or dtype == "BOOL")
+"""Those of them that are whole numbers, which are indices and switches, and no factors."""
+
 CODES: Final = {
     "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
     "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "?",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import Final
 
-from .adapter import WRAPPED, Module, twice
+from .adapter import WHOLE, WRAPPED, Module, twice
 from .algorithms import ALGORITHMS, flat
 from .conventions import apart, part
 from .copies import Seen
@@ -37,6 +37,7 @@ from .views import Piece, View, whole
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+IDLE: Final = "a change of 0 to a tensor of whole numbers"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 
 
@@ -84,18 +85,32 @@ class Matcher:
         self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
         return self.result
 
-    def _place(self, module: Module) -> None:
+    def _seek(self, module: Module) -> View | None:
+        """The weight of a module, or its bias to be; None, and in the result why, where it has no place."""
         try:
             view = self._find(module)
         except ShapeMismatch as e:
             self.failures.append(e)
-            return
+            return None
         if view is None and module.parameter == "bias":
             if self._is_nothing(module):
-                return
+                return None
             view = self._new_bias(module)
+        if view is None or self._is_idle(module, view):
+            self.result.unmatched[module.where] = "no such module in the base" if view is None else IDLE
+            return None
+        return view
+
+    def _is_idle(self, module: Module, view: View) -> bool:
+        """Whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
+        info, own = module.slots.get("diff"), self.base.get(view.pieces[0].key)
+        if info is None or own is None or own.dtype not in WHOLE:
+            return False
+        return self.patcher.values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
+
+    def _place(self, module: Module) -> None:
+        view = self._seek(module)
         if view is None:
-            self.result.unmatched[module.where] = "no such module in the base"
             return
         if self.heads.repeats(module):
             self._count({self.names.component(view.pieces[0].key)})

@@ -232,7 +232,7 @@ class _Held:
 
     def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
         """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
-        matrix = self.fetch(info)[slice(*rows)].reshape(rows[1] - rows[0], -1)
+        matrix = self.fetch(info).reshape(info.shape[0] if info.shape else 1, -1)[slice(*rows)]
         left, right = host(matrix[:, : columns[0]], torch.float32), host(matrix[:, columns[1] :], torch.float32)
         return not (left.any() or right.any())
 

@@ -9,7 +9,7 @@ from math import isfinite, isnan, prod
 from types import MappingProxyType
 from typing import Any, Final
 
-from .adapter import AdapterFile, Module, Values
+from .adapter import SCALES, WHOLE, AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from .conv1d import SETTING, STATE
 from .errors import InputError, MergeError, ShapeMismatch
@@ -35,6 +35,7 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
+IN_FLOATS: Final = "export the adapter in fp32, fp16 or bf16 with the program that quantised it"
 STACKED: Final = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 ODD: Final = 1e-3
@@ -122,6 +123,7 @@ class Patcher:
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
+            self._check_factors(full, name)
             self._remember(name, module, shapes, seen.shape)
             told_in_order = tuple(sorted(settings.items()))
             return Patch(self.number, full, name, shapes, numbers, told_in_order, seen, magnitude, beside)
@@ -172,6 +174,14 @@ class Patcher:
         if self.orientation.used:
             self.used.add(SETTING)
         return found
+
+    def _check_factors(self, module: Module, name: str) -> None:
+        """InputError if a tensor that the formula computes with holds whole numbers, whose scale is stored nowhere."""
+        integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
+        for slot, info in {**module.shared, **module.slots}.items():
+            if slot not in integer and info.dtype in WHOLE:
+                where = f"{info.file}: {info.name} is {info.dtype}"
+                raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
     def notes(self) -> list[str]:
         """What the user should know, each with the modules that it is about."""
