@@ -16,7 +16,7 @@ from .views import Piece
 
 ADDED: Final = (
     "what {there} does to the same weights comes first, but this formula reads the base's own values, and the "
-    "differences are added; --method compose applies adapters in the order given, as PEFT does"
+    "differences are added; --method compose applies adapters one after the other, in the order given"
 )
 """The note for modules whose formula reads weights that adapters before them change, where their changes are added."""
 

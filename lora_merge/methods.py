@@ -1,6 +1,14 @@
 """How several adapters meet on one weight: what `--method` may be. A table; no torch.
 
 The arithmetic of each row is in kernels.py, and a second time, for the proof, in recompute.py.
+
+A strength multiplies the change of its formula, F(W) − W, in all of them, also where the library that trains the
+formula has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or puts it elsewhere (into every stage of LyCORIS's BOFT).
+
+What PEFT 0.21.2 does with several adapters at once depends on the formula. OFT, BOFT, HRA, RoAd and (IA)³ are composed
+in the order given, but OFT's forward pass takes them the other way round than its merge does. Forward passes of HiRA
+and GLoRA add differences. DoRA's are composed with the norms of the untouched weight, which is neither rule. One
+adapter merged into the result of another is `compose` for all of them.
 """
 
 from __future__ import annotations

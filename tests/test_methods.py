@@ -24,7 +24,7 @@ from lora_merge.recipe import KEY
 from lora_merge.replay import plan_again, prove
 from lora_merge.run import run
 
-from .peft_oracle import Layers, assert_close, train
+from .peft_oracle import Layers, assert_close, assert_same_function, train
 from .peft_oracle import save as save_peft
 from .support import Tensors, cli, load, metadata, rand, save
 
@@ -176,7 +176,11 @@ def test_it_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int,
     if name in TURNING:  # DoRA's norms are those of the untouched weight when PEFT merges several at once
         model = PeftModel.from_pretrained(layers(), str(folders[0]), adapter_name="first")
         model.load_adapter(str(folders[1]), adapter_name="second")
-        for key, value in model.merge_and_unload(adapter_names=["first", "second"]).state_dict().items():
+        both = ["first", "second"]
+        model.base_model.set_adapter(both[::-1] if name == "OFT" else both)  # its forward pass turns the order round
+        model.eval()
+        assert_same_function(layers(), model, ours, LINEAR)
+        for key, value in model.merge_and_unload(adapter_names=both).state_dict().items():
             assert_close(ours[key], value, f"at once: {key}")
 
 
@@ -269,6 +273,47 @@ def test_the_note_names_modules_and_adapters(tmp_path: Path) -> None:
     assert told["first.safetensors"] == []
     (note,) = told["second.safetensors"]
     assert FUSED in note and "first.safetensors" in note and "--method compose" in note
+
+
+def test_jobs_of_both_methods_share_one_read_and_are_told_apart(tmp_path: Path) -> None:
+    """Each gives what it gives by itself; an output of the other method is none of its own."""
+    kinds = ("boft", "diag-oft", "dora in")
+    single = {m: made(tmp_path, kinds, method=m, overwrite=True).read_bytes() for m in METHODS}
+    assert single["sum"] != single["compose"]
+    adapters = [{"path": f"{n}.safetensors", "strength": 0.7} for n in range(4)]
+    job = {"base": "base.safetensors", "adapters": adapters}
+    jobs = [{**job, "method": m, "output": f"{m}.safetensors"} for m in METHODS]
+    jobs.append({**job, "output": "default.safetensors"})
+    path = tmp_path / "jobs.yaml"
+    path.write_text(json.dumps({"version": 1, "jobs": jobs}))
+    for status in ("merged", "skipped"):
+        assert [report.status for report in lora_merge.run_batch(path)] == [status] * 3
+    for name, method in (("sum", "sum"), ("compose", "compose"), ("default", "sum")):
+        assert (tmp_path / f"{name}.safetensors").read_bytes() == single[method]
+    jobs[1]["method"] = "sum"
+    path.write_text(json.dumps({"version": 1, "defaults": {"method": "compose"}, "jobs": jobs}))
+    told = {report.number: report.error for report in lora_merge.run_batch(path)}
+    assert told.pop(1) is None
+    assert all("another recipe" in str(error) for error in told.values()) and len(told) == 2
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float64, torch.bfloat16)]
+)
+def test_any_mixture_of_dtypes_is_composed_in_the_compute_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    base = {key: value.to(dtypes[0]) for key, value in flux(fused=False).items()}
+    kinds = ("lora", "boft", "dora in", "glora")
+    adapters = [
+        ({k: v.to(dtypes[n % 2]) for k, v in module(kind, FUSED, n).items()}, 0.7) for n, kind in enumerate(kinds)
+    ]
+    wide = [({k: v.double() for k, v in tensors.items()}, s) for tensors, s in adapters]
+    got = lora_merge.merge_state_dict(base, adapters, method="compose")
+    for key, exact in in_steps({key: value.double() for key, value in base.items()}, wide).items():
+        assert got[key].dtype == dtypes[0]
+        bound = 2e-2 if dtypes[0] == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(got[key].double(), exact, rtol=bound, atol=bound, msg=key)
+        before = base[key].double()
+        assert torch.equal(before, exact) == torch.equal(got[key], base[key])
 
 
 def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
