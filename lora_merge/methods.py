@@ -3,7 +3,7 @@
 The arithmetic of each row is in kernels.py, and a second time, for the proof, in recompute.py.
 
 A strength multiplies the change of its formula, F(W) − W, in all of them, also where the library that trains the
-formula has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or puts it elsewhere (into every stage of LyCORIS's BOFT).
+formula has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or puts it elsewhere (LyCORIS's BOFT, into every stage).
 
 What PEFT 0.21.2 does with several adapters at once depends on the formula. OFT, BOFT, HRA, RoAd and (IA)³ are composed
 in the order given, but OFT's forward pass takes them the other way round than its merge does. Forward passes of HiRA
