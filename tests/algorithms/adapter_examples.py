@@ -110,6 +110,7 @@ def _loha() -> list[Example]:
         Example("conv", (12, 5, 3, 2), conv, alpha=1.5),
         Example("OneTrainer conv", (12, 5, 3, 2), four),
         Example("tucker", (12, 5, 3, 2), tucker, alpha=6.0),
+        Example("tucker of PEFT's Conv1d", (12, 5, 6), {**tucker, "t1": (3, 3, 6, 1), "t2": (3, 3, 6, 1)}, alpha=6.0),
     ]
 
 

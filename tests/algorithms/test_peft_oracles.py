@@ -53,6 +53,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
     "adalora": (peft.AdaLoraConfig, LINEAR, {"init_r": 6, "lora_alpha": 5, "total_step": 100}),
     "loha": (peft.LoHaConfig, [*LINEAR, "conv"], {"r": 4, "alpha": 6, "rank_pattern": {"wide": 2}}),
     "loha-tucker": (peft.LoHaConfig, ["conv"], {"r": 4, "alpha": 6, "use_effective_conv2d": True}),
+    "loha-line": (peft.LoHaConfig, ["line"], {"r": 4, "alpha": 6}),
+    "loha-line-tucker": (peft.LoHaConfig, ["line"], {"r": 4, "alpha": 6, "use_effective_conv2d": True}),
     "lokr": (peft.LoKrConfig, [*LINEAR, "conv"], {"r": 2, "alpha": 6, "decompose_both": True}),
     "lokr-full": (peft.LoKrConfig, LINEAR, {"r": 30, "alpha": 6}),
     "lokr-line": (peft.LoKrConfig, ["line"], {"r": 2, "alpha": 6}),  # PEFT's kron turns its blocks, as ours then
