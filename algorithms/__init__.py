@@ -51,6 +51,7 @@ from .road import ROAD
 from .shira import SHIRA
 from .sparse import LORA_SPARSE, LORA_SPARSE_TUCKER
 from .supertuning import SUPERTUNING
+from .tinylora import TINYLORA
 from .tlora import TLORA
 from .unilora import UNILORA
 from .vblora import VBLORA, VBLORA_TOP
@@ -64,7 +65,7 @@ ROWS: Final = (
     ADALORA, PEFT_IA3_OUT, PEFT_IA3_IN, PEFT_OFT, PEFT_OFT_EMBEDDING, PEFT_OFT2, PEFT_OFT1,
     PEFT_BOFT, VERA, PVERA, RANDLORA, FOURIERFT, HRA, MISS, MISS_BAT, MISS_MINI, SHIRA, C3A, ROAD,
     DELORA, GRALORA, HIRA, HIRA_EMBEDDING, VBLORA, VBLORA_TOP, DEFT, SUPERTUNING, OSF,
-    WAVEFT, PEANUT, UNILORA, PEFT_GLORA, PEFT_GLORA_BIAS, PSOFT, ADAMSS, FROD,
+    WAVEFT, PEANUT, UNILORA, PEFT_GLORA, PEFT_GLORA_BIAS, PSOFT, ADAMSS, TINYLORA, FROD,
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})

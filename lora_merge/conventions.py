@@ -99,6 +99,7 @@ PEFT: Final[tuple[tuple[tuple[str, ...], dict[str, str]], ...]] = (
     (("psoft",), {".psoft_R.weight": "turn", ".psoft_R.vector_b": "rows", ".psoft_R.vector_a": "columns"}),
     (("adamss",), {".adamss_newB": "space"}),
     (("adamss",), {f".adamss_{x}.{i}": f"{of}_{i}" for x, of in (("A", "down"), ("B", "up")) for i in range(32)}),
+    (("tinylora",), {".tinylora_A": "down", ".tinylora_B": "up", ".tinylora_P": "mixed"}),
     (("frod",), {".frod_lambda_l": "diagonal", ".frod_lambda_s_values": "values"}),
     (("osf",), {".osf_svd_params.U_low": "left", ".osf_svd_params.S_low": "values", ".osf_svd_params.V_low": "right"}),
 )

@@ -116,6 +116,7 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
                      settings={"terms": 0, "limit": 0.0, "orthogonal": True}),
     "adamss": Example({"space": (3, IN), "weight": LINEAR, "up_0": (5, 2), "down_0": (2, 3), "up_1": (7, 1),
                        "down_1": (1, 3), "order": [7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 5, 6]}),
+    "tinylora": Example({**_PAIR, "vector": (3,)}, settings={"seed": 43}),
     "frod": Example({"diagonal": (IN,), "values": (3,), "basis": (IN, IN), "places": [[0, 3, 15], [1, 2, 0]]}),
     "osf": Example({"left": (OUT, 3), "values": (3, 1), "right": (3, IN)}),
 })  # fmt: skip

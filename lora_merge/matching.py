@@ -64,6 +64,7 @@ class Matcher:
         if self.lone:
             self.result.notes.append(EXPERTS[self.lone])
         self.patcher.widest = self._widest(modules)
+        self.patcher.rules = self.patcher.rules.counting([m.name for m in modules], self.patcher.model)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
             self._place(module)

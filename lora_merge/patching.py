@@ -114,7 +114,7 @@ class Patcher:
             full = self._with_shared(module, told.shared(name, module.name))
             beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
             stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
-            settings = self._settings(name, told.settings(name))
+            settings = self._settings(name, told.settings(name, module.name))
             try:
                 shapes = _fit(name, tuple(stored.items()), seen.shape, seen.matrix)
                 magnitude = self._magnitude(module, name, seen.shape)

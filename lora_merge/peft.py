@@ -33,7 +33,19 @@ from typing import Any, Final, Literal
 from .algorithms import Shapes
 from .errors import InputError
 from .json_text import from_json
-from .peft_config import CONVERT, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
+from .module_order import in_order
+from .peft_config import (
+    CONVERT,
+    ORDER_OF,
+    REFUSED,
+    RESAVE,
+    RETAKE,
+    UNKNOWN_ORDER,
+    UNTURNED,
+    Fields,
+    refuse,
+    refuse_lora,
+)
 from .peft_kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .peft_numbers import SCALES, SETTINGS, check_count, rank_doubt
 from .peft_parameters import WRAPPER, bare, experts_row, is_layer, parameters, shared_kind
@@ -42,6 +54,9 @@ from .views import View
 
 METADATA: Final = "lora_adapter_metadata"
 FINETRAINERS: Final = "lora_config"
+COUNTED: Final = ("TINYLORA",)
+"""Methods to which it matters which layer of the model one is."""
+
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
@@ -79,6 +94,8 @@ class Rules:
     fields: Fields
     kind: str = ""  # peft_type; empty where there is no configuration
     components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
+    layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
+    ordered: bool = False  # whether they are in the order of the model's code
     borrowed: bool = False  # from the component that the names speak of in other words
 
     @property
@@ -91,6 +108,14 @@ class Rules:
         """What every pair of LoRA factors of this configuration has beside it."""
         switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
+
+    def counting(self, modules: Sequence[str], model: str) -> Rules:
+        """The rules with the order of the modules in a model of this type, for the methods that count them."""
+        if self.kind not in COUNTED:
+            return self
+        paths = sorted({bare(name) for name in modules})
+        order = in_order(paths, model)
+        return replace(self, layers=tuple(order or paths), ordered=order is not None)
 
     def of(self, module: str) -> Rules:
         """The rules for one module: those of its component, where components have their own.
@@ -155,8 +180,10 @@ class Rules:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
         return rank_doubt(self.fields, algorithm, module, shapes) if self.kind else ""
 
-    def settings(self, algorithm: str) -> Mapping[str, object]:
-        """Settings of the row; `widest` is not among them."""
+    def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
+        """Settings of the row, for a module where they differ; `widest` is not among them."""
+        if algorithm == "tinylora" and self.kind and not self.fields.flag("save_projection", default=True):
+            return {"seed": self.fields.integer("projection_seed", 42) + self._number(module)}
         make = SETTINGS.get(algorithm) if self.kind else None
         return {} if make is None else make(self.fields)
 
@@ -172,8 +199,21 @@ class Rules:
 
     def shared(self, algorithm: str, module: str = "") -> Mapping[str, str]:
         """Slot → key of the file, for tensors that all modules share, or all of the module's kind."""
-        kind = shared_kind(bare(module))
-        return {slot: SHARED_PREFIX + name.format(kind=kind) for slot, name in SHARED.get(algorithm, {}).items()}
+        group = self._group(module) if algorithm == "tinylora" else 0
+        told = {"kind": shared_kind(bare(module)), "group": group}
+        return {slot: SHARED_PREFIX + name.format(**told) for slot, name in SHARED.get(algorithm, {}).items()}
+
+    def _group(self, module: str) -> int:
+        """Which of TinyLoRA's vectors a layer has; InputError where that depends on an order that nothing tells."""
+        layers = len(self.layers) or 1
+        groups = max(1, round(layers * (1 - self.fields.number("weight_tying", 0.0))))
+        return min(self._number(module) // max(1, layers // groups), groups - 1) if groups > 1 else 0
+
+    def _number(self, module: str) -> int:
+        """Which of the layers this is, in the order of the model's code."""
+        if len(self.layers) != 1 and not self.ordered:
+            raise refuse(self.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, f"{self.fields.where}: {module}")
+        return self.layers.index(bare(module))
 
     def plain(self, key: str) -> Plain | None:
         """What a tensor is that belongs to no algorithm; None for all others."""

@@ -29,9 +29,8 @@ RESAVE: Final = (
 )
 
 UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"  # 0.21.2
-UNKNOWN_ORDER: Final = (
-    "its layers share one vector in the order in which the model's code lists them, which no file tells"
-)
+UNKNOWN_ORDER: Final = "its layers share vectors in the order in which the model's code lists them, which no file tells"
+ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
 
 REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -46,7 +45,6 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "POLY": (NEEDS_INPUT, TRAIN_AGAIN),
         "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
         "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
-        "TINYLORA": (UNKNOWN_ORDER, CONVERT),
     }
 )
 """peft_type → (why it cannot be merged, what to do instead)."""

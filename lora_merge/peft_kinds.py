@@ -48,6 +48,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "PSOFT": ("psoft",),
         "ADAMSS": ("adamss",),
         "FROD": ("frod",),
+        "TINYLORA": ("tinylora",),
         "TRAINABLE_TOKENS": (),
         MLX: ("lora_transposed", "lora_switch"),
     }
@@ -65,6 +66,7 @@ SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "vblora": {"bank": "vblora_vector_bank"},
         "vblora_top": {"bank": "vblora_vector_bank"},
         "unilora": {"bank": "unilora_theta_d"},
+        "tinylora": {"vector": "tinylora_v.{group}"},
         "frod": {"basis": "frod_V.{kind}", "places": "frod_s_indices.{kind}"},
     }
 )

@@ -111,6 +111,7 @@ SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingPro
 COUNTS: Final[Mapping[str, tuple[str, int, str, str]]] = MappingProxyType(
     {
         "vera": ("rank_scale", 0, "r", ""),
+        "tinylora": ("vector", 0, "u", ""),
         "hra": ("vectors", 1, "r", "rank_pattern"),
         "miss": ("block", 0, "r", "rank_pattern"),
         "miss_mini": ("block", 0, "r", "rank_pattern"),

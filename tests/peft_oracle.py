@@ -161,7 +161,7 @@ class Merge:
         """ΔW of one parameter by one algorithm."""
         row, flip = ALGORITHMS[name], target in self.flipped
         weight = self.state[target].mT if flip else self.state[target]
-        settings = dict(self.told.settings(name))
+        settings = dict(self.told.settings(name, module))
         if "widest" in row.settings:
             settings["widest"] = (36, 36)
         fitted = dict(row.fit({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))

@@ -71,6 +71,12 @@ def adamss(g: Given) -> Array:
     return np.asarray(stacked[g.places("order", g.out)[g.rows]] @ space)
 
 
+def tinylora(g: Given) -> Array:
+    """B (Σ v P) A."""
+    inner = sum(value * one for value, one in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
+    return np.asarray(g.some("up") @ (inner @ g["down"]))
+
+
 def frod(g: Given) -> Array:
     """U (S + diag(l)) Vᵀ − W."""
     basis, inner = g["basis"], np.diag(g["diagonal"].reshape(-1))
@@ -85,5 +91,6 @@ def frod(g: Given) -> Array:
 
 RECENT: Final = MappingProxyType({
     "peft_glora": Reference(glora), "peft_glora_bias": Reference(glora_bias), "psoft": Reference(psoft, whole=True),
-    "adamss": Reference(adamss, whole=True), "frod": Reference(frod, whole=True, loss=64),
+    "adamss": Reference(adamss, whole=True), "tinylora": Reference(tinylora),
+    "frod": Reference(frod, whole=True, loss=64),
 })  # fmt: skip

@@ -319,6 +319,10 @@ PEFT_EXAMPLES: Mapping[str, list[Example]] = {
     "peft_glora_bias": _peft_glora_bias(),
     "psoft": _psoft(),
     "adamss": _adamss(),
+    "tinylora": [
+        Example("stored", (12, 10), {**PAIR, "vector": (5,), "mixed": (5, 3, 3)}, spread=1.0),
+        Example("drawn", (12, 10), {**PAIR, "vector": (5,)}, settings={"seed": 7}, free=(("vector", 0),), spread=1.0),
+    ],
     "frod": [Example("linear", (12, 10), {"diagonal": (10,), "values": (7,), "basis": (10, 10), "places": (2, 7)},
                      {"places": places(10, 10, count=7)}, neutral=as_it_was, blind=(0,))],
     "osf": [Example("four smallest", (12, 10), {"left": (12, 4), "values": (4,), "right": (4, 10)},

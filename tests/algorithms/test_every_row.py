@@ -76,6 +76,7 @@ PROOFS: dict[str, tuple[str, str]] = {
     "peft_glora_bias": (PEFT, "peft.GloraConfig"),
     "psoft": (PEFT, "peft.PsoftConfig"),
     "adamss": (PEFT, "peft.AdamssConfig"),
+    "tinylora": (PEFT, "peft.TinyLoraConfig"),
     "frod": (PEFT, "peft.FrodConfig"),
 }
 """Row → (file, words of the case there)."""

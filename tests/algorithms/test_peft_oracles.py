@@ -161,6 +161,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
         for groups, rank in ((3, 6), (5, 12), (1, 4))
     },
     "adamss-dynamic": (peft.AdamssConfig, LINEAR, {"r": 6, "num_subspaces": 3, "use_dynamic_rank": True}),
+    "tinylora": (peft.TinyLoraConfig, [*LINEAR, "table"], {"r": 4, "u": 3, "weight_tying": 1.0}),
+    "tinylora-conv1d": (peft.TinyLoraConfig, GPT, {"r": 4, "u": 3, "weight_tying": 1.0, "fan_in_fan_out": True}),
     "frod": (peft.FrodConfig, LINEAR, {}),
     "frod-dense": (peft.FrodConfig, LINEAR, {"sparse_rate": 0.3}),
     "frod-conv1d": (peft.FrodConfig, GPT, {"fan_in_fan_out": True}),

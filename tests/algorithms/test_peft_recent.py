@@ -28,6 +28,7 @@ PROVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "psoft-lowrank": (peft.PsoftConfig, {"r": 4, "psoft_svd": "lowrank", "use_cayley_neumann": True}),
     "adamss": (peft.AdamssConfig, {"r": 6, "num_subspaces": 3, "subspace_rank": 2}),
     "frod": (peft.FrodConfig, {}),
+    "tinylora": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 1.0}),
     "supertuning": (peft.SupertuningConfig, {"sparsity": 0.9, "save_precomputed_indices": False, "r": 2}),
     "waveft": (peft.WaveFTConfig, {"n_frequency": 50, "wavelet_family": "coif2"}),
     "glora-vectors": (peft.GloraConfig, {"config_A_B": "vector", "config_C": "vector", "config_D_E": "vector"}),

@@ -1,0 +1,72 @@
+"""TinyLoRA, ΔW = B (Σ vᵢ Pᵢ) A with a few trained numbers v for several layers. PEFT 0.21.2 tuners/tinylora/layer.py.
+
+A and B are singular vectors of the weight, and stored. P is random: stored, or drawn anew from a seed of the
+configuration, to which the number of the layer is added. Which v is a layer's depends on that number too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .base import SEEDED, Algorithm, Shape, Shapes, expect, expect_shapes, flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TinyTensors:
+    """The frozen factors, and what is mixed between them."""
+
+    up: Tensor  # B, [n, out, r]
+    down: Tensor  # A, [n, r, cols]
+    vector: Tensor  # v, [n, u]; shared
+    mixed: Tensor | None = None  # P, [n, u, r, r]
+    seed: int | None = None  # of P, where it is not stored
+
+
+def fit(shapes: Shapes, target: Shape) -> Shapes:
+    """Shapes as stored."""
+    (out, cols), down, vector = flat(target), shapes["down"], shapes["vector"]
+    rank = down[0] if down else 0
+    expect(
+        holds=len(target) == 2 and len(vector) == 1 and rank > 0 < vector[0],
+        otherwise=f"A is {list(down)}, v {list(vector)}, the weight {list(target)}",
+    )
+    want = {"up": (out, rank), "down": (rank, cols), "vector": vector, "mixed": (*vector, rank, rank)}
+    return expect_shapes(shapes, {slot: shape for slot, shape in want.items() if slot in shapes})
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """A seed where the projections are not stored."""
+    expect(
+        holds="mixed" in shapes or settings.get("seed") is not None,
+        otherwise="its projections (tinylora_P) are not stored, though adapter_config.json says so (save_projection)",
+    )
+
+
+def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The projections, drawn as PEFT draws them."""
+    import torch
+
+    if "mixed" in shapes:
+        return {}
+    (count,), rank = shapes["vector"], shapes["down"][0]
+    random = torch.Generator().manual_seed(settings["seed"])
+    return {"mixed": torch.normal(0.0, 1 / rank**0.5, (count, rank, rank), generator=random)}
+
+
+def delta(base: Tensor, t: TinyTensors) -> Tensor:
+    """ΔW [n, out, cols]; `base` is not read."""
+    assert t.mixed is not None, "derived"
+    n, count, rank, _ = t.mixed.shape
+    inner = (t.vector[:, None, :] @ t.mixed.reshape(n, count, rank * rank)).view(n, rank, rank)
+    return t.up @ (inner @ t.down)
+
+
+TINYLORA = Algorithm(
+    "tinylora", TinyTensors, fit, delta, "PEFT", sliced={"up": 0}, shared=frozenset({"vector"}), derive=derive,
+    bounds=SEEDED, check_settings=check_settings,
+)  # fmt: skip

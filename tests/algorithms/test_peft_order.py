@@ -1,0 +1,115 @@
+"""Methods of PEFT that count layers: the order is that of the model's own class, for real classes of transformers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import lora_merge
+from lora_merge.errors import MergeError
+from lora_merge.module_order import in_order, tables
+from tests.peft_oracle import assert_close, save, train
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 11,
+    "num_attention_heads": 2,
+    "vocab_size": 30,
+}
+MODELS: dict[str, tuple[type[Any], Any, list[str]]] = {
+    "llama": (
+        transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL), ["q_proj", "v_proj", "down_proj", "o_proj"],
+    ),
+    "opt": (
+        transformers.OPTForCausalLM,
+        transformers.OPTConfig(hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=30,
+                               word_embed_proj_dim=16),
+        ["q_proj", "k_proj", "fc1", "v_proj"],
+    ),
+    "gpt2": (
+        transformers.GPT2LMHeadModel, transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=30),
+        ["c_attn", "c_proj"],
+    ),
+    "bert": (
+        transformers.BertForSequenceClassification, transformers.BertConfig(**{**SMALL, "num_hidden_layers": 2}),
+        ["query", "value", "dense"],
+    ),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=30,
+                              decoder_start_token_id=0),
+        ["q", "k", "wo"],
+    ),
+}  # fmt: skip
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tinylora": (peft.TinyLoraConfig, {"r": 3, "u": 4}),
+    "tinylora-drawn": (peft.TinyLoraConfig, {"r": 3, "u": 4, "save_projection": False, "projection_seed": 9}),
+    "tinylora-tied": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 0.6}),
+    "tinylora-one": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 1.0, "save_projection": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_are_counted_as_the_models_class_lists_them(model: str, method: str, tmp_path: Path) -> None:
+    make, config, targets = MODELS[model]
+    how, options = METHODS[method]
+    torch.manual_seed(1)
+    base, tuned = train(how(target_modules=targets, **options), model=make(config).eval())
+    save(tuned, tmp_path / "adapter")
+    base.save_pretrained(tmp_path / "base")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", device="cpu")
+    done = make.from_pretrained(tmp_path / "out").eval().state_dict()
+    wanted = copy.deepcopy(tuned).merge_and_unload().state_dict()
+    changed = 0
+    for name, value in wanted.items():
+        assert_close(done[name], value, name)
+        changed += not torch.equal(value, base.state_dict()[name])
+    assert changed > len(targets)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_order_is_that_of_named_modules(model: str) -> None:
+    make, config, _ = MODELS[model]
+    with torch.device("meta"):
+        names = [n for n, m in make(config).named_modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+    shuffled = random.Random(4).sample(names, len(names))
+    assert in_order(shuffled, model) == names
+    assert in_order([], model) == []
+
+
+def test_siblings_that_types_of_models_order_differently_have_no_order_of_their_own() -> None:
+    names = ["a.self_attn.q_proj", "a.self_attn.v_proj"]
+    assert in_order(names, "llama") == names
+    assert in_order(names, "opt") == names[::-1]
+    assert in_order(names, "") is None
+    assert in_order(["x.wide", "x.tall"], "llama") is None
+    assert in_order(["a.layers.10.q", "a.layers.9.q"], "") == ["a.layers.9.q", "a.layers.10.q"]
+    assert len(tables()) > 30
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_order_that_nothing_tells_is_refused_and_one_vector_needs_none(tmp_path: Path) -> None:
+    for tying, refused in ((0.0, True), (1.0, False)):
+        config = peft.TinyLoraConfig(target_modules=["wide", "tall"], r=3, u=4, weight_tying=tying)
+        base, tuned = train(config)
+        save(tuned, tmp_path / f"{tying}")
+        if not refused:
+            done = lora_merge.merge_state_dict(base.state_dict(), tmp_path / f"{tying}")
+            for name, value in copy.deepcopy(tuned).merge_and_unload().state_dict().items():
+                assert_close(done[name], value, name)
+            continue
+        with pytest.raises(MergeError, match="order in which the model's code lists them") as e:
+            lora_merge.merge_state_dict(base.state_dict(), tmp_path / f"{tying}")
+        assert e.value.exit_code == 3
+    assert load_file(tmp_path / "1.0" / "adapter_model.safetensors")
