@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,9 @@ BY_NUMBERS: Final = (
     "take a version of it with names"
 )
 
+TELLING: Final = 20_000  # names of what is no state dict that are looked at
+LONGEST: Final = 200  # characters of each
+
 FOREIGN: Final = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
@@ -81,12 +85,22 @@ def are_factors(loaded: Sequence[object]) -> bool:
     return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
 
 
-def nested(value: object, name: str = "", depth: int = 3) -> Iterator[str]:
-    """Names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors."""
+def nested(value: object, depth: int = 3) -> Iterator[str]:
+    """Names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors; what lies there
+    more than once by one of its names, and no more names than tell what a file is."""
+    seen: set[int] = set()
+    return islice(_nested(value, "", depth, seen), TELLING)
+
+
+def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
     entries = dict.items(value) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in entries if depth else ():
-        yield f"{name}{key}"
-        yield from nested(inner, f"{name}{key}.", depth - 1)
+    if not depth or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in entries:
+        if isinstance(key, str | int):
+            yield f"{name}{str(key)[:LONGEST]}"
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST]}.", depth - 1, seen)
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:

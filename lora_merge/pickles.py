@@ -9,6 +9,7 @@ an offset behind `MEMORY`; all of it together is never more than the file's size
 from __future__ import annotations
 
 import logging
+import mmap
 import pickle
 import re
 import struct
@@ -26,6 +27,7 @@ from .errors import InputError
 from .folders import listed
 from .header import ITEM_BITS, FileState, Header, TensorInfo, open_regular
 from .kinds import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested, quoted
+from .pickle_scan import NotRun, scan
 from .reader import MEMORY, read_bytes
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ FAILURES: Final = (
 TELLS_PLACES: Final = (2, 7)
 """The first torch that tells where a storage's bytes lie in the archive; up to 2.5 `weights_only` runs code
 (CVE-2025-32434)."""
+
+PICKLES: Final = 5
+"""At the start of a file without an archive: a magic number, a version, the machine, the content, names of storages."""
 
 NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
 """Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
@@ -124,6 +129,8 @@ def _load(path: Path, *, fake: bool) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
+        if fake:  # the first time
+            _look_through(path)
         # An open file, for torch chooses another loader by the name.
         with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
             return torch.load(f, map_location="cpu", weights_only=True)
@@ -139,6 +146,26 @@ def _load(path: Path, *, fake: bool) -> Any:
             what = "the file holds quantised tensors, whose numbers are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
         raise _damaged(path, _reason(e)) from e
+
+
+def _look_through(path: Path) -> None:
+    """NotRun, or another of FAILURES, for pickles that are not to be run: that of an archive, or the five that a file
+    from before torch 1.6 begins with."""
+    import torch
+
+    with path.open("rb") as f:
+        if f.read(2) == b"PK":
+            f.seek(0)
+            scan(torch._C.PyTorchFileReader(f).get_record("data.pkl"))
+            return
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            at, most = 0, len(whole)
+            if whole[257:262] == b"ustar":
+                raise NotRun("a file of a torch before 0.1.10, which is a tar archive; save it again with torch.save")
+            for _ in range(PICKLES):
+                at, numbers = scan(whole, at)
+                if numbers > most:
+                    raise NotRun("it describes more data than it holds")
 
 
 @contextmanager

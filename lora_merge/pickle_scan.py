@@ -1,0 +1,279 @@
+"""A pickle of strangers, looked through before it runs: what it may call, and how much that can make.
+
+torch's `weights_only` unpickler calls nothing that a file names but what is on its list. That list has
+`bytearray`, which makes six gigabytes of four hundred bytes, `_codecs.encode`, which doubles a text as often as it is
+called, and `set`, `Counter` and `OrderedDict`, which copy a list as often as a file says. A tuple of two tuples of two
+tuples … takes 2^30 steps as the key of a table. So the stream is followed here without making anything: a stack of what
+kind each value is and how long. Only the operations and the globals that state dicts need are let through, and all that
+calls copy and keys hash must together be no more than a few times the file.
+
+The operations are those that torch's unpickler knows (2.13, _weights_only_unpickler.py); their formats are in Python's
+pickletools.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from mmap import mmap
+from typing import Any, Final, TypeAlias
+
+COPIED: Final = 1_000_000  # items that calls may copy, beside as many as the file has bytes
+LATIN: Final = frozenset({"latin1", "latin-1", "iso-8859-1"})
+
+REBUILT: Final = frozenset(
+    f"torch._utils.{name}"
+    for name in (
+        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+        *("_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor"),
+        "_rebuild_meta_tensor_no_storage",
+    )
+)
+"""What makes a tensor of a storage: none of them reserves memory."""
+
+TYPED: Final = "torch._tensor._rebuild_from_type_v2"
+"""Calls what it is given, so that has to be one of the others."""
+
+ITEMS: Final = frozenset({"", "list", "tuple", "dict", "set", "copy", "text", "bytes"})
+"""Kinds whose items are as many as the file has; a tensor or a storage says how many."""
+
+COPIES: Final = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "torch.Size"})
+PLAIN: Final = frozenset(
+    {"torch.nn.parameter.Parameter", "builtins.complex", "torch.device", "torch.serialization._get_layout"}
+)
+ENCODE: Final = "_codecs.encode"
+BYTES: Final = "builtins.bytearray"
+CALLED: Final = REBUILT | COPIES | PLAIN | {TYPED, ENCODE, BYTES}
+
+NAMED: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
+"""What a file may name; beside it torch's own names for dtypes and storages, which are values (`_is_value`)."""
+
+
+Data: TypeAlias = bytes | mmap
+
+
+class NotRun(pickle.UnpicklingError):
+    """The pickle holds what no state dict needs; the message says what."""
+
+
+@dataclass
+class _Value:
+    """What is known of a value: its kind, how many items or characters it has, and for some what it is."""
+
+    kind: str = ""
+    size: int = 0
+    what: Any = None
+    weight: int = 1
+    """Values in it, as often as they are met: what hashing a tuple takes."""
+
+
+@dataclass
+class _Scan:
+    """One pickle being followed."""
+
+    data: Data
+    at: int
+    left: int  # items that may still be copied
+    stack: list[_Value] = field(default_factory=list)
+    marks: list[list[_Value]] = field(default_factory=list)
+    memo: dict[int, _Value] = field(default_factory=dict)
+    stored: dict[Any, int] = field(default_factory=dict)  # storage → how many numbers it is said to have
+    heaviest: int = 1
+
+    def take(self, count: int) -> bytes:
+        """The next bytes; EOFError where there are fewer."""
+        found = self.data[self.at : self.at + count]
+        if len(found) < count:
+            raise EOFError("the pickle ends too early")
+        self.at += count
+        return found
+
+    def number(self, count: int) -> int:
+        """The next bytes as a number."""
+        return int.from_bytes(self.take(count), "little")
+
+    def line(self) -> str:
+        """Up to the end of the line."""
+        end = self.data[self.at : self.at + 1000].find(b"\n")
+        if end < 0:
+            raise NotRun("a name of absurd length")
+        return str(self.take(end + 1)[:-1], "utf-8")
+
+    def items(self) -> list[_Value]:
+        """What was put on the stack since the last mark."""
+        found, self.stack = self.stack, self.marks.pop()
+        return found
+
+    def copy(self, count: int) -> None:
+        """A call copies so much; NotRun where calls copy more than a state dict's do."""
+        self.left -= count
+        if self.left < 0:
+            raise NotRun("calls that copy more than the file holds")
+
+
+def scan(data: Data, start: int = 0) -> tuple[int, int]:
+    """(where the pickle ends, numbers in all storages that it names); NotRun for one that is not to be run.
+
+    LookupError, ValueError, EOFError or UnpicklingError where it is damaged.
+    """
+    found = _Scan(data, start, COPIED + len(data))
+    while True:
+        code = found.take(1)[0]
+        if code == pickle.STOP[0]:
+            return found.at, sum(found.stored.values())
+        operation = OPERATIONS.get(code)
+        if operation is None:
+            raise NotRun(f"Unsupported operand {code}")
+        operation(found)
+
+
+def _push(kind: str, width: int, *, lengths: int = 0) -> Callable[[_Scan], None]:
+    """A value of so many bytes, or whose length stands in so many."""
+
+    def run(scan: _Scan) -> None:
+        count = scan.number(lengths) if lengths else width
+        raw = scan.take(count)
+        what: Any = str(raw, "utf-8", "surrogatepass") if kind == "text" and count < 100 else None
+        what = int.from_bytes(raw, "little", signed=width == 4) if kind == "int" and count <= 8 else what
+        scan.stack.append(_Value(kind, count if kind in ("text", "bytes") else 0, what))
+
+    return run
+
+
+def _empty(kind: str) -> Callable[[_Scan], None]:
+    return lambda scan: scan.stack.append(_Value(kind, 0, () if kind == "tuple" else None))
+
+
+def _tuple(count: int | None) -> Callable[[_Scan], None]:
+    def run(scan: _Scan) -> None:
+        items = scan.items() if count is None else [scan.stack.pop() for _ in range(count)][::-1]
+        weight = 1 + sum(item.weight for item in items)
+        if weight > scan.left:
+            raise NotRun("tuples that unfold to more than the file holds")
+        scan.heaviest = max(scan.heaviest, weight)
+        scan.stack.append(_Value("tuple", len(items), tuple(items), weight))
+
+    return run
+
+
+def _version(scan: _Scan) -> None:
+    scan.take(1)
+
+
+def _mark(scan: _Scan) -> None:
+    scan.marks.append(scan.stack)
+    scan.stack = []
+
+
+def _append(scan: _Scan) -> None:
+    scan.stack.pop()
+    scan.stack[-1].size += 1
+
+
+def _set_item(scan: _Scan) -> None:
+    _, key = scan.stack.pop(), scan.stack.pop()
+    scan.copy(key.weight - 1)
+    scan.stack[-1].size += 1
+
+
+def _extend(scan: _Scan) -> None:
+    added = len(scan.items())  # first: these lie on a stack of their own
+    scan.stack[-1].size += added
+
+
+def _set_items(scan: _Scan) -> None:
+    items = scan.items()
+    scan.copy(sum(key.weight - 1 for key in items[::2]))
+    scan.stack[-1].size += len(items) // 2
+
+
+def _put(width: int) -> Callable[[_Scan], None]:
+    def run(scan: _Scan) -> None:
+        scan.memo[scan.number(width)] = scan.stack[-1]
+
+    return run
+
+
+def _get(width: int) -> Callable[[_Scan], None]:
+    return lambda scan: scan.stack.append(scan.memo[scan.number(width)])
+
+
+def _global(scan: _Scan) -> None:
+    module, name = scan.line(), scan.line()
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    full = f"{module}.{name}"
+    if full not in NAMED and not _is_value(module, name):
+        raise NotRun(f"GLOBAL {full}")
+    scan.stack.append(_Value("global", 0, full))
+
+
+def _is_value(module: str, name: str) -> bool:
+    """Whether it is torch's name of a dtype, a storage or the like, which is only ever handed over."""
+    return module in ("torch", "torch.cuda") and (
+        name.endswith(("Storage", "Tensor")) or (name.islower() and name.replace("_", "").isalnum())
+    )
+
+
+def _call(scan: _Scan) -> None:
+    args, called = scan.stack.pop(), scan.stack.pop()
+    scan.stack.append(_result(scan, called, args))
+
+
+def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
+    """What a call makes; NotRun for a call that makes more than it was given."""
+    given: tuple[_Value, ...] = args.what if args.kind == "tuple" else ()
+    if called.kind != "global" or called.what not in CALLED or args.kind != "tuple":
+        raise NotRun(f"GLOBAL {called.what if called.kind == 'global' else called.kind}, which is called")
+    first = given[0] if given else _Value()
+    if called.what == TYPED and (len(given) < 3 or first.what not in REBUILT):
+        raise NotRun(f"GLOBAL {TYPED} of {first.what}")
+    if called.what == ENCODE and (first.kind != "text" or len(given) != 2 or given[1].what not in LATIN):
+        raise NotRun("_codecs.encode that is not into latin1")
+    if called.what == BYTES and first.kind not in ("", "bytes", "list", "text"):
+        raise NotRun("a bytearray of a length that the file says")
+    if called.what in (ENCODE, BYTES):
+        scan.copy(first.size)
+        return _Value("bytes", first.size)
+    if called.what not in COPIES:
+        return _Value("made")
+    if first.kind not in ITEMS:
+        raise NotRun(f"GLOBAL {called.what} of what it does not hold")
+    scan.copy(first.size * scan.heaviest)
+    return _Value("copy", first.size)
+
+
+def _build(scan: _Scan) -> None:
+    state = scan.stack.pop()
+    if state.kind not in ITEMS:
+        raise NotRun(f"a state that is {state.kind}")
+    scan.copy(state.size * scan.heaviest)
+
+
+def _stored(scan: _Scan) -> None:
+    """("storage", type, key, place, numbers …): torch reserves memory for it where the file is no archive."""
+    named = scan.stack.pop()
+    if named.kind == "tuple" and len(named.what) >= 5:
+        key, count = named.what[2], named.what[4]
+        told = count.what if count.kind == "int" else None
+        if told is None or told < 0:
+            raise NotRun("a storage of an absurd size")
+        scan.stored[key.what if key.what is not None else id(key)] = told
+    scan.stack.append(_Value("storage"))
+
+
+OPERATIONS: Final[Mapping[int, Callable[[_Scan], None]]] = {
+    pickle.PROTO[0]: _version, pickle.MARK[0]: _mark, pickle.GLOBAL[0]: _global,
+    pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _call, pickle.BUILD[0]: _build, pickle.BINPERSID[0]: _stored,
+    pickle.NONE[0]: _push("none", 0), pickle.NEWTRUE[0]: _push("bool", 0), pickle.NEWFALSE[0]: _push("bool", 0),
+    pickle.BININT[0]: _push("int", 4), pickle.BININT1[0]: _push("int", 1), pickle.BININT2[0]: _push("int", 2),
+    pickle.LONG1[0]: _push("int", 0, lengths=1), pickle.BINFLOAT[0]: _push("float", 8),
+    pickle.BINUNICODE[0]: _push("text", 0, lengths=4), pickle.SHORT_BINSTRING[0]: _push("bytes", 0, lengths=1),
+    pickle.EMPTY_TUPLE[0]: _empty("tuple"), pickle.EMPTY_LIST[0]: _empty("list"), pickle.EMPTY_DICT[0]: _empty("dict"),
+    pickle.EMPTY_SET[0]: _empty("set"), pickle.TUPLE[0]: _tuple(None), pickle.TUPLE1[0]: _tuple(1),
+    pickle.TUPLE2[0]: _tuple(2), pickle.TUPLE3[0]: _tuple(3), pickle.APPEND[0]: _append, pickle.APPENDS[0]: _extend,
+    pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items,
+    pickle.BINPUT[0]: _put(1), pickle.LONG_BINPUT[0]: _put(4),
+    pickle.BINGET[0]: _get(1), pickle.LONG_BINGET[0]: _get(4),
+}  # fmt: skip
