@@ -54,6 +54,11 @@ EXTRA: dict[str, list[Example]] = {
     "peft_oft2": [Example("bounded by height", (11, 24), {"blocks": (4, 6, 6), "rows": (11, 1)},
                           settings={"limit": 0.02})],
     "peft_boft": [Example("four stages", (10, 32), {"blocks": (4, 8, 4, 4), "rows": (10, 1)})],
+    "psoft": [Example(f"{n} terms", (12, 10), {"turn": (3,), "left": (12, 3), "right": (3, 10)},
+                      settings={"terms": n, "limit": 0.3}) for n in (1, 2, 3)],
+    "frod": [Example("singular", (12, 10), {"diagonal": (10,), "values": (1,), "basis": (10, 10), "places": (2, 1)},
+                     {"places": lambda _: torch.tensor([[3], [4]]),
+                      "basis": lambda _: torch.diag(torch.tensor([9.0] * 9 + [0.0], dtype=torch.float64))})],
     "peanut": [Example(name, (12, 10), {"down": (3, 12), "up": (12, 3)}, settings={"activation": name}, spread=3.0)
                for name in ACTIVATIONS],
 }  # fmt: skip
