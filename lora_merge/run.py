@@ -109,6 +109,8 @@ class _Output:
         if isinstance(self.failure, MergeError) and self.part.name:
             self.failure.rename(str(self.part), str(output))
             self.failure.rename(self.part.name, output.name)
+        if isinstance(self.failure, OSError) and self.part.name and isinstance(self.failure.filename, str):
+            self.failure.filename = self.failure.filename.replace(str(self.part), str(output))
         if isinstance(self.failure, TooLarge):
             self.failure.locate(str(output))
         self.stack.__exit__(type(e), e, e.__traceback__)

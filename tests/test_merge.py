@@ -33,7 +33,7 @@ from lora_merge.slots import Turn
 from lora_merge.windows import SLOTS, window_bytes, windows
 from lora_merge.writing import Writing
 
-from .support import UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
+from .support import TE, UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
 DTYPES = {"keep": torch.float16, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -137,6 +137,32 @@ def test_strength_by_part_of_the_model(files: tuple[Path, Path], tmp_path: Path)
     for key in names.values():
         factor = 0.0 if not key.startswith(UNET) else 1.0 if "attn2" in key else 2.0
         assert_rounded(got[key], before[key].double() + factor * (full[key] - before[key].double()))
+
+
+@given(
+    te=st.sampled_from([0.0, 0.5, 1.0, -1.0]), unet=st.sampled_from([0.0, 0.25, 1.0, 2.0]),
+    norm=st.sampled_from([0.0, 0.5, 1.0]), strength=st.sampled_from([1.0, 0.5]),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_strength_by_part_holds_for_tensors_that_are_replaced_whole(
+    te: float, unet: float, norm: float, strength: float
+) -> None:
+    """W + s (V − W) with the factor of the part that the tensor is in, by its component and by its key."""
+    base = sd1(torch.float32)
+    names = [f"{TE}text_model.encoder.layers.0.layer_norm1.weight", f"{UNET}input_blocks.1.1.norm.weight",
+             f"{UNET}input_blocks.0.0.bias", f"{UNET}out.2.weight"]  # fmt: skip
+    lora = {k: v for k, v in kohya(base).items() if "attn1_to_q" in k}
+    own = {name: rand(*base[name].shape, seed=9) for name in names}
+    parts = [("te", te), ("unet", unet), (r"re:\.norm\.weight$", norm)]
+    got = lora_merge.merge_state_dict(base, [(lora | own, strength)], strength_for=parts)
+    for name in names:
+        factor = strength * (te if name.startswith(TE) else unet) * (norm if name.endswith(".norm.weight") else 1)
+        exact = base[name].double() + factor * (own[name].double() - base[name].double())
+        assert_rounded(got[name], exact)
+        if factor == 1:
+            assert torch.equal(got[name], own[name])
+        if factor == 0:
+            assert torch.equal(got[name], base[name])
 
 
 def test_the_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,12 +3,14 @@ counted. Run: pytest tests/test_overflow.py"""
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from math import inf, isfinite, nan, nextafter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -18,12 +20,19 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge import cli as program
+from lora_merge import cli_proof
+from lora_merge.arguments import MergeOptions
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.header import parse_file
+from lora_merge.job import CHOICES
+from lora_merge.jobs_schema import Options
 from lora_merge.placement import PIECE, convert, odd
+from lora_merge.plans import Plan
+from lora_merge.reader import Reader
 from lora_merge.recipe import KEY
 from lora_merge.reference import floats
 from lora_merge.replay import prove
+from lora_merge.verify import verify
 
 from .support import Tensors, load, rand, save, strays
 
@@ -353,6 +362,29 @@ def test_every_wrong_number_in_a_converted_tensor_is_found(
             out.write_bytes(sound)
 
 
+@pytest.mark.parametrize("fault", ["plain", "x.m.weight", "header", "disk"])
+def test_no_message_names_the_temporary_file(
+    fault: str, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.safetensors"
+
+    def late(plan: Plan, part: Path, reader: Reader, **more: Any) -> dict[str, Any]:
+        if fault == "disk":
+            raise OSError(errno.EIO, "Input/output error", str(part))
+        if fault == "header":
+            part.write_bytes(part.read_bytes()[:-1])
+        else:
+            planted(part, fault, 1, 0.25)
+        return verify(plan, part, reader, **more)
+
+    monkeypatch.setattr("lora_merge.run.verify", late)
+    with pytest.raises(OSError if fault == "disk" else VerificationFailed) as caught:
+        lora_merge.merge(*files, out)
+    assert "lora-merge.part" not in str(caught.value)
+    assert str(out) in str(caught.value) or fault == "plain"
+    assert not out.exists() and not strays(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", ["plain", "x.m.weight"])
 def test_a_file_that_was_cut_without_a_word_of_it_in_its_recipe_is_refused_with_the_reason(
@@ -393,6 +425,14 @@ def test_a_file_without_a_recipe_is_proven_with_the_option(
     code, said, told = cli(*named, "--on-overflow", "saturate")
     assert code == 0, told
     assert "cut      2 of the numbers compared" in said
+
+
+def test_it_is_an_option_everywhere() -> None:
+    literal = eval(str(MergeOptions.__annotations__["on_overflow"].__forward_arg__), {"Literal": Literal})
+    (field,) = [a for a in get_args(Options.model_fields["on_overflow"].annotation) if get_args(a)]
+    assert get_args(literal) == get_args(field) == CHOICES["on_overflow"] == ("error", "saturate")
+    for command in (program.merge, cli_proof.verify):
+        assert "on_overflow" in signature(command).parameters
 
 
 @pytest.mark.parametrize("value", ["Error", "clip", "", None, True])

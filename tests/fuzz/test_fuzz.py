@@ -141,7 +141,7 @@ JOBS = [
     {"adapters": [{"path": "{a}", "strength": "{b}", "strength_for": {"te": 1, "re:a": "{b}"}}], "output": "",
      "matrix": {"a": {"glob": "ad*.safetensors"}, "b": [0.5, 1], "exclude": [{"b": 1}]}},
     {"base": "{a.stem}.safetensors", "output": "", "dtype": "fp16", "compute_dtype": "fp32", "device": "cpu", "verify": True,
-     "overwrite": True, "unmatched": "skip", "max_memory": "64MiB", "matrix": {"a": ["base"], "b": [1, "x"]},
+     "overwrite": True, "unmatched": "skip", "on_overflow": "saturate", "max_memory": "64MiB", "matrix": {"a": ["base"], "b": [1, "x"]},
      "setting": {"lora_alpha": 1}, "strength_for": {"unet": 0.5}},
 ]  # fmt: skip
 FILES = st.builds(
