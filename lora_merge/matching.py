@@ -199,7 +199,7 @@ class Matcher:
     def _patch(self, module: Module, view: View) -> Patch | None:
         try:
             patch = self.patcher.patch(*by_rows(module, view), self._near(module))
-            return as_trained(patch, self.names.fused(patch.view), self.patcher)
+            return as_trained(patch, self.names.fused, self.patcher)
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())

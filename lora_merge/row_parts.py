@@ -18,8 +18,8 @@ from .views import View, rows_of
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
-    "merge into the model that it was trained on, in a layout that is known (see lora-merge architectures), or with an "
-    "adapter that has all parts"
+    "merge into the model that it was trained on, in a layout that is known, or give an adapter that has all of the "
+    "parts"
 )
 UNKNOWN: Final = (
     "the base does not tell which rows the part is for, and the parts that the adapter has do not fill the weight"

@@ -8,7 +8,7 @@ them. Source: sd-scripts 48d368f, networks/{lora_flux,lora_sd3,lora_lumina,lora_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -18,6 +18,7 @@ from .adapter import Values
 from .header import TensorInfo
 from .patching import Patch, Patcher
 from .remarks import DYLORA
+from .views import View
 
 LEAST: Final = 3  # layers that the trainers split: q, k and v
 
@@ -34,14 +35,19 @@ NOT_SPLIT: Final = (
 )
 
 
-def as_trained(patch: Patch, fused: Sequence[int], patcher: Patcher) -> Patch:
-    """The patch with the scale that it was trained with; `fused` are the rows of the layers fused in its weight."""
+def as_trained(patch: Patch, fused_in: Callable[[View], Sequence[int]], patcher: Patcher) -> Patch:
+    """The patch with the scale that it was trained with.
+
+    `fused_in` gives the rows of each layer that is fused in a weight, in order; none where nothing tells.
+    """
     if _is_dylora(patch) and not patcher.trained("lora").told:
         patcher.remark(DYLORA, patch.module)
-    up, n = patch.module.slots.get("up"), len(fused)
-    alpha = patch.module.shared.get("alpha")
-    by_peft = patcher.rules.of(patch.module.name).kind
-    if patch.algorithm != "lora" or up is None or alpha is None or by_peft or n < LEAST:
+    up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
+    if patch.algorithm != "lora" or up is None or alpha is None or patcher.rules.of(patch.module.name).kind:
+        return patch
+    fused = fused_in(patch.view)
+    n = len(fused)
+    if n < LEAST:
         return patch
     rank, said = prod(up.shape[1:]), patcher.trained("lora").split
     if not said and not _may_be(up, fused, patcher.values):
