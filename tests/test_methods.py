@@ -20,6 +20,7 @@ from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.jobs_schema import Options
 from lora_merge.kernels import RULES
 from lora_merge.methods import METHODS
+from lora_merge.plans import coverage
 from lora_merge.recipe import KEY
 from lora_merge.replay import plan_again, prove
 from lora_merge.run import run
@@ -314,6 +315,26 @@ def test_any_mixture_of_dtypes_is_composed_in_the_compute_dtype(dtypes: tuple[to
         torch.testing.assert_close(got[key].double(), exact, rtol=bound, atol=bound, msg=key)
         before = base[key].double()
         assert torch.equal(before, exact) == torch.equal(got[key], base[key])
+
+
+def test_a_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
+    """Not of modules that have no place and are skipped, nor of those that strength 0 leaves out; in every report."""
+    stray = {key.replace("qkv", "elsewhere"): value for key, value in module("diag-oft", FUSED, 1).items()}
+    some = [module("boft", FUSED, 0) | stray, module("diag-oft", FUSED, 1) | stray]
+    base = save(flux(fused=True), tmp_path / "base.safetensors")
+    words = [base, *(save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate(some))]
+    for method, factor in (("sum", "1"), ("sum", "0"), ("compose", "1")):
+        parts = {"re:img_attn": float(factor)}
+        options = {"method": method, "unmatched": "skip", "strength_for": parts, "overwrite": True}
+        plan = lora_merge.plan(base, words[1:], tmp_path / "o.safetensors", **options)
+        report = lora_merge.merge(base, words[1:], tmp_path / "o.safetensors", **options)
+        assert coverage(plan) == report.coverage
+        told = [note for one in report.coverage.values() for note in one["notes"] if "--method" in note]
+        assert len(told) == (method == "sum" and factor == "1")
+        assert not told or (FUSED in told[0] and "elsewhere" not in told[0] and "0.safetensors" in told[0])
+        assert all(len(one["skipped"]) == 1 for one in report.coverage.values())
+    dry = cli(*words, "--unmatched", "skip", "--dry-run", "--json", "-o", tmp_path / "p.safetensors")
+    assert sum("--method" in note for one in json.loads(dry.stdout)["coverage"].values() for note in one["notes"]) == 1
 
 
 def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:

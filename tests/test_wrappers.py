@@ -99,12 +99,19 @@ def test_a_base_with_such_levels_is_the_same_base(
         assert torch.equal(got[told[key]], value), told[key]
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.base_layer.mlp.up_proj", "model.layers.0.module.mlp.up_proj"])
+@pytest.mark.parametrize("name", [
+    "model.layers.0.base_layer.mlp.up_proj", "model.layers.0.module.mlp.up_proj", "model.layers.0.mlp.up_proj.base_layer",
+    "lora_unet_model_layers_0_mlp_up_proj_base_layer", "lycoris__orig_mod_model_layers_0__orig_mod_mlp_up_proj",
+    "lora_unet_model_layers_0_module_mlp_up_proj",
+])  # fmt: skip
 def test_an_adapter_may_have_such_levels_too(name: str) -> None:
+    """On a plain base, and on one that has them itself: then its own name is one of those."""
     plain = {key.replace(name, "model.layers.0.mlp.up_proj"): value for key, value in factors(name).items()}
-    got = lora_merge.merge_state_dict(llama(), factors(name))
-    for key, value in lora_merge.merge_state_dict(llama(), plain).items():
-        assert torch.equal(got[key], value)
+    want = lora_merge.merge_state_dict(llama(), plain)
+    for level in ("", "module.", "_orig_mod."):
+        told = {key: key.replace("layers.0.", f"layers.0.{level}") for key in want}
+        got = lora_merge.merge_state_dict({told[key]: value for key, value in llama().items()}, factors(name))
+        assert all(torch.equal(got[told[key]], value) for key, value in want.items())
 
 
 def factors(name: str) -> Tensors:
