@@ -45,12 +45,21 @@ def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
     The entries must not be longer than those they replace; spaces at the end make up for shorter ones.
     """
     text = header[8:].decode()
-    start = len(_METADATA)
-    assert text.startswith(_METADATA), "only a header with metadata can get others"
-    _, end = _DECODER.raw_decode(text, start)
+    start, (_, end) = len(_METADATA), _metadata(text)
     made = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
     assert len(made) + 8 <= len(header), "the entries are longer than the planned ones"
     return header[:8] + made.ljust(len(header) - 8, b" ")
+
+
+def metadata_of(header: bytes) -> dict[str, str]:
+    """The metadata entries of a header that `layout` made."""
+    return _metadata(header[8:].decode())[0]
+
+
+def _metadata(text: str) -> tuple[dict[str, str], int]:
+    """The entries, and where they end."""
+    assert text.startswith(_METADATA), "every output has metadata"
+    return _DECODER.raw_decode(text, len(_METADATA))
 
 
 def _json(value: Any) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
 U64: Final = 1 << 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
 
@@ -173,7 +174,8 @@ def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, Te
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _Malformed("its __metadata__ is not a table of strings")
-    infos = sorted((_entry(n, e, path, data) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
+    known: dict[Any, Any] = {name: name for name in ITEM_BITS}
+    infos = sorted((_entry(n, e, path, data, known) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
     end = data
     for t in infos:
         if t.offset != end:
@@ -188,6 +190,10 @@ def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, Te
     return {t.name: t for t in infos}, metadata
 
 
+_MINUS_ZERO: Final = re.compile(r"[\s:,\[]-0")
+"""Where JSON may have one; `model-00001-of-00200` in a text is none."""
+
+
 def _json(raw: bytes) -> Any:
     """As serde_json reads it: strict UTF-8, no NaN, no lone surrogates, no number beyond a double."""
     try:
@@ -197,7 +203,7 @@ def _json(raw: bytes) -> Any:
             object_pairs_hook=_unique,
             parse_constant=_no_number,
             parse_float=_float,
-            parse_int=_int if "-0" in text else int,
+            parse_int=_int if _MINUS_ZERO.search(text) else int,
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no UTF-8
@@ -231,7 +237,8 @@ def _int(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)  # "-0" is no unsigned integer
 
 
-def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
+def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> TensorInfo:
+    """One tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200 000."""
     if not isinstance(entry, dict):
         raise _Malformed(f"the entry of {quoted(name)} is no JSON object")
     try:
@@ -249,7 +256,8 @@ def _entry(name: str, entry: Any, path: Path, data: int) -> TensorInfo:
     if needed is None or needed != stop - begin:
         what = "no whole number of" if needed is None else str(needed)
         raise _Malformed(f"{quoted(name)} is given {stop - begin} bytes, {dtype} {shape} takes {what} bytes")
-    return TensorInfo(name, dtype, tuple(shape), path, data + begin, needed)
+    sizes = tuple(shape)
+    return TensorInfo(name, known[dtype], known.setdefault(sizes, sizes), path, data + begin, needed)
 
 
 def _all_u64(numbers: list[Any]) -> bool:

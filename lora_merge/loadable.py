@@ -12,7 +12,7 @@ from typing import Any, Final
 from .checkpoint import read_json
 from .errors import InputError, VerificationFailed
 from .folders import listed
-from .header import parse
+from .formats import metadata_of
 from .job import DTYPES
 from .kinds import quoted
 from .plans import OutputFile, Plan
@@ -63,7 +63,7 @@ def _open(file: OutputFile, path: Path, header: bytes) -> str:
         name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
         seen = f"{quoted(name)}: {_told(found.get(name))}, planned {_told(wanted.get(name))}"
         raise VerificationFailed("the safetensors library sees another tensor than planned", f"{path}: {seen}", AGAIN)
-    if header and metadata != parse(header[8:], path, file.size)[1]:
+    if header and metadata != metadata_of(header):
         raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), AGAIN)
     return ""
 
@@ -79,7 +79,9 @@ def _check_indexes(plan: Plan, part: Path) -> None:
             continue  # the command that proves finished files tells of it
         folder, content = PurePosixPath(name).parent, _json(part / name)
         files = [f for f in plan.files if PurePosixPath(f.name).parent == folder]
-        homes = {t.stored: PurePosixPath(f.name).name for f in files for t in f.targets}
+        homes: dict[str, str] = {}
+        for f in files:
+            homes |= dict.fromkeys((t.stored for t in f.targets), PurePosixPath(f.name).name)
         table, metadata = content.get("weight_map"), content.get("metadata")
         if table != homes:
             wrong = table if isinstance(table, dict) else {}

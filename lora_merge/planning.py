@@ -179,6 +179,6 @@ def _target(
 def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
     placed = []
     for t in targets:
-        placed.append(t._replace(offset=start))
+        placed.append(Target._make((*t[:4], start, *t[5:])))  # a third of the time of `_replace`
         start += t.nbytes
     return tuple(placed)

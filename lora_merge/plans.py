@@ -58,7 +58,7 @@ class OutputFile:
     targets: tuple[Target, ...]
     kept: Mapping[str, str]  # metadata entries of the base's file that stay
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the finished file."""
         return len(self.header) + sum(t.nbytes for t in self.targets)
@@ -99,10 +99,12 @@ class Plan:
         The shape in the base is () for a head that was tied to other weights there.
         """
         old, found = self.base.tensors, {}
+        parted = {name for m in self.adapters for name in (*m.parted, m.untied)}
         for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
-            if t.name in old and old[t.name].shape != t.shape:
-                found[t.stored] = old[t.name].shape, t.shape
-            if any(t.name in m.parted or t.name == m.untied for m in self.adapters):
+            own = old.get(t.name)
+            if own is not None and own.shape != t.shape:
+                found[t.stored] = own.shape, t.shape
+            if t.name in parted:
                 found[t.stored] = (), t.shape
         return found
 

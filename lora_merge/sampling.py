@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 from typing import Final, TypeAlias
@@ -71,3 +71,31 @@ def ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[Range]:
             yield t, first, min(RANGE, t.nbytes - first)
             start = next(starts, total)
         before += t.nbytes
+
+
+def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges that follow each other in the output and in the input as they are: compared at once, a piece at most."""
+    some: list[Range] = []
+    size = 0
+    for one in found:
+        if some and not (size + one[2] <= PIECE and _follows(some[-1], one)):
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += one[2]
+    if some:
+        yield some
+
+
+def _follows(last: Range, this: Range) -> bool:
+    (a, start, count), (b, first, _) = last, this
+    if not (a.copied and b.copied and a.source and b.source and a.source.file == b.source.file):
+        return False
+    step = b.offset + first - a.offset - start
+    return step == count and b.source.offset + first - a.source.offset - start == count
+
+
+def stretch(some: Sequence[Range]) -> Range:
+    """All bytes of neighbours, as counted from the first one's tensor."""
+    target, first, _ = some[0]
+    return target, first, sum(count for _, _, count in some)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from .errors import InputError, VerificationFailed
-from .header import ITEM_BYTES, parse_file
+from .header import ITEM_BYTES, FileState, open_regular, parse_file
 from .kinds import quoted
 from .loadable import check_loadable
 from .plans import OutputFile, Plan, Target
@@ -24,7 +24,7 @@ from .reader import Reader
 from .recipe import KEY, OURS
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step
-from .sampling import ALL_BELOW, Range, ranges
+from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
 from .system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 
@@ -61,13 +61,15 @@ def _check(
     targets, reader = check_header(file, path, written), merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        unmerged = _unmerged(targets, compared, full=merged.full)
+        together = list(neighbours(_unmerged(targets, compared, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
             if not merged.full and CAN_ADVISE:
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
-                ahead.submit(_expect, fd, reader, [*unmerged, *rows])
-            for target, first, count in unmerged:
-                merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)
+                ahead.submit(_expect, fd, reader, [*map(stretch, together), *rows])
+            for some in together:
+                if len(some) == 1 or not _same(*stretch(some), fd, reader):
+                    for target, first, count in some:
+                        merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
@@ -83,14 +85,13 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
     `written` is the header that was written just now. Without it, the file may come from another version or program,
     which may order tensors otherwise.
     """
+    if written is not None and _begins(path, written, file.size):
+        return file.targets
     try:
         found = parse_file(path)
     except InputError as e:
         raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
     if written is not None:
-        with path.open("rb") as f:
-            if f.read(len(written)) == written:
-                return file.targets
         raise _failed("the header is not the planned one", str(path))
     made_here = KEY in found.metadata
     for key, text in file.kept.items():
@@ -108,6 +109,15 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
             raise _failed("a tensor has another dtype or shape than planned",
                           f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
     return placed
+
+
+def _begins(path: Path, header: bytes, size: int) -> bool:
+    """Whether a file of this size begins with these bytes."""
+    try:
+        with open_regular(path) as f:
+            return FileState.of(f.fileno()).size == size and f.read(len(header)) == header
+    except (InputError, OSError):
+        return False  # what it is instead is told by who reads it
 
 
 def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[Range]:
@@ -129,6 +139,12 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
         if source is not None and source.shape == target.shape:
             scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
             reader.expect(source, int(first * scale), int(count * scale))
+
+
+def _same(target: Target, first: int, count: int, fd: int, reader: Reader) -> bool:
+    """Whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
+    assert target.source is not None, "only copied tensors come here"
+    return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
 def _compare(target: Target, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
