@@ -1,17 +1,18 @@
 """Uni-LoRA, ΔW = B A, all numbers of A and B taken from one short vector. Li et al. 2025, arXiv:2506.00799.
 
 A[i, j] = θ[a_ij] · s_ij, B likewise; θ is stored once for all layers. Which entry each number is (a) and its scale (s)
-follow from the order in which the model's code lists its layers, so only files that hold them can be merged (PEFT
-`save_indices`, tuners/unilora/layer.py).
+may be stored (`save_indices`); else they are drawn for all layers at once, in the order of the model's code, see
+lora_merge/unstored.py and lora_merge/rebuilding.py. PEFT 0.21.2 tuners/unilora/model.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
-from .bounds import Bounds, below
+from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,22 +24,34 @@ if TYPE_CHECKING:
 class UniTensors:
     """Where the numbers of both factors are in the vector, and their scales."""
 
-    down_choice: Indices  # [n, r, in]
-    down_weight: Tensor  # [n, r, in]
-    up_choice: Indices  # [n, out, r]
-    up_weight: Tensor  # [n, out, r]
     bank: Tensor  # θ, [n, numbers]; shared
+    down_choice: Indices | None = None  # [n, r, in]
+    down_weight: Tensor | None = None  # [n, r, in]
+    up_choice: Indices | None = None  # [n, out, r]
+    up_weight: Tensor | None = None  # [n, out, r]
+    rank: int = 0  # what follows is told where these are not stored: r
+    shuffle: int = 0  # `proj_seed`, of numpy
+    start: int = 0  # the first of this layer's numbers, of all layers'
+    total: int = 0  # how many all layers have
+    dtype: str = ""  # of the weight, to which PEFT rounds the scales
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes as stored."""
-    (out, cols), choice = flat(target), shapes["down_choice"]
-    rank, bank = choice[0] if choice else 0, shapes.get("bank", ())
+    (out, cols), choice = flat(target), shapes.get("down_choice", ())
+    rank, bank = choice[0] if choice else 0, shapes["bank"]
     up, down = (out, rank), (rank, cols)
     want = {"down_choice": down, "down_weight": down, "up_choice": up, "up_weight": up}
-    expect_shapes(shapes, want)
     expect(holds=len(bank) == 1 and bank[0] > 0, otherwise=f"the vector that all layers share is {list(bank)}")
-    return {**want, "bank": bank}
+    stored = want.keys() & shapes.keys()
+    expect(holds=len(stored) in (0, len(want)), otherwise=f"of its indices and scales only {sorted(stored)} are stored")
+    return {**(expect_shapes(shapes, want) if stored else {}), "bank": bank}
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """Where the factors are not stored, what they are drawn from."""
+    total, rank = settings.get("total", 0), settings.get("rank", 0)
+    expect(holds="down_choice" in shapes or (total > 0 and rank > 0), otherwise="its indices are not stored")
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
@@ -48,6 +61,8 @@ def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
 
 def delta(base: Tensor, t: UniTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
+    assert t.up_choice is not None and t.up_weight is not None, "rebuilt"
+    assert t.down_choice is not None and t.down_weight is not None, "rebuilt"
     return _factor(t.bank, t.up_choice, t.up_weight) @ _factor(t.bank, t.down_choice, t.down_weight)
 
 
@@ -57,6 +72,8 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
 
 UNILORA = Algorithm(
     "unilora", UniTensors, fit, delta, "arXiv:2506.00799",
-    sliced={"up_choice": 0, "up_weight": 0}, shared=frozenset({"bank"}),
-    bounds={"up_choice": entries, "down_choice": entries},
+    sliced={"up_choice": 0, "up_weight": 0}, uncut=frozenset({"total"}), shared=frozenset({"bank"}),
+    check_settings=check_settings,
+    bounds={"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
+            **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
 )  # fmt: skip

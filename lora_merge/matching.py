@@ -33,6 +33,7 @@ from .replacements import by_rows, sizes
 from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
 from .side_by_side import as_trained
 from .tying import Heads, shared_layers
+from .unstored import unstored
 from .views import Piece, View, whole
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
@@ -60,6 +61,8 @@ class Matcher:
     def match(self, unmatched: Unmatched) -> Matched:
         """All modules placed, or one error that names what is wrong; `skip` leaves out what has no place."""
         modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
+        told = self.patcher
+        told.rules, modules = unstored(told.rules, modules, self.base, told.config)
         self.lone = self.names.lone_expert([m.name for m in modules])
         if self.lone:
             self.result.notes.append(EXPERTS[self.lone])

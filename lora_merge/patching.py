@@ -88,6 +88,7 @@ class Patcher:
         self.number, self.adapter, self.rules, self.values = number, adapter, rules, values
         self.orientation = Orientation(rules, [m for m in adapter.modules if m.parameter == "weight"], self._fits)
         self.model = ""  # the base's type
+        self.config: Mapping[str, Any] = {}  # the base's
         self.by_config = False  # whether the model is built from a configuration: it has the layers that were stored
         self.widest: tuple[int, int] = (0, 0)  # see peft.py, point 5
         self._weights = {m.name: m for m in adapter.modules if m.parameter == "weight"}

@@ -95,6 +95,8 @@ class Rules:
     kind: str = ""  # peft_type; empty where there is no configuration
     components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
     layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
+    starts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # layer → its first number, the weight's dtype
+    total: int = 0  # numbers of all layers
     ordered: bool = False  # whether they are in the order of the model's code
     borrowed: bool = False  # from the component that the names speak of in other words
 
@@ -184,6 +186,10 @@ class Rules:
         """Settings of the row, for a module where they differ; `widest` is not among them."""
         if algorithm == "tinylora" and self.kind and not self.fields.flag("save_projection", default=True):
             return {"seed": self.fields.integer("projection_seed", 42) + self._number(module)}
+        if algorithm == "unilora" and module in self.starts:
+            start, dtype = self.starts[module]
+            whole = {"rank": self.fields.integer("r", 4), "shuffle": self.fields.integer("proj_seed", 42)}
+            return {"start": start, "dtype": dtype, "total": self.total, **whole}
         make = SETTINGS.get(algorithm) if self.kind else None
         return {} if make is None else make(self.fields)
 
@@ -285,8 +291,6 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
         why = "it was trained without a seed, so nobody knows its frequencies"
         raise refuse("FOURIERFT", why, CONVERT, where)
-    if kind == "UNILORA" and not fields.flag("save_indices", default=False):
-        raise refuse("UNILORA", UNKNOWN_ORDER, "save it again with save_indices=True", where)
     return Rules(fields, kind)
 
 

@@ -85,6 +85,7 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
     for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
+        patcher.config = base.config
         patcher.orientation.given = patcher.given.get(SETTING)
         patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
         patcher.by_config = not {"model_type", "_class_name"}.isdisjoint(base.config)

@@ -9,6 +9,7 @@ compare with, a base that gives something else is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -16,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .algorithms import DoesNotFit, Shape, Shapes
+from .algorithms import DoesNotFit, Shape, Shapes, flat
 from .algorithms.adamss import groups
 from .algorithms.peft_oft import block_size
 from .header import TensorInfo
 from .patching import Patch
-from .placement import Placement, stage
+from .placement import TORCH_DTYPES, Placement, host, stage
 from .remarks import rebuilt
 
 Read: TypeAlias = Callable[[str], Tensor]
@@ -33,6 +34,8 @@ WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 
 CLUSTERING_SEED: Final = 123456789
 ROUNDS: Final = 10
+MOST_SHARED: Final = 2**29
+"""Numbers of all layers of a Uni-LoRA: 4 GiB of indices."""
 NEAR: Final = 0.05
 """How far, of its length 1, a stored singular vector may be from the rebuilt one; bf16 has a hundredth of it."""
 
@@ -130,6 +133,32 @@ def _clusters(read: Read, shapes: Shapes, _: Shape, settings: Mapping[str, Any])
     return {"order": torch.from_numpy(np.argsort(np.argsort(labels, kind="stable"), kind="stable"))}
 
 
+def _shares(_: Read, shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Which entries of the shared vector a layer's numbers are, and one over the root of how often each is used."""
+    (out, cols), rank, numbers = flat(target), settings["rank"], shapes["bank"][0]
+    chosen, uses = spread(settings["total"], numbers, settings["shuffle"])
+    middle, first = settings["start"] + rank * cols, settings["start"]
+    down, up = chosen[first:middle].reshape(rank, cols), chosen[middle : middle + out * rank].reshape(out, rank)
+    scale = torch.from_numpy(uses).rsqrt()
+    stored = host(host(scale, TORCH_DTYPES[settings["dtype"]]), torch.float32)
+    found = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
+    return found | {"down_weight": stored[found["down_choice"]], "up_weight": stored[found["up_choice"]]}
+
+
+@lru_cache(maxsize=1)
+def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
+    """(entry of a vector for each of `total` numbers, how often each entry is used, fp32): as even as can be, and
+    shuffled, as PEFT's generate_index does it."""
+    if total > MOST_SHARED:
+        raise DoesNotFit(f"its layers have {total} numbers in all, more than are drawn at once")
+    random = np.random.default_rng(seed)
+    chosen = np.repeat(np.arange(numbers), total // numbers)
+    if rest := total % numbers:
+        chosen = np.concatenate([chosen, random.choice(numbers, size=rest, replace=False)])
+    random.shuffle(chosen)
+    return chosen, np.bincount(chosen, minlength=numbers).astype(np.float32)
+
+
 def kmeans(points: Any, count: int) -> Any:
     """The cluster of each point, [n], as scikit-learn 1.9 finds them by Lloyd's steps from random points
     (`init="random"`, `n_init=1`, `max_iter=10`, that seed): sklearn/cluster/_kmeans.py. DoesNotFit where a cluster has
@@ -162,6 +191,6 @@ def _nearest(points: Any, centres: Any) -> Any:
 
 
 MAKERS: Final[Mapping[str, Maker]] = MappingProxyType(
-    {"supertuning": _largest, "psoft": _subspace, "adamss": _clusters}
+    {"supertuning": _largest, "psoft": _subspace, "adamss": _clusters, "unilora": _shares}
 )
 """Row of ALGORITHMS → what makes the slots that its file lacks."""

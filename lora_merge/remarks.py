@@ -33,6 +33,11 @@ REBUILT: Final[Mapping[str, tuple[frozenset[str], str]]] = MappingProxyType(
             f"its places are not stored (save_precomputed_indices): those of the largest weights, {SAME_MACHINE}",
         ),
         "psoft": (frozenset({"left", "right"}), f"its factors are singular vectors of the base, {SAME_MACHINE}"),
+        "unilora": (
+            frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
+            "it is not stored (save_indices): taken for one of the layers that its configuration means, in the order "
+            "of the model's own class",
+        ),
         "adamss": (frozenset({"order"}), f"its groups of rows are clusters in the base, {SAME_MACHINE}"),
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ MODELS: dict[str, tuple[type[Any], Any, list[str]]] = {
     ),
 }  # fmt: skip
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "unilora": (peft.UniLoraConfig, {"r": 3, "theta_d_length": 50}),
+    "unilora-seeded": (peft.UniLoraConfig, {"r": 2, "theta_d_length": 5000, "proj_seed": 7}),
     "tinylora": (peft.TinyLoraConfig, {"r": 3, "u": 4}),
     "tinylora-drawn": (peft.TinyLoraConfig, {"r": 3, "u": 4, "save_projection": False, "projection_seed": 9}),
     "tinylora-tied": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 0.6}),
@@ -113,3 +116,28 @@ def test_an_order_that_nothing_tells_is_refused_and_one_vector_needs_none(tmp_pa
             lora_merge.merge_state_dict(base.state_dict(), tmp_path / f"{tying}")
         assert e.value.exit_code == 3
     assert load_file(tmp_path / "1.0" / "adapter_model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "targets", "change", "why"), [
+    ("llama", ["q_proj"], {"model_type": "unheard-of"}, "order"),
+    ("llama", ["q_proj", "lm_head"], {"architectures": ["LlamaModel"]}, "class"),
+    ("t5", ["q"], {"architectures": ["T5EncoderModel"]}, "class"),
+    ("bert", ["nothing", "query"], {}, ""),
+])  # fmt: skip
+def test_layers_that_are_not_named_must_be_known(
+    model: str, targets: list[str], change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    make, config, _ = MODELS[model]
+    base, tuned = train(peft.UniLoraConfig(target_modules=targets, r=2), model=make(config).eval())
+    save(tuned, tmp_path / "adapter")
+    base.save_pretrained(tmp_path / "base")
+    told = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(told | change))
+    if not why:
+        plan = lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        assert any("not stored (save_indices)" in note for note in plan.adapters[0].notes)
+        return
+    with pytest.raises(MergeError, match=why) as e:
+        lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert "save_indices=True" in e.value.fix
