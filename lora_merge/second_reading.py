@@ -23,6 +23,7 @@ from .plans import Plan, Target
 from .reader import Reader
 from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
 from .reference.floats import decode
+from .reference.places import PEFT
 
 NAMED: Final = 5  # modules that are named where the plan alone knows
 CLOSE: Final = 1e-9  # of a scale: the same sum in another order
@@ -77,22 +78,23 @@ def compare(job: Job, base: Index, adapters: Sequence[Matched], targets: Sequenc
             _compare(claim, list(found.values()), ref.path)
             known.update(found)
     modules = {id(p): p.name for p in planned.values()}
-    whole = [info.name for m in adapters for info in m.replaced.values()]
-    alone = [name for at, name in modules.items() if at not in known] + whole
-    return Reading(len(modules) + len(whole), len(known), alone)
+    whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
+    others = [name for name, key in whole if name.removeprefix(PEFT) != key]  # than under the base's own names
+    alone = [name for at, name in modules.items() if at not in known] + others
+    return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
 
 
 def _planned(targets: Sequence[Target]) -> Mapping[tuple[int, str], _Planned]:
     """(number of the adapter, name of one of its tensors) → the module that the plan makes of it."""
+    modules: dict[tuple[int, str], _Planned] = {}
     found: dict[tuple[int, str], _Planned] = {}
     for target in targets:
         for use in target.uses:
-            names = [info.name for info in use.patch.module.slots.values()]
-            shared = next((p for name in names if (p := found.get((use.patch.adapter, name))) is not None), None)
-            module = shared or _Planned(use.patch.module.where)
-            module.uses.append((target.name, use))
-            for name in names:
-                found[use.patch.adapter, name] = module
+            number, module = use.patch.adapter, use.patch.module
+            planned = modules.setdefault((number, module.where), _Planned(module.where))
+            planned.uses.append((target.name, use))
+            for info in module.slots.values():
+                found[number, info.name] = planned  # of tensors that modules share, the last one's
     return found
 
 

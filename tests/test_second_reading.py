@@ -240,3 +240,31 @@ def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}}  # fmt: skip
     show_proof(proof, said.append, verbose=verbose)
     assert said[2:] == ["matching proven a second way for 9 of 9 modules"] * verbose
+
+
+def test_whole_values_under_the_names_of_the_base_are_known(tmp_path: Path) -> None:
+    base = {"m.a.weight": rand(8, 8), "m.head.weight": rand(4, 8), "m.head.bias": rand(4)}
+    name = "base_model.model.m"
+    adapter = {f"{name}.head.weight": rand(4, 8, seed=1), f"{name}.head.bias": rand(4, seed=1),
+               f"{name}.a.lora_A.weight": rand(2, 8), f"{name}.a.lora_B.weight": rand(8, 2)}  # fmt: skip
+    save(base, tmp_path / "base.safetensors")
+    (tmp_path / "lora").mkdir()
+    save(adapter, tmp_path / "lora" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": ["head"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "out.safetensors")
+    assert report.verified is not None
+    assert report.verified["matching"] == {"modules": 3, "proven": 3, "alone": []}
+
+
+def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> None:
+    """VeRA: one pair of factors for all modules, of which the second reading knows nothing."""
+    base = {f"m.{n}.weight": rand(8, 8, seed=i) for i, n in enumerate("abc")}
+    adapter = {
+        f"base_model.model.m.{n}.vera_lambda_{s}": rand(*shape)
+        for n in "abc"
+        for s, shape in (("b", (8,)), ("d", (2,)))
+    }
+    adapter |= {"base_model.vera_A": rand(2, 8), "base_model.vera_B": rand(8, 2)}
+    found = written(tmp_path, base, adapter, {"peft_type": "VERA", "r": 2})
+    assert (found["modules"], found["proven"], len(found["alone"])) == (3, 0, 3)
