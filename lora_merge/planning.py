@@ -36,7 +36,7 @@ from .plans import FLOATS, OutputFile, Plan, Target, values
 from .reader import Reader
 from .recipe import STALE, blanks, entries
 from .replacements import clashes
-from .sidefiles import index_files, other_tokenizers, output_name, side_files, stored_name
+from .sidefiles import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
 from .tied import tied
 from .tying import check_alone
 from .windows import disk_bytes
@@ -70,6 +70,8 @@ def draw(job: Job, opened: Opened) -> Plan:
     files, indexes = _files(job, base, matched)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     notes = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
+    if led := led_outside(base.path, sides):
+        notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))

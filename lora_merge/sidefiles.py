@@ -77,6 +77,17 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return _relative(copied, base), _relative(left, base)
 
 
+def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
+    """`name -> target` for each of these files of a folder whose links lead out of it, and of the cache that it is in.
+
+    huggingface_hub keeps files in `blobs` beside `snapshots`; each snapshot is a folder of links to them.
+    """
+    root = Path(os.path.realpath(folder))
+    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
+    targets = {name: Path(os.path.realpath(folder / name)) for name in names}
+    return [f"{name} -> {path}" for name, path in targets.items() if {root, *blobs}.isdisjoint(path.parents)]
+
+
 def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
     """A note for every adapter folder with a tokenizer of another size than that of the base folder, which is what the
     output has; nothing is read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +274,53 @@ def test_an_adapter_of_a_shard_that_the_index_does_not_name_is_not_merged_in_par
     (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
     with pytest.raises(FitError):
         merge(model)
+
+
+def linked_out(notes: Sequence[str]) -> list[str]:
+    return [note.partition(": ")[2] for note in notes if "lead out of the model folder" in note]
+
+
+def test_a_link_that_leads_out_of_the_model_folder_is_named(model: Path) -> None:
+    """Its content is copied, as model folders are made of links; but not without a word."""
+    secret = model / "id_key"
+    secret.write_text("private")
+    inner = model / "base" / "deep"
+    inner.mkdir()
+    (inner / "own.txt").write_text("own")
+    (model / "base" / "near.txt").symlink_to("deep/own.txt")
+    report = lora_merge.merge(model / "base", model / "lora.safetensors", model / "plain")
+    assert not linked_out(report.notes)
+    (model / "base" / "tokenizer.json").symlink_to(secret)
+    (inner / "chain.txt").symlink_to("../tokenizer.json")
+    report = lora_merge.merge(model / "base", model / "lora.safetensors", model / "out")
+    assert (model / "out" / "tokenizer.json").read_text() == "private"
+    (told,) = linked_out(report.notes)
+    assert told == f"tokenizer.json -> {secret}, deep/chain.txt -> {secret}"
+    assert (
+        f"note: copied through links that lead out of the model folder: tokenizer.json -> {secret}"
+        in cli("merge", model / "base", model / "lora.safetensors", "-o", model / "said", "--dry-run").stdout
+    )
+
+
+@pytest.mark.parametrize("by", ["itself", "a link"])
+def test_links_of_a_model_cache_are_no_such_links(model: Path, by: str) -> None:
+    """As huggingface_hub lays them out: blobs beside snapshots, also for files in sub-folders."""
+    cache = model / "models--me--model"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "0a1b"
+    (snapshot / "1_Pooling").mkdir(parents=True)
+    names = ["model.safetensors", "config.json", "1_Pooling/config.json"]
+    for n, name in enumerate(names):
+        source = model / "base" / Path(name).name
+        (cache / "blobs" / f"{n:040}").write_bytes(source.read_bytes())
+        (snapshot / name).symlink_to(os.path.relpath(cache / "blobs" / f"{n:040}", (snapshot / name).parent))
+    base = snapshot
+    if by == "a link":
+        base = model / "linked"
+        base.symlink_to(snapshot)
+    report = lora_merge.merge(base, model / "lora.safetensors", model / "out")
+    assert not linked_out(report.notes)
+    (snapshot / "more.txt").symlink_to("../../refs")
+    (cache / "refs").write_text("main")
+    report = lora_merge.merge(base, model / "lora.safetensors", model / "again")
+    assert linked_out(report.notes) == [f"more.txt -> {cache / 'refs'}"]
