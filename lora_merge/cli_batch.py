@@ -26,7 +26,9 @@ def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes here, or tasks at a time on the cluster.")] = None,
     executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
-    ray_address: Annotated[str | None, typer.Option(help="A running Ray cluster; default: a local one.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster; default: a local one, with a token.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Redo outputs that other recipes made.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,

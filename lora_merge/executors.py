@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import re
 import subprocess
 import threading
 from collections import deque
@@ -56,11 +57,19 @@ def local(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[Jo
         yield from _Local(passes, crew.workers or 1).reports(progress)
 
 
+RAY: Final = (2, 60)
+"""A version of Ray whose local clusters ask for a token unless they are told not to. Not all versions before do."""
+
+
 def _check_ray() -> None:
     try:
-        import ray  # noqa: F401
+        import ray
     except ImportError as e:
         raise UsageError("Ray is not installed", "--executor ray", "pip install 'lora-merge[ray]'") from e
+    version = getattr(ray, "__version__", "0")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < RAY:
+        raise UsageError(f"Ray {version} is too old: its clusters let everybody in", "--executor ray",
+                         "pip install -U 'lora-merge[ray]'")  # fmt: skip
 
 
 def on_ray(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
-from .errors import MergeError, ResourceError
+from .errors import MergeError, ResourceError, UsageError
 from .jobs_file import Entry
 from .opened import Opened
 from .outcome import JobReport, failed
@@ -25,27 +28,57 @@ def reports(
 ) -> Iterator[JobReport]:
     """Every job's report as it ends, at most `workers` passes at a time (default: as the cluster has room).
 
-    ResourceError if no cluster answers. Each task may use the memory bound of its jobs, as it may have a machine of
-    its own.
+    ResourceError if no cluster answers; UsageError if a local one would let everybody in. Each task may use the memory
+    bound of its jobs, as it may have a machine of its own.
     """
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, address)
-    try:
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            local = address is None and not os.environ.get("RAY_ADDRESS")
+            if local:
+                stack.enter_context(token_demanded())
+            _connect(ray, address, **({"include_dashboard": False} if local else {}))
+            stack.callback(ray.shutdown)
         yield from _Ray(ray, progress).reports(list(passes), workers or len(passes))
+
+
+@contextmanager
+def token_demanded() -> Iterator[None]:
+    """An environment in which a cluster that is started here asks everybody for a token.
+
+    Its processes listen on all interfaces, whatever address they are given, and run any code that they are sent. Ray
+    asks for a token unless it is told not to; UsageError if the user has told it so. The token is made for this
+    process, unless the user has set one, and is written nowhere.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets the first one itself
+    before = {name: os.environ.get(name) for name in names}
+    if (before["RAY_AUTH_MODE"] or "").lower() == "disabled":
+        raise UsageError("without a token, anybody on the network could run code on a cluster started here",
+                         "RAY_AUTH_MODE=disabled", "unset it, or name a cluster of yours: --ray-address")  # fmt: skip
+    if not (before["RAY_AUTH_TOKEN"] or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = _token()
+    try:
+        yield
     finally:
-        if ours:
-            ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
-def _connect(ray: Any, address: str | None) -> None:
+@cache
+def _token() -> str:
+    """One token for the life of the process: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def _connect(ray: Any, address: str | None, **more: Any) -> None:
     try:
         if address is not None and ":" in address:
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level="error", **more)
     except (ConnectionError, OSError, RuntimeError, ValueError) as e:
         raise ResourceError(f"no Ray cluster answers: {str(e).splitlines()[0]}", f"--ray-address {address}",
                             "start one with `ray start --head`, or leave the address out") from e  # fmt: skip

@@ -387,3 +387,85 @@ def test_a_worker_runs_no_code_of_the_current_folder(models: Path, monkeypatch: 
     monkeypatch.chdir(models)
     monkeypatch.syspath_prepend("elsewhere")  # what this process can import, a worker can
     assert [r.status for r in lora_merge.run_batch(jobs(models, 2), workers=2)] == ["merged"] * 2
+
+
+class Listening(Exception):
+    """Raised in the place of a cluster."""
+
+
+def started(monkeypatch: pytest.MonkeyPatch, models: Path, version: str = "2.60.0", **options: Any) -> dict[str, Any]:
+    """What a cluster is started with: its options and the environment."""
+    seen: dict[str, Any] = {}
+
+    def init(**given: Any) -> None:
+        seen.update(given, env={k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")})
+        raise Listening
+
+    ray = SimpleNamespace(__version__=version, is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(Listening):
+        list(lora_merge.run_batch(jobs(models, 1), executor="ray", **options))
+    return seen
+
+
+def test_a_cluster_that_is_started_here_asks_for_a_token(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    first, second = (started(monkeypatch, models) for _ in range(2))
+    assert [*first["env"]] == ["RAY_AUTH_TOKEN"]
+    assert len(first["env"]["RAY_AUTH_TOKEN"]) == 64
+    assert second == first, "Ray reads the token once in the life of a process"
+    assert not any(name.startswith("RAY_AUTH") for name in os.environ)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
+    assert started(monkeypatch, models)["env"] == {"RAY_AUTH_TOKEN_PATH": "/mine"}
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_a_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    if by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+    seen = started(monkeypatch, models, ray_address="auto" if by == "option" else None)
+    assert seen["env"] == {"RAY_AUTH_MODE": "disabled"}
+    assert "include_dashboard" not in seen
+
+
+def test_a_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False))
+    with pytest.raises(UsageError, match="anybody on the network"):
+        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.59.2"))
+    with pytest.raises(UsageError, match=r"Ray 2\.59\.2 is too old"):
+        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+
+
+@pytest.mark.slow
+def test_nobody_without_the_token_gets_into_a_cluster_that_is_started_here(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    answers: list[str] = []
+
+    def knock() -> None:
+        address = ray.get_runtime_context().gcs_address
+        code = f"import ray; ray.init(address={address!r}, logging_level='error'); print(ray.get(ray.remote(lambda: 1).remote()))"
+        for mode in ("disabled", "token"):
+            env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_MODE": mode}
+            if mode == "token":
+                env["RAY_AUTH_TOKEN"] = "0" * 64
+            try:
+                done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+            except subprocess.TimeoutExpired:
+                answers.append("nothing")
+            else:
+                answers.append(done.stdout)
+
+    for number, report in enumerate(lora_merge.run_batch(jobs(models, 2), executor="ray")):
+        assert report.ok
+        if not number:
+            knock()
+    assert not any("1" in answer for answer in answers)
+    assert len(answers) == 2
+    assert not (tmp_path / ".ray").exists()
