@@ -15,7 +15,10 @@ LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module."
 
 _LEVEL: Final = re.compile(rf"^{re.escape(PEFT)}|(?:(?<=\.)|^)(?:{TRAINING}|module|base_layer)\.")
 
-KEPT: Final = "in its names are levels that training leaves ({levels}): modules are found without them, and they stay"
+KEPT: Final = (
+    "in its names are levels that training leaves ({levels}): modules are found without them, and they stay; what "
+    "cannot load the base for its names, as from_pretrained cannot, cannot load the result either"
+)
 ATTACHED: Final = (
     "it was saved with an adapter attached: {count} tensors of that ({names}) stay as they are and are not merged; a "
     "program that loads them has their effect on top"
