@@ -41,6 +41,7 @@ from .peft_config import (
     RESAVE,
     RETAKE,
     UNKNOWN_ORDER,
+    UNSAVED_BASIS,
     UNTURNED,
     Fields,
     refuse,
@@ -291,6 +292,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
         why = "it was trained without a seed, so nobody knows its frequencies"
         raise refuse("FOURIERFT", why, CONVERT, where)
+    if kind == "FROD" and not fields.flag("save_projection", default=True):
+        raise refuse(kind, UNSAVED_BASIS, f"save it again with save_projection=True, or {CONVERT}", where)
     return Rules(fields, kind)
 
 
