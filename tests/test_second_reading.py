@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -268,3 +270,18 @@ def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> N
     adapter |= {"base_model.vera_A": rand(2, 8), "base_model.vera_B": rand(8, 2)}
     found = written(tmp_path, base, adapter, {"peft_type": "VERA", "r": 2})
     assert (found["modules"], found["proven"], len(found["alone"])) == (3, 0, 3)
+
+
+def test_it_shares_no_code_with_what_makes_the_plan() -> None:
+    """Headers and its own files alone: no table, name or number of the planner."""
+    own = {"reading", "layouts", "places", "numbers", "claims"}
+    for name in own:
+        tree = ast.parse((Path(lora_merge.__file__).parent / "reference" / f"{name}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                near = (node.level == 1 and node.module in own) or (node.level == 2 and node.module == "header")
+                assert near or (not node.level and str(node.module).partition(".")[0] in sys.stdlib_module_names), (
+                    node.module
+                )
+            elif isinstance(node, ast.Import):
+                assert all(alias.name in sys.stdlib_module_names for alias in node.names), name
