@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finit
 from .conv1d import SETTING
 from .errors import UsageError
 from .methods import METHODS, SUM
-from .patterns import endless
+from .patterns import STEPS_A_NAME, Refused, Steps, pattern
 
 DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 """`--dtype` → the name the file format uses; `keep` is None."""
@@ -30,6 +30,9 @@ PARTS: Final = (
     *("vae", "model", "other"),
 )
 """Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
+
+MOST_PARTS: Final = 500
+"""Of `--strength-for` for one adapter; each is asked about each tensor."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
 OnOverflow: TypeAlias = Literal["error", "saturate"]
@@ -50,11 +53,17 @@ class Adapter:
     strength: float = 1.0
     parts: tuple[tuple[str, float], ...] = ()
 
+    @cached_property
+    def _steps(self) -> Steps:
+        """What the regular expressions of its parts may take."""
+        return Steps()
+
     def factor(self, key: str, component: str) -> float:
         """Strength for one base tensor: the adapter's, times every part that covers the tensor."""
         factor = self.strength
+        self._steps.left += STEPS_A_NAME
         for part, value in self.parts:
-            if covers(part, key, component):
+            if covers(part, key, component, self._steps):
                 factor *= value
         return factor
 
@@ -83,19 +92,21 @@ class Job:
     """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
 
 
-def _found(pattern: str, key: str) -> bool:
-    if endless(pattern, key):
-        raise UsageError("a tensor name too long to be searched", f"{key[:80]!r} … for {pattern!r}", "use a plain part")
-    return re.search(pattern, key) is not None
+def _found(expression: str, key: str, steps: Steps) -> bool:
+    try:
+        return pattern(expression).matches(key, steps, anywhere=True)
+    except Refused as e:
+        where = f"--strength-for re:{expression[:80]}, at {key[:80]!r}"
+        raise UsageError(f"a regular expression that is {e}", where, "use a plain part, or a simpler one") from e
 
 
-def covers(part: str, key: str, component: str) -> bool:
+def covers(part: str, key: str, component: str, steps: Steps) -> bool:
     """Whether a part of `--strength-for` means this base tensor.
 
     `te` covers every text encoder; `transformer` and `unet` both name the denoiser.
     """
     if part.startswith("re:"):
-        return _found(part[3:], key)
+        return _found(part[3:], key, steps)
     if part == "te":
         return component.startswith("te")
     denoiser = {"unet", "transformer"}
@@ -245,18 +256,18 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
     if isinstance(value, Adapter):
         path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
     path = expand(path)
+    if len(own) + len(parts) > MOST_PARTS:
+        raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f) for p, f in own), *parts))
 
 
 def _part(part: str, value: float) -> tuple[str, float]:
     if part.startswith("re:"):
-        if endless(part[3:]):
-            raise UsageError("a regular expression too complex to run safely", f"--strength-for {part[:80]}",
-                             "use at most three of * + {, and none after a group")  # fmt: skip
         try:
-            re.compile(part[3:])
-        except (re.error, OverflowError, RecursionError) as e:
-            raise UsageError(f"bad regular expression: {e}", f"--strength-for {part}", "correct the pattern") from e
+            pattern(part[3:])
+        except Refused as e:
+            where = f"--strength-for {part[:80]}"
+            raise UsageError(f"a regular expression that is {e}", where, "correct the pattern") from e
     elif part not in PARTS:
         raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
     return part, factor(value, f"--strength-for {part}")

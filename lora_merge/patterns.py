@@ -1,22 +1,334 @@
-"""Regular expressions out of files and command lines: only those that are sure to end soon are run.
+"""Regular expressions of strangers (PEFT configurations, recipes, jobs files): matched in a bounded number of steps.
 
-Python's engine tries every way to share a text among the loops of a pattern: k loops take up to n^k steps, a loop
-inside a loop 2^n.
+Python's engine tries every way to share a text among the loops, options and alternatives of a pattern, one after the
+other: `(?:a|a)` forty-five times takes 2^45 tries. Here all ways are followed at once. A set of positions in the text
+(a whole number, bit p for position p) goes through the pattern, and each of its nodes turns the positions where it may
+begin into those where it may end:
+
+* a text or a class of characters is an `and` and a shift;
+* alternatives are an `or`; what comes one after the other is applied one after the other;
+* a loop is applied to what is new, until nothing is. Each round adds a position, and there are n + 1 of them in a text
+  of n characters, so it ends after n + 1 rounds, whatever the numbers in its braces are: a repetition that the pattern
+  demands more often than that can only go on by matching nothing, and that it can do any number of times.
+
+So a pattern of m nodes of which d loops are nested takes at most m · (n + 1)^d steps, and usually some dozens. `Steps`
+counts them, over all texts that one file's patterns are asked about, and refuses what would take seconds. This says
+whether there is a match, which is all that PEFT asks. What a group has matched is not known: backreferences and
+possessive loops, which need it, are run by Python's engine where few ways are possible (`_ways`), else refused.
+
+Python's parser makes the tree, so the syntax is Python's. Its engine also runs plain patterns on short texts: the
+product of their choices, counted by `_ways`, bounds how long that takes.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-from typing import Final
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Final, TypeAlias
 
-LONGEST: Final = 500  # characters of a pattern
-MOST_LOOPS: Final = 3  # `*`, `+` or `{`
-LONGEST_NAME: Final = 300  # characters of a name that is searched; real ones have up to 150
-NESTED: Final = re.compile(r"\)[*+{]")
+PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+
+LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
+LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
+STEPS: Final = 1_000_000  # of all patterns of one file; one takes one or two microseconds
+STEPS_A_NAME: Final = 200  # more of them for each name that is asked about: large models have 200 000
+SHORT: Final = 100  # characters of a name
+FEW: Final = 20_000  # ways to match a short name that Python's engine may try: 0.1 ms
+LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
+LOOPS: Final = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
 
-def endless(pattern: str, name: str = "") -> bool:
-    """Whether searching this name (any short one) for the pattern could take absurdly long."""
-    loops = sum(pattern.count(c) for c in "*+{")
-    too_long = len(pattern) > LONGEST or (loops > 0 and len(name) > LONGEST_NAME)
-    return too_long or loops > MOST_LOOPS or NESTED.search(pattern) is not None
+Node: TypeAlias = tuple[str, Any]
+"""Name of an operation of Python's engine, and what it works on."""
+
+
+class Refused(ValueError):
+    """A pattern that is not run; the message says why."""
+
+
+class Steps:
+    """How much the patterns of one file may still take."""
+
+    def __init__(self, left: int = STEPS) -> None:
+        self.left = left
+
+    def take(self, count: int = 1) -> None:
+        """Use up some; Refused where there are none left."""
+        self.left -= count
+        if self.left < 0:
+            raise Refused("too complex to run safely")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One regular expression, of Python's syntax; make it with `pattern`."""
+
+    text: str
+    tree: Sequence[Node]
+    flags: int
+
+    @cached_property
+    def ways(self) -> int:
+        """How many ways of matching a short name Python's engine may have to try."""
+        return _ways(self.tree)
+
+    @cached_property
+    def _meant(self) -> dict[Any, bool]:
+        """(leaf, flags, character) → whether it means the character, as far as was asked."""
+        return {}
+
+    @cached_property
+    def _quick(self) -> re.Pattern[str]:
+        return re.compile(self.text)
+
+    def matches(self, name: str, steps: Steps, *, anywhere: bool = False) -> bool:
+        """Whether it matches at the start of a name, as `re.match` does, or somewhere in it, as `re.search`."""
+        tries = self.ways * (SHORT if anywhere else 1)
+        if len(name) <= SHORT and tries <= FEW:
+            steps.take(1 + tries // 1000)
+            return (self._quick.search if anywhere else self._quick.match)(name) is not None
+        if len(name) > LONGEST_NAME:
+            raise Refused(f"not run on a name of {len(name)} characters")
+        start = (2 << len(name)) - 1 if anywhere else 1
+        return _Walk(name, steps, self._meant).through(self.tree, start, self.flags) != 0
+
+
+@lru_cache(maxsize=1024)
+def pattern(text: str) -> Pattern:
+    """The pattern; Refused for what is no regular expression, or of absurd length or depth."""
+    if len(text) > LONGEST:
+        raise Refused(f"longer than {LONGEST} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of syntax that a later Python may take for something else
+            parsed = PARSER.parse(text)
+            return Pattern(text, _nodes(parsed), parsed.state.flags)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise Refused(f"no valid regular expression: {e}") from e
+
+
+def _nodes(parsed: Any) -> list[Node]:
+    """Python's tree with names for its numbers, the width of what looks back, and letters in a row as one text."""
+    found: list[Node] = []
+    for op, value in parsed:
+        if str(op) != "LITERAL":
+            found.append((str(op), _inside(str(op), value)))
+        elif found and found[-1][0] == "TEXT":
+            found[-1] = ("TEXT", found[-1][1] + chr(value))
+        else:
+            found.append(("TEXT", chr(value)))
+    return found
+
+
+def _inside(op: str, value: Any) -> Any:
+    if op in LOOPS:
+        return (int(value[0]), int(value[1]), _nodes(value[2]))
+    if op in ("ASSERT", "ASSERT_NOT"):
+        return (value[1].getwidth()[0] if value[0] < 0 else 0, _nodes(value[1]))
+    if op == "BRANCH":
+        return (None, [_nodes(branch) for branch in value[1]])
+    if op == "GROUPREF_EXISTS":
+        return (value[0], _nodes(value[1]), _nodes(value[2] or ()))
+    if op == "ATOMIC_GROUP":
+        return _nodes(value)
+    return (*value[:3], _nodes(value[3])) if op == "SUBPATTERN" else value
+
+
+def _ways(nodes: Sequence[Node]) -> int:
+    """The product of all choices on a short name; more than FEW where a loop goes round what has choices itself."""
+    found = 1
+    for op, value in nodes:
+        found = min(found * _choices(op, value), FEW + 1)
+    return found
+
+
+def _choices(op: str, value: Any) -> int:
+    if op in LOOPS:
+        least, most, body = value
+        if _is_leaf(body):
+            return min(int(most) - int(least), SHORT) + 1
+        return 1 + _ways(body) if most <= 1 else FEW + 1
+    if op == "BRANCH":
+        return sum(map(_ways, value[1]))
+    if op == "GROUPREF_EXISTS":
+        return _ways(value[1]) + _ways(value[2])
+    inner = value[-1] if op in ("SUBPATTERN", "ASSERT", "ASSERT_NOT") else value if op == "ATOMIC_GROUP" else ()
+    return _ways(inner)
+
+
+def _is_leaf(body: Sequence[Node]) -> bool:
+    """Whether it is one character, of whatever kind."""
+    return len(body) == 1 and (body[0][0] in LEAVES or (body[0][0] == "TEXT" and len(body[0][1]) == 1))
+
+
+class _Walk:
+    """One name on its way through a pattern."""
+
+    def __init__(self, text: str, steps: Steps, meant: dict[Any, bool]) -> None:
+        self.text, self.steps, self.meant = text, steps, meant
+        self.chars: dict[str, int] = {}
+        for at, char in enumerate(text):
+            self.chars[char] = self.chars.get(char, 0) | 1 << at
+        self.known: dict[Any, int] = {}
+        steps.take(len(text) // 8)
+
+    def through(self, nodes: Sequence[Node], places: int, flags: int) -> int:
+        """Where these nodes may end, one after the other, for those places to begin."""
+        for op, value in nodes:
+            if not places:
+                return 0
+            self.steps.take()
+            if op in LEAVES:
+                places = (places & self._where(op, value, flags)) << 1
+            elif op in STEP:
+                places = STEP[op](self, value, places, flags)
+            else:
+                raise Refused(f"not run, as it has {op.lower().replace('_', ' ')} beside loops")
+        return places
+
+    def _where(self, op: str, value: Any, flags: int) -> int:
+        """Positions whose character a leaf of the pattern means."""
+        key = (op, id(value) if isinstance(value, list) else value, flags)
+        if key not in self.known:
+            self.known[key] = self._of(lambda char: self._is(key, char, op, value))
+        return self.known[key]
+
+    def _is(self, key: Any, char: str, op: str, value: Any) -> bool:
+        """Whether a leaf of the pattern means this character."""
+        if (key, char) not in self.meant:
+            self.meant[key, char] = any(_means(op, value, v, key[2]) for v in _variants(char, key[2]))
+        return self.meant[key, char]
+
+    def _of(self, wanted: Callable[[str], bool]) -> int:
+        self.steps.take(1 + len(self.chars) // 4)
+        return sum(mask for char, mask in self.chars.items() if wanted(char))
+
+    def word(self, value: str, places: int, flags: int) -> int:
+        """Those places that this text follows, moved behind it."""
+        for char in value:
+            where = self._where("TEXT", char, flags) if flags & re.IGNORECASE else self.chars.get(char, 0)
+            places = (places & where) << 1
+            if not places:
+                break
+        return places
+
+    def loop(self, value: Any, places: int, flags: int) -> int:
+        """As often as the pattern demands, then as often as it allows."""
+        least, most, body = value
+        if least == 0 and most > len(self.text) and _is_leaf(body):
+            where = self._where(body[0][0], body[0][1], flags)
+            return ((((places & where) + where) ^ where) & (where | where << 1)) | places  # carries run through
+        for _ in range(min(least, len(self.text) + 1)):
+            places = self.through(body, places, flags)
+        new = places
+        for _ in range(min(most - least, len(self.text) + 1)):
+            new = self.through(body, new, flags) & ~places
+            if not new:
+                break
+            places |= new
+        return places
+
+    def either(self, value: Any, places: int, flags: int) -> int:
+        """What any of the alternatives gives."""
+        found = 0
+        for branch in value[1]:
+            self.steps.take()
+            found |= self.through(branch, places, flags)
+        return found
+
+    def group(self, value: Any, places: int, flags: int) -> int:
+        """The inside, under its own flags."""
+        return self.through(value[3], places, (flags | value[1]) & ~value[2])
+
+    def beside(self, value: Any, places: int, flags: int, *, wanted: bool = True) -> int:
+        """Those places that something follows, or stands before."""
+        back, body = value
+        kept = 0
+        for at in range(places.bit_length()):
+            if places >> at & 1:
+                found = at >= back and self.through(body, 1 << at - back, flags) != 0
+                kept |= (found == wanted) << at
+        return kept
+
+    def not_beside(self, value: Any, places: int, flags: int) -> int:
+        """Those places that it does not follow, or stand before."""
+        return self.beside(value, places, flags, wanted=False)
+
+    def at(self, value: Any, places: int, flags: int) -> int:
+        """Those places that are a start, an end, or the edge of a word."""
+        key = (str(value), flags)
+        if key not in self.known:
+            self.known[key] = self._edges(str(value), flags)
+        return places & self.known[key]
+
+    def _edges(self, kind: str, flags: int) -> int:
+        size, lines = len(self.text), self._of(lambda c: c == "\n")
+        many = bool(flags & re.MULTILINE)
+        words = self._of(lambda c: _in_class("WORD", c, flags))
+        last = 1 << size
+        table = {
+            "AT_BEGINNING": 1 | (lines << 1 if many else 0),
+            "AT_BEGINNING_STRING": 1,
+            "AT_END": last | (lines if many else lines & last >> 1),
+            "AT_END_STRING": last,
+            "AT_BOUNDARY": words ^ words << 1,
+            "AT_NON_BOUNDARY": ~(words ^ words << 1) & (2 * last - 1) if size or sys.version_info >= (3, 14) else 0,
+        }
+        return table[kind]
+
+    def nowhere(self, _value: Any, _places: int, _flags: int) -> int:
+        """`(?!)` matches nothing."""
+        return 0
+
+
+STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
+    "TEXT": _Walk.word,
+    "MAX_REPEAT": _Walk.loop, "MIN_REPEAT": _Walk.loop, "BRANCH": _Walk.either, "SUBPATTERN": _Walk.group,
+    "ASSERT": _Walk.beside, "ASSERT_NOT": _Walk.not_beside, "AT": _Walk.at, "FAILURE": _Walk.nowhere,
+}  # fmt: skip
+
+
+def _variants(char: str, flags: int) -> tuple[str, ...]:
+    """The character, and its other case where that does not matter."""
+    if not flags & re.IGNORECASE:
+        return (char,)
+    return tuple({char, *(c for c in (char.lower(), char.upper()) if len(c) == 1)})
+
+
+def _means(op: str, value: Any, char: str, flags: int) -> bool:
+    """Whether a leaf means this character."""
+    if op == "TEXT":
+        return bool(char == value)
+    if op == "NOT_LITERAL":
+        return all(ord(c) != value for c in _variants(char, flags))
+    if op == "ANY":
+        return char != "\n" or bool(flags & re.DOTALL)
+    negated = str(value[0][0]) == "NEGATE"
+    chars = _variants(char, flags) if negated else (char,)
+    return any(_in_set(item, c, flags) for item in value[negated:] for c in chars) != negated
+
+
+def _in_set(item: Any, char: str, flags: int) -> bool:
+    op, value = str(item[0]), item[1]
+    if op == "RANGE":
+        return bool(value[0] <= ord(char) <= value[1])
+    if op == "CATEGORY":
+        kind = str(value).removeprefix("CATEGORY_")
+        return _in_class(kind.removeprefix("NOT_"), char, flags) != kind.startswith("NOT_")
+    return bool(ord(char) == value)
+
+
+def _in_class(kind: str, char: str, flags: int) -> bool:
+    """Whether a character is a digit, white space, or part of a word."""
+    if flags & re.ASCII and not char.isascii():
+        return False
+    if kind == "DIGIT":
+        return char.isdecimal()
+    if kind == "SPACE":
+        return char in " \t\n\r\f\v" if flags & re.ASCII else char.isspace()
+    return char.isalnum() or char == "_"

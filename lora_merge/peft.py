@@ -255,7 +255,7 @@ class Rules:
     def _feedforward(self, module: str) -> bool:
         names = self.fields.get("feedforward_modules")
         if isinstance(names, str):
-            return self.fields.matches(rf"(?:{names})\Z", module, "feedforward_modules", names)
+            return self.fields.matches(names, module, "feedforward_modules")
         return any(module.endswith(name) for name in self.fields.texts("feedforward_modules"))
 
     def _tokens(self, module: str) -> tuple[int, ...]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 from .algorithms import COUNT, Bounds
 from .errors import InputError
-from .patterns import endless
+from .module_patterns import Ends, Matching
+from .patterns import STEPS_A_NAME, Refused, pattern
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
@@ -103,6 +105,7 @@ class Fields:
     where: str
     inside: str = ""
     """What the file's names begin with before the path that the configuration knows: `transformer.`."""
+    matching: Matching = field(default_factory=Matching, compare=False, repr=False)
 
     def get(self, name: str) -> Any:
         """The value as it is; None where absent."""
@@ -151,25 +154,34 @@ class Fields:
     def pattern(self, name: str, module: str, default: float) -> float:
         """The number whose key, a regular expression, matches the module's path or the end of it;
         first one wins."""
-        table = self.get(name) or {}
-        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-            raise self.odd(name, "an object")
-        for key, value in table.items():
-            if self.matches(rf"(.*\.)?({key})$", module, name, key):
-                return self._number(f"{name}[{key!r}]", value, default)
-        return default
+        table = self.get(name)
+        if not table:
+            return default
+        if name not in self.matching.tables:
+            if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+                raise self.odd(name, "an object")
+            self.matching.tables[name] = Ends(table)
+        with self._refusing(name):
+            key = self.matching.tables[name].first(self._path(module), self.matching.steps)
+        return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
-    def matches(self, expression: str, module: str, name: str, key: str) -> bool:
-        """Whether the expression made of a file's `key` matches at the start of the module's path."""
-        module = module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
-        if endless(key, module):
-            what, fix = "a pattern too complex to run safely", "write out the modules it stands for"
-            raise InputError(f"{name} holds {what}", f"{self.where}: {key[:80]!r}", fix)
+    def matches(self, expression: str, module: str, name: str) -> bool:
+        """Whether an expression that is the field `name` matches the whole of the module's path."""
+        with self._refusing(name):
+            self.matching.steps.left += STEPS_A_NAME
+            return pattern(rf"(?:{expression})\Z").matches(self._path(module), self.matching.steps)
+
+    def _path(self, module: str) -> str:
+        return module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
+
+    @contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """A pattern that is not run becomes an InputError that names its field."""
         try:
-            return re.match(expression, module) is not None
-        except (re.error, OverflowError, RecursionError) as e:
-            what = f"{name} holds no valid regular expression: {e}"
-            raise InputError(what, f"{self.where}: {key!r}", "correct the pattern") from e
+            yield
+        except Refused as e:
+            fix = "write out the modules that it stands for"
+            raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:
         """The release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""

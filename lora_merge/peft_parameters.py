@@ -96,7 +96,7 @@ def _named(fields: Fields, name: str, path: str) -> bool:
     """A regular expression for the whole path, or names of which one is its end."""
     value = fields.get(name)
     if isinstance(value, str):
-        return fields.matches(rf"(?:{value})\Z", path, name, value)
+        return fields.matches(value, path, name)
     return any(f".{path}".endswith(f".{end}") for end in fields.texts(name))
 
 

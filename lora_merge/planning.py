@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Final
 
 from .adapter import AdapterFile, FileValues, Values
 from .algorithms import Shape
@@ -31,6 +32,7 @@ from .names import Names
 from .opened import Opened
 from .orientation import Base as Layers
 from .patching import Patcher
+from .patterns import STEPS, STEPS_A_NAME, Steps
 from .peft import rules
 from .plans import FLOATS, OutputFile, Plan, Target, values
 from .reader import Reader
@@ -40,6 +42,8 @@ from .sidefiles import index_files, led_outside, other_tokenizers, output_name, 
 from .tied import tied
 from .tying import check_alone
 from .windows import disk_bytes
+
+NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms
 
 
 def make_plan(job: Job) -> Plan:
@@ -108,9 +112,11 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
 def _check_parts(job: Job, base: Index, lookup: Names) -> None:
     """UsageError for a part of `--strength-for` that means nothing in this base."""
     names = {key: lookup.component(key) for key in base.tensors} if any(ref.parts for ref in job.adapters) else {}
+    steps = Steps(STEPS + STEPS_A_NAME * len(names))
     for part in {part for ref in job.adapters for part, _ in ref.parts}:
-        if not any(covers(part, key, component) for key, component in names.items()):
-            near = get_close_matches(part.removeprefix("re:"), names, 2, 0.0) if part.startswith("re:") else []
+        if not any(covers(part, key, component, steps) for key, component in names.items()):
+            likely = [*names][:NEAR]
+            near = get_close_matches(part.removeprefix("re:")[:NEAR], likely, 2, 0.0) if part.startswith("re:") else []
             there = listed(near or sorted(set(names.values())), 6)
             raise UsageError("a part of the base that it does not have", f"--strength-for {part}",
                              f"correct it; {'names of tensors near it are' if near else 'it has'} {there}")  # fmt: skip
