@@ -15,8 +15,7 @@ from typing import Any, Final
 
 SETTING: Final = "fan_in_fan_out"
 STATE: Final = (
-    f"state whether weights are [in, out] with --setting {SETTING}=true or false; merged for a wrong one, the layer's "
-    "change is transposed"
+    f"state whether weights are [in, out] with --setting {SETTING}=true or false; the wrong one transposes the change"
 )
 CONTRADICTION: Final = "the weight is square, and nothing settles whether it is [in, out], a Conv1D's, or [out, in]"
 
