@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from .yaml_lines import Document, Place, parse, read_text
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 100_000  # jobs of a file; more is a slip in a matrix
+LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of one matrix; five seconds
 MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
 SHOWN: Final = 50  # mistakes that are listed one by one
 LONGEST: Final = 300  # characters of a mistake's sentence
@@ -77,6 +79,7 @@ class _Loader:
         self.value = source.value if isinstance(source, Document) else source
         self.name, self.folder, self.overwrite = name, folder, overwrite
         self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
+        self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
 
     def entries(self) -> tuple[Entry, ...]:
         """Every job, or one error with every mistake."""
@@ -91,7 +94,7 @@ class _Loader:
                        f"at most {JOB_LIMIT} a file")  # fmt: skip
         for n, entry in jobs:
             place: Place = ("jobs", n)
-            for values in itertools.islice(self._combinations(place, entry, axes[n]), 1 if many else None):
+            for values in self._combinations(place, entry, axes[n], first=many):
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
@@ -112,13 +115,16 @@ class _Loader:
             return file.defaults, list(enumerate(file.jobs))
         top = self.value if isinstance(self.value, dict) else {}
         jobs = top.get("jobs") if isinstance(top.get("jobs"), list) else []
+        for place, _ in self.mistakes:
+            for length in (1, 2):
+                self._wrong[place[:length]].update(place[length : length + 1])
         sound = ((n, self._sound(JobEntry, raw, ("jobs", n))) for n, raw in enumerate(jobs or []))
         defaults = self._sound(Defaults, top.get("defaults", {}), ("defaults",))
         return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
 
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
         """A table without the fields that are wrong, so that its other mistakes are told as well."""
-        bad = {p[len(place)] for p, _ in self.mistakes if p[: len(place)] == place and len(p) > len(place)}
+        bad = self._wrong[place]
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
         kept = {k: v for k, v in raw.items() if k not in bad} | {k: v for k, v in ANY.items() if k in bad}
@@ -154,31 +160,45 @@ class _Loader:
         text = None if self.document is None else self.document.text(place)
         return str(value) if text is None else text
 
-    def _combinations(self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]) -> Iterator[dict[str, str]]:
+    def _combinations(
+        self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]], *, first: bool
+    ) -> Iterator[dict[str, str]]:
+        """All combinations that are not excluded; or only the first, excluded or not, where there are too many."""
         for name, values in axes.items():
             if not values:
                 self._note((*place, "matrix", name, "glob"), f"nothing in {self.folder} matches the pattern")
         excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
+        work = prod(map(len, axes.values())) * (len(axes) + len(excluded))
+        if first or work > LOOKS:
+            if not first:
+                self._note((*place, "matrix"), "too many names, or exclude names too many different sets of them")
+            yield from ({name: values[0] for name, values in axes.items()} for _ in range(all(axes.values())))
+            return
         any_left = False
         for combination in itertools.product(*axes.values()):
             named = dict(zip(axes, combination, strict=True))
-            if not any(row.items() <= named.items() for row in excluded):
+            if not any(tuple(named[name] for name in names) in rows for names, rows in excluded.items()):
                 any_left = True
                 yield named
         if not any_left and all(axes.values()):
             self._note((*place, "matrix", "exclude"), "it leaves no job at all")
 
-    def _excluded(self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]) -> list[dict[str, str]]:
-        rows = []
+    def _excluded(
+        self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]
+    ) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+        """Names that rows of `exclude` speak of → what values of these they exclude."""
+        rows: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+        known = {name: set(values) for name, values in axes.items()}
         for n, row in enumerate(entry.matrix.exclude if entry.matrix is not None else ()):
             written = {name: self._as_written((*place, n, name), value) for name, value in row.items()}
             for name, value in written.items():
-                if value not in axes.get(name, ()):
+                if value not in known.get(name, ()):
                     why = f"{value} is no value of {name}" if name in axes else f"the matrix has no {name}"
                     self._note((*place, n, name), why)
-            if row:
-                rows.append(written)
-            else:
+            names = tuple(sorted(written))
+            if row and known.keys() >= written.keys():
+                rows[names].add(tuple(written[name] for name in names))
+            elif not row:
                 self._note((*place, n), "an empty row would exclude every job")
         return rows
 
@@ -247,11 +267,12 @@ class _Loader:
 
     def _failure(self) -> UsageError:
         early = self.document.mistakes if self.document is not None else ()
-        lines = [f"{self.name}:{line}: {what}" for line, what in early]
-        lines += [f"{self._where(place)}: {what}" for place, what in self.mistakes]
+        count = len(early) + len(self.mistakes)
+        lines = [f"{self.name}:{line}: {what}" for line, what in early[:SHOWN]]
+        lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
-        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        many = f"{len(lines)} mistakes" if len(lines) > 1 else "a mistake"
+        more = [f"and {count - SHOWN} more"] if count > SHOWN else []
+        many = f"{count} mistakes" if count > 1 else "a mistake"
         return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more),
                           "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
 

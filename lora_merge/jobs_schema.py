@@ -183,20 +183,24 @@ _SENTENCES: Final = {
 }
 
 
+NEAR: Final = 200  # mistakes that come with the nearest right name
+
+
 def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
     """Where each mistake is, and what it is in one sentence, with the nearest right name."""
-    for e in error.errors(include_url=False):
+    for n, e in enumerate(error.errors(include_url=False)):
         place: Place = e["loc"]
         if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":
             place = (*place[:4], *place[5:])  # pydantic names the kind of axis there
         kind, context = e["type"], e.get("ctx", {})
         if kind == "extra_forbidden":
             known = _model(place).model_fields
-            yield place, f"no field is called {place[-1]!r}{nearest(str(place[-1]), known)}"
+            yield place, f"no field is called {place[-1]!r}{nearest(str(place[-1]), known) if n < NEAR else ''}"
         elif kind == "literal_error":
             allowed = str(context["expected"])
             options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
-            yield place, f"should be {allowed}, not {e['input']!r}{nearest(str(e['input']), options, every=False)}"
+            near = nearest(str(e["input"]), options, every=False) if n < NEAR else ""
+            yield place, f"should be {allowed}, not {e['input']!r}{near}"
         elif kind == "value_error":
             yield place, str(context["error"])
         else:

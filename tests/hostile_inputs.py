@@ -14,8 +14,11 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from .support import blob
 
 LIMIT = 120_000  # bytes of an input; with 1 000 000 all hold as well, and take eight times as long
 Files = dict[str, bytes]
@@ -144,20 +147,197 @@ def pickles() -> Iterator[tuple[str, bytes]]:
     yield "a bytearray, without an archive", b"\x80\x02" + named("builtins.bytearray") + huge + one + call + b"."
 
 
+# ------------------------------------------------------------------ text
+
+
+def yaml(value: Any) -> bytes:
+    """JSON is YAML."""
+    return json.dumps(value).encode()
+
+
+def jobs() -> Iterator[tuple[str, bytes]]:
+    """Jobs files: refused, whatever they multiply out to."""
+    job = {"base": "b", "adapters": ["a"], "output": "o-{x}"}
+
+    def matrix(axes: dict[str, Any], exclude: list[Any] | None = None) -> bytes:
+        return yaml({"version": 1, "jobs": [{**job, "matrix": {**axes, "exclude": exclude or []}}]})
+
+    thousand = list(range(1000))
+    yield "1000 to the third, all excluded", matrix({n: thousand for n in "xyz"}, [{"x": n} for n in thousand])
+    yield "1000 to the fourth, the first excluded", matrix({n: thousand for n in "xyzw"}, [{"x": 0}])
+    names = [f"n{i}" for i in range(60)]
+    many = [{names[i]: "b", names[j]: "b"} for i in range(60) for j in range(i)]
+    yield "two to the sixtieth", matrix({n: ["a", "b"] for n in names}, many)
+    yield (
+        "two to the sixteenth, and many kinds of rows",
+        matrix({n: ["a", "b"] for n in names[:16]} | {n: ["b"] for n in names[16:]}, many),
+    )
+    yield (
+        "thousands of names of one value",
+        matrix({f"n{i}": ["a"] for i in range(3000)} | {n: list(range(300)) for n in "xy"}),
+    )
+    wrong = {"base": 1, "adaptors": ["a"], "output": "", "dtype": "fp61", "unmatched": "maybe"}
+    yield "mistakes in every job", yaml({"version": 1, "jobs": [wrong] * (LIMIT // 100)})
+    yield "a number of 5000 digits", b"version: " + b"9" * 5000
+    yield (
+        "numbers of other scripts",
+        yaml({"version": "\u00b2", "jobs": [{**job, "max_memory": "\u0663GiB", "matrix": {"x": ["1"]}}]}),
+    )
+    yield "thousands of parts", yaml({"version": 1, "jobs": [{**job, "matrix": {"x": ["a"]},
+                                     "strength_for": {f"re:{i}": 1 for i in range(3000)}}]})  # fmt: skip
+    yield (
+        "a part that never ends",
+        yaml({"version": 1, "jobs": [{**job, "matrix": {"x": ["a"]}, "strength_for": {"re:(": 1}}]}),
+    )
+
+
+def maps() -> Iterator[tuple[str, bytes]]:
+    """Tables of names (`--map`)."""
+    head = "title: x\nlayouts: {native: [x.weight]}\n"
+    for name, body in {
+        "a range in another script": "ranges: {i: '\u00b2'}\n",
+        "a range of 5000 digits": f"ranges: {{i: {'9' * 5000}}}\n",
+        "a range of billions": "ranges: {i: 9999999999}\nnative: {'a.{i+1}': 'b.{i+2}'}\n",
+        "a turn of 5000 digits": f"native: {{a: '[q,k]/{'9' * 5000}'}}\n",
+        "a condition of nothing times H": None,
+        "a condition of 5000 digits": None,
+        "thousands of alternatives": f"ranges: {{i: 9999}}\nnative: {{'({'|'.join('a' * 400)}).{{i+1}}': '({'|'.join('b' * 400)}).{{i+2}}'}}\n",
+        "thousands of rows of one form": "native: {" + ", ".join(f"a.{i}: b.{i}" for i in range(LIMIT // 20)) + "}\n",
+    }.items():
+        shape = "0Hx_" if "nothing" in name else "9" * 5000
+        yield name, (head + body if body else f"title: x\nlayouts: {{native: ['x.weight {shape}']}}\n").encode()
+
+
+def folders() -> Iterator[tuple[str, Files]]:
+    """Models whose JSON says odd things."""
+    weights = {"m/model.safetensors": tensors({"x.weight": [4, 4]})}
+    for value in (1.5, [1.5], [None], {"a": 1}, True, "x" * 100_000, [["x"]], 10**400):
+        for name in ("architectures", "model_type", "_class_name", "quantization_config", "tie_word_embeddings"):
+            yield f"config.json: {name} is {str(value)[:20]}", {**weights, "m/config.json": yaml({name: value})}
+    for file in ("model.safetensors.index.json", "model_index.json", "modules.json", "config.json"):
+        for value in (
+            [],
+            {},
+            None,
+            1,
+            {"weight_map": [1]},
+            {"weight_map": {"x.weight": 1}},
+            [{"path": 5}],
+            [{"path": "../../"}],
+        ):
+            yield f"{file}: {str(value)[:40]}", {**weights, f"m/{file}": yaml(value)}
+        yield f"{file}: deep", {**weights, f"m/{file}": b"[" * (LIMIT // 2)}
+        yield f"{file}: digits", {**weights, f"m/{file}": b'{"a": ' + b"9" * (LIMIT // 2) + b"}"}
+
+
+def tensors(
+    shapes: dict[str, list[int]], dtype: str = "F32", metadata: dict[str, str] | None = None, fill: bytes = b"\0\0\x80?"
+) -> bytes:
+    """A checkpoint of these shapes, all numbers one."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data, width = b"", {"F32": 4, "I64": 8, "BF16": 2, "U8": 1}[dtype]
+    for name, shape in shapes.items():
+        size = prod(shape) * width
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += (fill * (size // len(fill) + 1))[:size]
+    return blob(header, data)
+
+
+def pair(module: str = "x") -> dict[str, list[int]]:
+    return {f"{module}.lora_up.weight": [4, 2], f"{module}.lora_down.weight": [2, 4]}
+
+
+def adapters() -> Iterator[tuple[str, Files]]:
+    """Adapters for a base with x.weight [4, 4]; some of them are none."""
+    digits = "9" * 5000
+    for entry, value in {
+        "block_size": {"algo": "dylora", "block_size": digits}, "block size in another script": {"algo": "dylora", "block_size": "\u0663"},
+        "block_size of a list": {"algo": "dylora", "block_size": [1]}, "algo of a list": {"algo": [1], "block_size": {}},
+        "preset": {"apply_preset": {"module_algo_map": {"x": {"algo": 5}}}}, "bypass": {"algo": "boft", "bypass_mode": [[]]},
+    }.items():  # fmt: skip
+        yield f"ss_network_args: {entry}", {"a": tensors(pair(), metadata={"ss_network_args": json.dumps(value)})}
+    for slot in ("alpha", "lora_alpha", "dora_scale", "reshape_weight", "bias_indices", "on_input", "scale"):
+        for shape in ([], [0], [0, 4], [4, 0], [1, 1], [4, 4, 4]):
+            yield f"{slot} {shape}", {"a": tensors({**pair(), f"x.{slot}": shape})}
+            yield (
+                f"{slot} {shape} of whole numbers",
+                {"a": tensors({**pair(), f"x.{slot}": shape}, "I64", fill=b"\xff")},
+            )
+        yield f"{slot} alone", {"a": tensors({f"x.{slot}": [0]}, "BF16")}
+    yield "a name of digits", {"a": tensors(pair(f"text_encoder_{digits}.x"))}
+    yield (
+        "a base of digits",
+        {"base": tensors({f"conditioner.embedders.{digits}.model.x.weight": [4, 4]}), "a": tensors(pair())},
+    )
+    yield "thousands of names", {"a": tensors({f"x.{i}.lora_up.weight": [0] for i in range(LIMIT // 90)})}
+    configs: dict[str, Any] = {
+        "version of digits": {"peft_type": "OFT", "peft_version": f"{digits}.{digits}", "use_cayley_neumann": True},
+        "rank of digits": {"peft_type": "LORA", "r": 10**400}, "alpha of digits": {"peft_type": "LORA", "lora_alpha": 10**400},
+        "a key for each of many": {"peft_type": "LORA", "r": 2, "rank_pattern": {f"m{i}.{'a' * (i % 40)}": i for i in range(LIMIT // 60)}},
+        "patterns": {"peft_type": "LORA", "r": 2, "rank_pattern": {f"(a|b)*{i}": i for i in range(LIMIT // 20)}},
+        "a pattern of alternatives": {"peft_type": "LORA", "r": 2, "rank_pattern": {"|".join(["(a?)*x"] * 10_000): 2}},
+        "targets": {"peft_type": "LORA", "r": 2, "target_parameters": [f"m{i}" for i in range(LIMIT // 12)], "target_modules": "(a|a)*" * 30},
+        "tokens": {"peft_type": "TRAINABLE_TOKENS", "token_indices": [2**63]}, "kind": {"peft_type": [1]}, "no kind": {"r": 1},
+        "topk": {"peft_type": "VBLORA", "topk": -1}, "group": {"peft_type": "ROAD", "group_size": 0},
+    }  # fmt: skip
+    for name, config in configs.items():
+        stored = tensors(pair("base_model.model.x"))
+        yield (
+            f"adapter_config.json: {name}",
+            {"a/adapter_model.safetensors": stored, "a/adapter_config.json": yaml(config)},
+        )
+
+
+def looked_at(folder: Path) -> None:
+    """As `inspect` and `merge --dry-run` do, each by itself."""
+    import lora_merge
+    from lora_merge.errors import MergeError
+    from lora_merge.inspection import inspect, lines
+
+    told: MergeError | None = None
+    for name in ("m", "a", "base"):
+        if (folder / name).exists():
+            try:
+                list(lines(inspect(folder / name)))
+            except MergeError as e:
+                told = e
+    if not (folder / "base").exists():
+        (folder / "base").write_bytes(tensors({"x.weight": [4, 4]}))
+    base = folder / ("m" if (folder / "m").exists() else "base")
+    adapter = folder / "a"
+    if not adapter.exists():
+        (folder / "a").write_bytes(tensors(pair()))
+    table = folder / "map.yaml"
+    lora_merge.merge(base, [adapter], folder / "out", device="cpu", map=table if table.exists() else None)
+    if told is not None:
+        raise told
+
+
+def loaded(folder: Path) -> None:
+    from lora_merge.jobs_file import load
+
+    load(folder / "jobs.yaml")
+
+
 # ------------------------------------------------------------------ all
 
 
 def opened(folder: Path) -> None:
     from lora_merge.checkpoint import open_checkpoint
 
-    for path in folder.iterdir():
-        open_checkpoint(path)
+    open_checkpoint(folder / "x.pt")
 
 
 def inputs() -> Iterator[tuple[str, Files, Callable[[Path], Any]]]:
     """(name, files, what to do with their folder)."""
     for name, content in pickles():
         yield f"pickle: {name}", {"x.pt": content}, opened
+    for name, content in jobs():
+        yield f"jobs: {name}", {"jobs.yaml": content}, loaded
+    for name, content in maps():
+        yield f"map: {name}", {"map.yaml": content}, looked_at
+    for name, files in (*folders(), *adapters()):
+        yield name, files, looked_at
 
 
 def peak() -> float:

@@ -25,10 +25,10 @@ def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) > 30
+    assert len(lines) > 200
     for name, size, told, seconds, megabytes in lines:
         assert size < 1_000_000, name
-        assert told in (2, 3, 4, 5), (name, told)
+        assert told in (2, 3, 4, 5) or (told == 0 and not name.startswith(("pickle", "jobs"))), (name, told)
         assert seconds < SECONDS, (name, seconds)
         assert megabytes < MEGABYTES, (name, megabytes)
 
