@@ -17,10 +17,53 @@ from ..support import blob
 text = st.text(st.characters(codec="utf-8"), max_size=8)
 numbers = st.one_of(
     st.integers(-3, 40),
-    st.sampled_from([2**31, 2**53, 2**63, 2**64, 10**30, -1, 0.0, -0.0, 1.5, 1e308, float("nan"), float("inf")]),
+    st.sampled_from(
+        [
+            2**31,
+            2**53,
+            2**63,
+            2**64,
+            2**64 + 1,
+            2**70,
+            -(2**63) - 1,
+            10**30,
+            10**400,
+            -1,
+            0.0,
+            -0.0,
+            1.5,
+            1e308,
+            float("nan"),
+            float("inf"),
+        ]
+    ),
 )
 nasty = st.sampled_from(
-    ["", ".", "..", "../x", "/etc/passwd", "a/../../b", "C:\\x", "\0", "(", "(a+)+$", "[", "*", "𝔘", "a" * 5000]
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc/passwd",
+        "a/../../b",
+        "C:\\x",
+        "\0",
+        "(",
+        "(a+)+$",
+        "[",
+        "*",
+        "𝔘",
+        "a" * 5000,
+        "9" * 5000,
+        "²",
+        "٣",
+        "0Hx_",
+        "(?:a|a)" * 45 + "b",
+        "a?" * 40 + "a" * 40 + "b",
+        "((a*)*)*b",
+        r"(a)+\\1",
+        "(?<=a)(?!b).*",
+    ]
 )
 leaves = st.one_of(st.none(), st.booleans(), numbers, text, nasty)
 values = st.recursive(

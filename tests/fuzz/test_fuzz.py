@@ -40,7 +40,7 @@ from lora_merge.run import run as carry_out
 from . import strategies as s
 
 ROOT = Path(__file__).parents[2]
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "300"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 SLOWEST = 5.0  # processor seconds for one case; they take milliseconds
 GROWTH = 300  # MB that all cases together may add to the process
 
@@ -52,6 +52,8 @@ ENDINGS = [
     "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b",
     "lokr_t2", "oft_blocks", "a1.weight", "a2.weight", "b1.weight", "b2.weight", "diff", "diff_b", "w_norm", "weight",
     "on_input", "lora_magnitude_vector", "lora_embedding_A", "set_weight", "oft_R.weight", "ia3_l", "vera_lambda_b",
+    "vera_lambda_d", "fourierft_spectrum", "waveft_spectrum", "bias_indices", "bias_values", "bias_size",
+    "reshape_weight", "lora_alpha", "shira_weight", "shira_indices", "road_theta", "road_alpha",
 ]  # fmt: skip
 GROUPS = [
     {"lora_A.weight": [2, 4], "lora_B.weight": [4, 2]},
@@ -63,12 +65,62 @@ GROUPS = [
     {"a1.weight": [2, 4], "a2.weight": [4, 2], "b1.weight": [2, 4], "b2.weight": [4, 2]},
     {"diff": [4, 4]},
     {"weight": [4, 4]},
+    {
+        "lora_up.weight": [4, 2],
+        "lora_down.weight": [2, 4],
+        "bias_indices": [2, 1],
+        "bias_values": [1],
+        "bias_size": [2],
+    },
+    {"lora_up.weight": [4, 2], "lora_down.weight": [2, 4], "reshape_weight": [2]},
+    {"vera_lambda_b": [4], "vera_lambda_d": [2]},
+    {"weight": [4], "on_input": []},
 ]
-MODULES = ["a", "b", "lora_unet_a", "base_model.model.a", "transformer.b", "c", ""]
+MODULES = [
+    "a",
+    "b",
+    f"text_encoder_{'9' * 5000}.a",
+    "a/0",
+    f"a/{'9' * 5000}",
+    "a/²",
+    "lora_unet_a",
+    "base_model.model.a",
+    "transformer.b",
+    "c",
+    "",
+]
 
 config = s.table(
     {
-        "peft_type": st.sampled_from(["LORA", "LOHA", "LOKR", "OFT", "IA3", "VERA", "BOFT", "lora", "PROMPT_TUNING"]),
+        "peft_type": st.sampled_from(
+            [
+                "LORA",
+                "LOHA",
+                "LOKR",
+                "OFT",
+                "IA3",
+                "VERA",
+                "BOFT",
+                "lora",
+                "PROMPT_TUNING",
+                "FOURIERFT",
+                "WAVEFT",
+                "RANDLORA",
+                "PVERA",
+                "ROAD",
+                "VBLORA",
+                "TRAINABLE_TOKENS",
+            ]
+        ),
+        "projection_prng_key": s.numbers,
+        "random_loc_seed": s.numbers,
+        "n_frequency": s.numbers,
+        "topk": s.numbers,
+        "peft_version": st.sampled_from(["0.17.0", "9" * 5000 + ".1", "²", "0." + "9" * 5000 + ".1", "٣.١"]),
+        "token_indices": st.lists(s.numbers, max_size=3),
+        "group_size": s.numbers,
+        "use_cayley_neumann": st.booleans(),
+        "target_parameters": st.lists(st.one_of(s.text, s.nasty), max_size=2),
         "r": st.integers(1, 4),
         "lora_alpha": st.one_of(st.integers(0, 4), s.numbers),
         "rank_pattern": st.dictionaries(st.one_of(s.text, s.nasty), st.integers(0, 4), max_size=2),
@@ -242,7 +294,7 @@ TARGETS = {
     "pipeline": Target(
         {
             "m/unet/diffusion_pytorch_model.safetensors": st.just(BASE),
-            "m/unet/config.json": s.as_json(s.values),
+            "m/unet/config.json": s.as_json(st.one_of(s.values, s.table({"architectures": st.just(["X"]), "_class_name": s.text}))),
             "m/model_index.json": s.as_json(s.table({"unet": st.just(["diffusers", "X"]), "../m": s.values})),
         },
         lambda f: open_checkpoint(f / "m"),
