@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -315,6 +316,14 @@ def test_any_mixture_of_dtypes_is_composed_in_the_compute_dtype(dtypes: tuple[to
         torch.testing.assert_close(got[key].double(), exact, rtol=bound, atol=bound, msg=key)
         before = base[key].double()
         assert torch.equal(before, exact) == torch.equal(got[key], base[key])
+
+
+@pytest.mark.parametrize("order", list(permutations(range(1, 4), 2)))
+def test_neighbouring_rows_are_not_the_same_rows(order: tuple[int, int], tmp_path: Path) -> None:
+    """q, k and v of one tensor: adapters of two of them do not meet."""
+    names = [list(MODULES)[n] for n in order]
+    some = [(f"{n}.safetensors", module("boft", name, n)) for n, name in enumerate(names)]
+    assert not any(notes(flux(fused=True), some, tmp_path).values())
 
 
 def test_a_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
