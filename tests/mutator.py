@@ -17,12 +17,12 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True)
 class Change:
-    """One mistake: where it is, and the module with it."""
+    """One mistake: where it is, and the function with it."""
 
     function: str
     line: int
     what: str
-    tree: ast.Module
+    code: ast.FunctionDef
 
 
 def changes(source: str) -> Iterator[Change]:
@@ -37,7 +37,7 @@ def changes(source: str) -> Iterator[Change]:
             for what, edit in _edits(node):
                 before = dict(node.__dict__)
                 edit()
-                yield Change(function.name, getattr(node, "lineno", function.lineno), what, copy.deepcopy(tree))
+                yield Change(function.name, getattr(node, "lineno", function.lineno), what, copy.deepcopy(function))
                 node.__dict__.clear()
                 node.__dict__.update(before)
 
