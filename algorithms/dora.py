@@ -49,5 +49,6 @@ def rescale(base: Tensor, delta: Tensor, magnitude: Tensor, axis: Axis) -> Tenso
     blocks = v if axis == "out" else v.view(*v.shape[:2], channels, -1)
     dims = (2,) if axis == "out" else (1, 3)
     norm = torch.linalg.vector_norm(blocks, dim=dims, keepdim=True).clamp_(min=EPS)
+    norm.masked_fill_(norm.isinf(), torch.nan)  # one that overflowed would make zeros of finite numbers, unseen
     blocks.mul_(magnitude.reshape(norm.shape) / norm)
     return v.sub_(base)

@@ -249,10 +249,10 @@ class Recomputation:
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
-            return np.asarray(v * (magnitude[rows] / np.maximum(norm, DORA_FLOOR)) - g.w)
+            return np.asarray(v * (magnitude[rows] / _divisor(norm)) - g.w)
         blocks = v.reshape(len(v), shape[1], -1)
         norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
-        turned = blocks * (magnitude.reshape(norm.shape) / np.maximum(norm, DORA_FLOOR))
+        turned = blocks * (magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
     def _given(self, patch: Patch, rows: Array, made: Made) -> Given:
@@ -322,6 +322,11 @@ class Recomputation:
             if change is not None:
                 values = values + change
         return values
+
+
+def _divisor(norm: Array) -> Array:
+    """What DoRA divides by: NaN where the norm is infinite, as a row with such a number has no direction."""
+    return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 
 def _whole(use: Use) -> bool:

@@ -298,6 +298,17 @@ def test_what_is_no_number_in_a_merged_tensor_stays_so_and_overflow_beside_it_is
         lora_merge.merge(base, strong, out, overwrite=True)
 
 
+@pytest.mark.parametrize("axis", [(8, 1), (1, 8)])
+def test_a_norm_that_overflows_makes_no_zeros(axis: tuple[int, int]) -> None:
+    """Regression: a magnitude over an infinite norm is 0, and so was every weight, which is finite."""
+    base, adapter = {"x.m.weight": rand(8, 8)}, lora(scale=1e10) | {"x.m.dora_scale": torch.ones(axis)}
+    with pytest.raises(TooLarge, match="too large for fp32, the compute dtype"):
+        lora_merge.merge_state_dict(base, adapter)
+    held = lora_merge.merge_state_dict(base, adapter, compute_dtype="fp64")["x.m.weight"]
+    norms = torch.linalg.vector_norm(held, dim=0 if axis[0] == 1 else 1)
+    assert torch.allclose(norms, torch.ones(8), atol=1e-5)
+
+
 def test_a_change_that_is_no_number_is_refused(tmp_path: Path) -> None:
     path = save(lora(scale=1e30), tmp_path / "a.safetensors")
     with pytest.raises(TooLarge, match="too large"):
