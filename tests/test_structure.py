@@ -66,6 +66,12 @@ def test_plans_are_made_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_untouched_bytes_go_out_before_torch_is_there() -> None:
+    """It is imported beside the first windows: nothing that a run imports at its beginning may wait for it."""
+    code = "import sys, lora_merge.run; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_nothing_is_caught_and_dropped() -> None:
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "algorithms").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

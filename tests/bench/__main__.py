@@ -1,8 +1,9 @@
 """`python -m tests.bench`: full-size merges, ours and others', in turn; medians, ratios, JSON.
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
-`dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `gpu` (what the folds
-reach of a CUDA device, and whole merges there). About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
+`dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `many`
+(25 000 to 200 000 tensors, 100 to 1000 shards), `gpu` (what the folds reach of a CUDA device, and whole merges there).
+About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Final
 
 from lora_merge.volumes import file_system
 
-from . import batch, gpu, inputs
+from . import batch, gpu, inputs, many
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -209,7 +210,7 @@ def start(b: Bench) -> None:
 
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
-    "start": start, "batch": batch.suite, "gpu": gpu.suite,
+    "start": start, "many": many.suite, "batch": batch.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 

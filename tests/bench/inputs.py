@@ -67,7 +67,7 @@ def table(name: str) -> dict[str, Shape]:
 
 def base(path: Path, model: str, dtype: str = "F16") -> Path:
     """A checkpoint of one of MODELS."""
-    return _write(path, {key: (dtype, shape) for key, shape in table(MODELS[model].table).items()})
+    return write(path, {key: (dtype, shape) for key, shape in table(MODELS[model].table).items()})
 
 
 def adapter(path: Path, model: str, algorithm: str = "lora", *, rank: int = 32, every: bool = False,
@@ -77,7 +77,7 @@ def adapter(path: Path, model: str, algorithm: str = "lora", *, rank: int = 32, 
     for layer in layers(model, every=every):
         for slot, size in SLOTS[algorithm](layer.shape, rank).items():
             tensors[f"{layer.name}.{slot}"] = ("F16", size)
-    return _write(path, tensors, {"ss_network_dim": str(rank)}, scale=0.01, seed=seed)
+    return write(path, tensors, {"ss_network_dim": str(rank)}, scale=0.01, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def tiny(folder: Path) -> tuple[Path, Path]:
         f"base_model.model.{key.removesuffix('.weight')}.{slot}": ("F16", size)
         for key in weights for slot, size in {"lora_A.weight": (4, 64), "lora_B.weight": (64, 4)}.items()
     }  # fmt: skip
-    return _write(folder / "tiny.safetensors", weights), _write(folder / "tiny-lora.safetensors", lora)
+    return write(folder / "tiny.safetensors", weights), write(folder / "tiny-lora.safetensors", lora)
 
 
 LLM: Final = {"self_attn.q_proj": (3072, 3072), "self_attn.k_proj": (1024, 3072), "self_attn.v_proj": (1024, 3072),
@@ -168,7 +168,7 @@ def large(folder: Path) -> tuple[Path, Path]:
             weights[f"model.layers.{i}.{name}.weight"] = ("F16", shape)
             for slot, size in _lora(shape, 8).items():
                 lora[f"model.layers.{i}.{name}.{slot}"] = ("F16", size)
-    return _hole(folder / "large.safetensors", weights), _write(folder / "large-lora.safetensors", lora, scale=0.01)
+    return _hole(folder / "large.safetensors", weights), write(folder / "large-lora.safetensors", lora, scale=0.01)
 
 
 def _header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
@@ -190,7 +190,7 @@ def _hole(path: Path, tensors: Table) -> Path:
     return path
 
 
-def _write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None, *, scale: float = 0.02,
+def write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None, *, scale: float = 0.02,
            seed: int = 0) -> Path:  # fmt: skip
     """The file, unless it is there already and of that size."""
     header, size = _header(tensors, metadata or {})
