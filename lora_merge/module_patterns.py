@@ -11,7 +11,7 @@ where the dots of some keys are, and of these a model's names have few.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -83,3 +83,5 @@ class Matching:
 
     steps: Steps = field(default_factory=Steps)
     tables: dict[str, Ends] = field(default_factory=dict)
+    parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
+    """`target_parameters`, as peft_parameters.py looks them up."""

@@ -9,6 +9,7 @@ of ranks and alphas are matched with the parameter's whole name. Source: PEFT 0.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from .algorithms import DoesNotFit
@@ -35,6 +36,9 @@ SQUARE: Final = (
 
 TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
 """Classes of transformers for one tower of two: CLIP's, SigLIP's and their kin."""
+
+MOST_LOOSE: Final = 1000
+"""Names of parameters without their module; models have a dozen."""
 
 TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
 """What models call their input embeddings, which mlx-lm takes for layers from the vocabulary (LoRAEmbedding)."""
@@ -71,18 +75,35 @@ def saved_inside(fields: Fields, name: str) -> bool:
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:
     """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
-    split = [name.rpartition(".") for name in fields.texts("target_parameters")]
-    if not split:
+    if not fields.get("target_parameters"):
         return ()
+    named, loose = _by_owner(fields)
     path = bare(module)
     owner = path.replace(WRAPPER, "")
-    leaves = [leaf for of, _, leaf in split if of and f".{owner}".endswith(f".{of}")]
-    if "weight" not in leaves and any(not of for of, _, _ in split) and not is_layer(fields, owner):
-        leaves += [leaf for of, _, leaf in split if not of]
+    starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
+    leaves = [leaf for _, leaf in sorted(found for start in starts for found in named.get(owner[start:], ()))]
+    if "weight" not in leaves and loose and not is_layer(fields, owner):
+        leaves += loose
     leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
     if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
         leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
     return tuple(f"{owner}.{leaf}" for leaf in leaves)
+
+
+def _by_owner(fields: Fields) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
+    """`target_parameters`, worked out once: end of a module's path → (position, parameter), and those of any module."""
+    if fields.matching.parameters is None:
+        named: dict[str, list[tuple[int, str]]] = {}
+        loose: dict[str, None] = {}
+        for at, (of, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts("target_parameters")):
+            if of:
+                named.setdefault(of, []).append((at, leaf))
+            else:
+                loose[leaf] = None
+        if len(loose) > MOST_LOOSE:
+            raise fields.odd("target_parameters", f"at most {MOST_LOOSE} parameters of any module")
+        fields.matching.parameters = named, list(loose)
+    return fields.matching.parameters
 
 
 def is_layer(fields: Fields, path: str) -> bool:
