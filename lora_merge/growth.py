@@ -13,8 +13,8 @@ from math import prod
 from typing import Final
 
 from .adapter import AdapterFile, Module, Values
-from .algorithms import Shape
-from .errors import FitError
+from .algorithms import COUNT, Shape
+from .errors import FitError, InputError
 from .header import TensorInfo
 from .views import View, whole
 
@@ -26,6 +26,8 @@ GIVE_BIAS: Final = (
 
 CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
 """Tensors that only control LoRAs of Black Forest Labs have together."""
+
+MOST_AXES: Final = 8  # of a weight
 
 FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
 """Flux.1's first layer, by the names of both layouts."""
@@ -61,7 +63,11 @@ def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
 
 def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
-        return tuple(int(n) for n in values.numbers(module.shared["reshape"]))
+        info = module.shared["reshape"]
+        sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= MOST_AXES else [None]
+        if None in sizes:
+            raise InputError("reshape_weight is no list of sizes", f"{info.file}: {info.name}", "export it again")
+        return tuple(size for size in sizes if size is not None)
     first = module.parameter == "weight" and FIRST.fullmatch(module.name)
     if not first or not {"up", "down"} <= set(module.slots):
         return view.shape
