@@ -1,23 +1,27 @@
 """FRoD, the weight written anew in a basis that all layers of a kind share: W' = U (S + diag(l)) Vᵀ. PEFT 0.21.2
 tuners/frod/layer.py.
 
-V is stored once for all layers that end in the same name. U follows from the untouched weight: its columns are those of
+V is stored once for all layers that end in the same name; where it is not (`save_projection=False`) it follows from
+the weights of all of them, see lora_merge/joint_basis.py. U follows from the untouched weight: its columns are those of
 W V⁻ᵀ at length 1. S is zero but for some entries. Nothing of the untouched weight is left beside that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, flat
-from .bounds import below
+from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
+from .bounds import COUNT, SEED, below
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Indices
 
+LAYER = "layer_"
+"""What slots begin with that are weights of layers which share the basis, in order."""
 SHORTEST = 1e-12
 """Columns that are shorter are zeros."""
 
@@ -28,24 +32,40 @@ class FrodTensors:
 
     diagonal: Tensor  # l, [n, in]
     values: Tensor  # of S, [n, m]
-    basis: Tensor  # V, [n, in, in]; shared
-    places: Indices  # rows and columns of S, [n, 2, m]; shared
+    basis: Tensor | None = None  # V, [n, in, in]; shared
+    places: Indices | None = None  # rows and columns of S, [n, 2, m]; shared
+    layers: int = 0  # what follows is told where these are not stored: how many layers share V
+    ridge: float = 0.0  # `regularization_alpha`
+    dtype: str = ""  # of the weight, to which PEFT rounds V
+    widths: tuple[int, ...] = ()  # in of every kind of layer whose S is drawn before this one's, and of this one
+    share: float = 0.0  # `sparse_rate`
+    seed: int = 0  # `projection_prng_key`
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored."""
+    """Shapes as stored; those of `layer_0` and so on, which share the basis, are checked alone."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is of linear layers alone")
     cols, count = flat(target)[1], shapes["values"]
-    want = {"diagonal": (cols,), "values": count[:1], "basis": (cols, cols), "places": (2, *count)}
-    for slot, shape in want.items():
-        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
-    return want
+    want = {"diagonal": (cols,), "values": count[:1]}
+    if "basis" in shapes or "places" in shapes:
+        expect(holds={"basis", "places"} <= shapes.keys(), otherwise="of its basis and its places only one is stored")
+        want |= {"basis": (cols, cols), "places": (2, *count)}
+    wide = {shape[1] for slot, shape in shapes.items() if slot.startswith(LAYER)}
+    expect(holds=wide <= {cols}, otherwise=f"the layers that share its basis have {sorted(wide)} inputs, it has {cols}")
+    return expect_shapes(shapes, want)
+
+
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
+    """Where the basis is not stored, what it is made of."""
+    holds = "basis" in shapes or settings.get("layers", 0) > 0
+    expect(holds=holds, otherwise="its basis is not stored, and not all layers that share it are known")
 
 
 def delta(base: Tensor, t: FrodTensors) -> Tensor:
     """ΔW [n, out, in] from the untouched `base`."""
     import torch
 
+    assert t.basis is not None and t.places is not None, "rebuilt"
     try:
         turned = torch.linalg.solve(t.basis, base.mT).mT
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # singular; PEFT goes on so
@@ -62,5 +82,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
 
 FROD = Algorithm(
     "frod", FrodTensors, fit, delta, "PEFT", reads_base=True, decomposes=True, shared=frozenset({"basis", "places"}),
-    bounds={"places": lambda _, target: [below(target[1])]},
+    check_settings=check_settings,
+    bounds={"places": lambda _, target: [below(target[1])], "layers": lambda _shapes, _target: [COUNT],
+            "seed": lambda _shapes, _target: [SEED]},
 )  # fmt: skip

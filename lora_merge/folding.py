@@ -25,7 +25,7 @@ from .overflow import settle, sum_too_large
 from .patching import Patch
 from .placement import Lane, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
 from .plans import Target
-from .rebuilding import from_base
+from .rebuilding import Kin, from_base
 from .scarcity import FULL, device_full
 from .sharing import Room, stack_size
 from .surroundings import exact_products
@@ -64,6 +64,7 @@ class Folder:
     saturate: bool = False  # whether numbers that the output's dtype has no room for are cut
     spare: Placement | None = None  # for what does not fit, even alone
     room: Room = field(default_factory=Room)
+    kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
 
@@ -224,7 +225,7 @@ class Folder:
         for name in row.scalars:
             fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to)
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        made = [{**derived, **from_base(s.use.patch, self.base, self.fetch)} for s in slices]
+        made = [{**derived, **from_base(s.use.patch, self.base, self.fetch, self.kin)} for s in slices]
         for slot in made[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
         tensors = row.prepared(row.tensors(**fields))

@@ -13,6 +13,7 @@ from typing import Final
 
 from .adapter import WHOLE, WRAPPED, Module, twice
 from .algorithms import ALGORITHMS, flat
+from .algorithms.frod import LAYER
 from .conventions import apart, part
 from .copies import Seen
 from .doubles import TWICE, Doubles
@@ -28,6 +29,7 @@ from .orientation import Place
 from .patching import ALPHA, Patch, Patcher
 from .peft import Plain
 from .peft_parameters import paths, saved_inside
+from .relatives import related
 from .remarks import TUNED_BIAS, TURNED_BIAS
 from .replacements import by_rows, sizes
 from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
@@ -68,6 +70,7 @@ class Matcher:
             self.result.notes.append(EXPERTS[self.lone])
         self.patcher.widest = self._widest(modules)
         self.patcher.rules = self.patcher.rules.counting([m.name for m in modules], self.patcher.model)
+        told.rules = related(told.rules, modules, self._dtype, told)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
             self._place(module)
@@ -217,7 +220,17 @@ class Matcher:
         """The module's other parameters in the base, as far as a formula asks for them."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
         found = {parameter: self._named(part(module.name)[0], parameter) for parameter in wanted}
+        found |= {f"{LAYER}{n}": self._named(name, "weight") for n, name in enumerate(self._relatives(module))}
         return {parameter: view for parameter, view in found.items() if view is not None}
+
+    def _relatives(self, module: Module) -> Sequence[str]:
+        """Modules whose weights go with this one's into what no file holds."""
+        return self.patcher.rules.relatives.get(module.name, ())
+
+    def _dtype(self, module: Module) -> str:
+        """The dtype of a module's weight in the base; "" where it has none."""
+        view = self._named(module.name, "weight")
+        return self.base[view.pieces[0].key].dtype if view is not None else ""
 
     def _is_nothing(self, module: Module) -> bool:
         """Whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from .adapter import SCALES, WHOLE, AdapterFile, Module, Values
 from .algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
+from .algorithms.frod import LAYER
 from .conv1d import SETTING, STATE
 from .errors import InputError, MergeError, ShapeMismatch
 from .explain import grouped
@@ -25,7 +26,7 @@ from .peft_numbers import CONFIGURED
 from .peft_parameters import TABLES
 from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA, rebuilt
 from .shared_slots import repeated
-from .views import View
+from .views import View, turned
 
 ALPHA: Final = "lora_alpha"
 """The setting that says α where a file holds none."""
@@ -114,6 +115,7 @@ class Patcher:
                 continue
             full = self._with_shared(module, told.shared(name, module.name))
             beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
+            beside |= {slot: turned(seen, of) for slot, of in near.items() if slot.startswith(LAYER)}
             stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
             settings = self._settings(name, told.settings(name, module.name))
             try:

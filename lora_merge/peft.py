@@ -41,7 +41,6 @@ from .peft_config import (
     RESAVE,
     RETAKE,
     UNKNOWN_ORDER,
-    UNSAVED_BASIS,
     UNTURNED,
     Fields,
     refuse,
@@ -99,6 +98,8 @@ class Rules:
     starts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # layer → its first number, the weight's dtype
     total: int = 0  # numbers of all layers
     ordered: bool = False  # whether they are in the order of the model's code
+    relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → those that share what is rebuilt
+    joint: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # module → the settings for that
     borrowed: bool = False  # from the component that the names speak of in other words
 
     @property
@@ -187,6 +188,8 @@ class Rules:
         """Settings of the row, for a module where they differ; `widest` is not among them."""
         if algorithm == "tinylora" and self.kind and not self.fields.flag("save_projection", default=True):
             return {"seed": self.fields.integer("projection_seed", 42) + self._number(module)}
+        if algorithm == "frod":
+            return self.joint.get(module, {})
         if algorithm == "unilora" and module in self.starts:
             start, dtype = self.starts[module]
             whole = {"rank": self.fields.integer("r", 4), "shuffle": self.fields.integer("proj_seed", 42)}
@@ -292,8 +295,6 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
         why = "it was trained without a seed, so nobody knows its frequencies"
         raise refuse("FOURIERFT", why, CONVERT, where)
-    if kind == "FROD" and not fields.flag("save_projection", default=True):
-        raise refuse(kind, UNSAVED_BASIS, f"save it again with save_projection=True, or {CONVERT}", where)
     return Rules(fields, kind)
 
 

@@ -32,9 +32,6 @@ RESAVE: Final = (
 
 UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"  # 0.21.2
 UNKNOWN_ORDER: Final = "its layers share vectors in the order in which the model's code lists them, which no file tells"
-UNSAVED_BASIS: Final = (
-    "its basis was not saved, and follows from the weights of all layers of a kind only up to signs that no file tells"
-)
 ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
 
 REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(

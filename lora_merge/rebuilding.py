@@ -8,7 +8,7 @@ compare with, a base that gives something else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -19,15 +19,22 @@ from torch import Tensor
 
 from .algorithms import DoesNotFit, Shape, Shapes, flat
 from .algorithms.adamss import groups
+from .algorithms.frod import LAYER
 from .algorithms.peft_oft import block_size
 from .header import TensorInfo
+from .joint_basis import drawn_places, joint_basis
 from .patching import Patch
 from .placement import TORCH_DTYPES, Placement, host, stage
+from .relatives import kin
 from .remarks import rebuilt
+from .views import View
 
 Read: TypeAlias = Callable[[str], Tensor]
 """A slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]: fp32 (fp64 if
 stored so) on the CPU."""
+
+Kin: TypeAlias = MutableMapping[tuple[View, ...], Mapping[str, Tensor]]
+"""The weights of all layers of a kind → what is rebuilt from them."""
 
 AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
 WIDE: Final = Placement(torch.device("cpu"), torch.float64)
@@ -50,9 +57,10 @@ def rebuild(name: str, read: Read, shapes: Shapes, target: Shape, settings: Mapp
 
 
 def from_base(
-    patch: Patch, base: Mapping[str, TensorInfo], fetch: Callable[[TensorInfo], Tensor]
+    patch: Patch, base: Mapping[str, TensorInfo], fetch: Callable[[TensorInfo], Tensor], kept: Kin
 ) -> Mapping[str, Tensor]:
-    """As `rebuild` for a patch, from the base before any adapter: so PEFT does where several act in turn too."""
+    """As `rebuild` for a patch, from the base before any adapter: so PEFT does where several act in turn too. What
+    several layers share is made once and goes into `kept`, which is of one plan."""
 
     def read(slot: str) -> Tensor:
         view = patch.view if not slot else patch.beside.get(slot)
@@ -63,7 +71,13 @@ def from_base(
         at = WIDE if wide else AS_LOADED
         return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
 
-    return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
+    of = kin(patch)
+    if of and of in kept:
+        return kept[of]
+    found = rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
+    if of:
+        kept[of] = found
+    return found
 
 
 def as_loaded(values: Any, *, wide: bool = False) -> Tensor:
@@ -145,6 +159,16 @@ def _shares(_: Read, shapes: Shapes, target: Shape, settings: Mapping[str, Any])
     return found | {"down_weight": stored[found["down_choice"]], "up_weight": stored[found["up_choice"]]}
 
 
+def _joint(read: Read, shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """FRoD's basis for all layers of a kind, in the precision of the weight, and the places of S."""
+    weights = [read(f"{LAYER}{n}").float() for n in range(settings["layers"])]
+    basis = host(host(joint_basis(weights, settings["ridge"]), TORCH_DTYPES[settings["dtype"]]), torch.float32)
+    places = drawn_places(settings["widths"], settings["share"], settings["seed"])
+    if places.shape[1] != shapes["values"][0]:
+        raise DoesNotFit(f"it has {shapes['values'][0]} numbers off the diagonal, its configuration {places.shape[1]}")
+    return {"basis": basis, "places": places}
+
+
 @lru_cache(maxsize=1)
 def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
     """(entry of a vector for each of `total` numbers, how often each entry is used, fp32): as even as can be, and
@@ -191,6 +215,6 @@ def _nearest(points: Any, centres: Any) -> Any:
 
 
 MAKERS: Final[Mapping[str, Maker]] = MappingProxyType(
-    {"supertuning": _largest, "psoft": _subspace, "adamss": _clusters, "unilora": _shares}
+    {"supertuning": _largest, "psoft": _subspace, "adamss": _clusters, "unilora": _shares, "frod": _joint}
 )
 """Row of ALGORITHMS → what makes the slots that its file lacks."""

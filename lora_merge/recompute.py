@@ -20,6 +20,7 @@ from .plans import Plan, Target
 from .reader import Reader
 from .reference import REFERENCE, Given
 from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
+from .relatives import kin
 from .remarks import rebuilt
 from .sampling import runs, sample, shuffled
 from .system import read_at
@@ -97,7 +98,7 @@ class Recomputation:
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
-        self._made: dict[int, Mapping[str, Any]] = {}  # what was rebuilt, by patch
+        self._made: dict[Any, Mapping[str, Any]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
@@ -277,9 +278,10 @@ class Recomputation:
 
     def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Any]:
         """What follows from the untouched base: once for all rows of a weight, as it may take long."""
-        if id(patch) not in self._made:
-            self._made[id(patch)] = self._rebuild(patch, made)
-        return self._made[id(patch)]
+        of = kin(patch) or id(patch)
+        if of not in self._made:
+            self._made[of] = self._rebuild(patch, made)
+        return self._made[of]
 
     def _rebuild(self, patch: Patch, made: Made) -> Mapping[str, Any]:
         if not rebuilt(patch.algorithm, patch.shapes):

@@ -38,6 +38,10 @@ REBUILT: Final[Mapping[str, tuple[frozenset[str], str]]] = MappingProxyType(
             "it is not stored (save_indices): taken for one of the layers that its configuration means, in the order "
             "of the model's own class",
         ),
+        "frod": (
+            frozenset({"basis", "places"}),
+            f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
+        ),
         "adamss": (frozenset({"order"}), f"its groups of rows are clusters in the base, {SAME_MACHINE}"),
     }
 )

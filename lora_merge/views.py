@@ -76,6 +76,11 @@ def transposed(view: View) -> View:
     return View((turned,), view.shape[::-1])
 
 
+def turned(like: View, view: View) -> View:
+    """A whole matrix the way round that another one is seen."""
+    return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
+
+
 def stacked(parts: Sequence[View]) -> View | None:
     """The views' rows, one below the other; None if their widths differ.
 

@@ -58,7 +58,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-type": ({"peft_type": "FUTURE"}, "FUTURE"),
     "no-type": ({"r": 4}, "without peft_type"),
     "without-places": ({"peft_type": "UNILORA"}, "UNILORA"),
-    "without-basis": ({"peft_type": "FROD", "save_projection": False}, "FROD"),
     "unseeded": ({"peft_type": "FOURIERFT", "random_loc_seed": None}, "FOURIERFT"),
 }
 
