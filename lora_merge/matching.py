@@ -24,6 +24,7 @@ from .header import TensorInfo
 from .job import Adapter, Unmatched
 from .matched import Matched, Use
 from .misfits import UNKNOWN, doubtful, refuse
+from .module_order import type_of
 from .names import EXPERTS, Names
 from .orientation import Place
 from .patching import ALPHA, Patch, Patcher
@@ -69,7 +70,7 @@ class Matcher:
         if self.lone:
             self.result.notes.append(EXPERTS[self.lone])
         self.patcher.widest = self._widest(modules)
-        self.patcher.rules = self.patcher.rules.counting([m.name for m in modules], self.patcher.model)
+        self.patcher.rules = self.patcher.rules.counting([m.name for m in modules], type_of(told.config))
         told.rules = related(told.rules, modules, self._dtype, told)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:

@@ -1,9 +1,9 @@
 """The order in which a model's code lists its layers, which methods that share one vector count them in. No torch.
 
 No file holds it: keys are sorted by name. It follows from the order in which each class registers its parts, so
-module_orders.json has for each type of model (of transformers 5.23, whose classes made it on the meta device) the parts
-that stand beside each other below a part of a name; parts that are numbers are in order of number. Of a type that is
-not there, all types that have these parts must agree.
+module_orders.json has for each type of model (of transformers 5.23) and each class (of diffusers 0.42) the parts that
+stand beside each other below a part of a name, as the classes themselves list them when made on the meta device; parts
+that are numbers are in order of number. Of a type that is not there, all types that have these parts must agree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Table: TypeAlias = Mapping[str, Sequence[str]]
 """Part of a name → the parts below it that stand beside each other, in order, with blanks between; perhaps several."""
@@ -23,6 +23,11 @@ def tables() -> Mapping[str, Table]:
     """Type of model → its table."""
     found: Mapping[str, Table] = json.loads(Path(__file__).with_name("module_orders.json").read_text(encoding="ascii"))
     return {model: table for models, table in found.items() for model in models.split()}
+
+
+def type_of(config: Mapping[str, Any]) -> str:
+    """The type of a model by its config.json: `model_type` of transformers, else the class of diffusers; or ""."""
+    return str(config.get("model_type") or config.get("_class_name") or "")
 
 
 def in_order(names: Sequence[str], model: str) -> list[str] | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .adapter import Module
 from .algorithms.frod import LAYER
-from .module_order import in_order
+from .module_order import in_order, type_of
 from .patching import Patch, Patcher
 from .peft import Rules
 from .peft_config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
@@ -30,7 +30,7 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
         return rules
     if any(key in told.adapter.index.tensors for m in layers.values() for key in rules.shared("frod", m.name).values()):
         return rules
-    order = in_order([*layers], told.model)
+    order = in_order([*layers], type_of(told.config))
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)

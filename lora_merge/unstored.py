@@ -14,7 +14,7 @@ from typing import Any, Final
 from .adapter import Module
 from .algorithms import flat
 from .header import TensorInfo
-from .module_order import in_order, tables
+from .module_order import in_order, tables, type_of
 from .peft import Rules
 from .peft_config import CONVERT, UNKNOWN_ORDER, refuse
 from .peft_parameters import is_layer
@@ -31,7 +31,7 @@ def unstored(
         return rules, modules
     found = _targets(rules, base)
     why = _doubt(rules, [*found], config)
-    order = None if why else in_order([*found], str(config.get("model_type") or ""))
+    order = None if why else in_order([*found], type_of(config))
     if order is None:
         raise refuse(rules.kind, why or UNKNOWN_ORDER, AGAIN, rules.fields.where)
     rank, starts, at = rules.fields.integer("r", 4), {}, 0
@@ -60,15 +60,16 @@ def _doubt(rules: Rules, paths: list[str], config: Mapping[str, Any]) -> str:
     Every class of a type of model has its one stack of layers whole. What lies outside, such as a head, and a second
     stack, only the class that was trained has for sure.
     """
-    if config.get("model_type") not in tables():
+    if type_of(config) not in tables():
         return UNKNOWN_ORDER
     if not paths or rules.fields.get("target_modules") == "all-linear":
         return "which layers it was trained on, neither its file nor the base's names tell"
     if rules.fields.get("layers_to_transform") not in (None, []):
         return "which layers it was trained on follows from layers_to_transform, which is not known here"
-    mapping, classes = rules.fields.get("auto_mapping"), config.get("architectures")
+    mapping = rules.fields.get("auto_mapping")
+    classes = config.get("architectures") or [config.get("_class_name")]
     trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    if isinstance(classes, list) and trained in classes:
+    if trained and isinstance(classes, list) and trained in classes:
         return ""
     stacks = {_before_number(path) for path in paths}
     if len(stacks) > 1 or "" in stacks:
