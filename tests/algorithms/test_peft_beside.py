@@ -1,0 +1,62 @@
+"""What PEFT's newer tuners save beside their own tensors: biases (`bias`) and whole modules (`modules_to_save`)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.errors import FitError
+from lora_merge.replay import prove
+from tests.peft_oracle import assert_close, save, train
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "glora": (peft.GloraConfig, {"r": 4}),
+    "psoft": (peft.PsoftConfig, {"r": 4}),
+    "adamss": (peft.AdamssConfig, {"r": 6, "num_subspaces": 3, "subspace_rank": 2}),
+    "frod": (peft.FrodConfig, {"progressbar": False}),
+    "tinylora": (peft.TinyLoraConfig, {"r": 3, "u": 4, "weight_tying": 1.0}),
+}
+TAUGHT = [
+    (name, bias)
+    for name, (config, _) in METHODS.items()
+    for bias in ("none", "all", f"{name}_only")
+    if bias == "none" or ("bias" in config.__dataclass_fields__ and name != "glora")
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "bias"), TAUGHT)
+def test_biases_and_whole_modules_are_merged_with_the_rest(name: str, bias: str, tmp_path: Path) -> None:
+    make, options = METHODS[name]
+    also = {} if bias == "none" else {"bias": bias}
+    base, tuned = train(make(target_modules=["wide", "tall"], modules_to_save=["square", "norm"], **also, **options))
+    save(tuned, tmp_path / "adapter")
+    save_file({key: value.contiguous() for key, value in base.state_dict().items()}, tmp_path / "base.safetensors")
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "adapter", out, device="cpu")
+    assert prove(out, full=True)
+    done, before, changed = load_file(out), base.state_dict(), set()
+    for key, value in copy.deepcopy(tuned).merge_and_unload().state_dict().items():
+        assert_close(done[key], value, key)
+        changed |= set() if torch.equal(value, before[key]) else {key}
+    assert {"wide.weight", "tall.weight", "square.weight", "square.bias", "norm.weight", "norm.bias"} <= changed
+    assert bias == "none" or "wide.bias" in changed
+    assert ("conv.bias" in changed) == (bias == "all")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bias", ["all", "glora_only"])
+def test_a_bias_that_glora_changes_and_replaces_is_refused(bias: str, tmp_path: Path) -> None:
+    """Its formula takes the trained bias, which no patch reads: it reads the base's."""
+    base, tuned = train(peft.GloraConfig(target_modules=["wide"], r=4, bias=bias))
+    save(tuned, tmp_path)
+    with pytest.raises(FitError, match="replaced as a whole and changed again") as e:
+        lora_merge.merge_state_dict(base.state_dict(), tmp_path)
+    assert e.value.exit_code == 4
