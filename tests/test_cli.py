@@ -760,3 +760,24 @@ def test_no_report_and_no_output_replaces_what_is_read_too(
     jobs.write_text(text)
     assert [p.read_bytes() for p in read_too] == before
     assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_no_report_replaces_a_file_of_a_base_however_the_base_is_named(
+    run: Run, tmp_path: Path, model: Path, style: Path
+) -> None:
+    """By its folder or by its index: all files beside that one are the base. Beside a single file, others are not."""
+    folder, own = tmp_path / "base", tmp_path / "report.json"
+    folder.mkdir()
+    shard, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    shutil.copy(model, shard)
+    table = dict.fromkeys(load(shard), shard.name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    (folder / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for base in (folder, index):
+        for place in before:
+            code, _, said = run(base, style, "-o", tmp_path / "out", "--report", place)
+            assert (code, "over an input" in said) == (2, True), said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    own.write_text('{"error": null}\n')
+    assert run(model, style, "-o", tmp_path / "o.safetensors", "--report", own)[0] == 0

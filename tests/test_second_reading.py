@@ -21,6 +21,7 @@ from lora_merge.header import TensorInfo
 from lora_merge.job import Adapter, Job
 from lora_merge.names import names
 from lora_merge.planning import match, outputs
+from lora_merge.reference.places import Places
 from lora_merge.replay import prove
 from lora_merge.second_reading import Reading, compare
 from lora_merge.showing import show_proof
@@ -49,11 +50,16 @@ class Numbers:
         return False
 
 
-def read(base: Index, adapter: Mapping[str, Shape], config: Mapping[str, Any] | None = None) -> Reading:
+def read(
+    base: Index,
+    adapter: Mapping[str, Shape],
+    config: Mapping[str, Any] | None = None,
+    parts: tuple[tuple[str, float], ...] = (),
+) -> Reading:
     """What the second reading makes of an adapter of these tensors; it says so where it disagrees with the plan."""
     path = Path("adapter.safetensors")
     file = replace(index(adapter), path=path, files=(path,), config=config or {})
-    job = Job(base.path, (Adapter(path, 0.5),), Path("out.safetensors"))
+    job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
     matched = match(job, base, names(base), [group(file)], Numbers())
     targets = [target for _, target in outputs(job, base, matched)]
     return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
@@ -149,6 +155,42 @@ def test_split_names_are_known_on_a_fused_base() -> None:
     assert (found.proven, found.modules) == (5, 5)
 
 
+def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter() -> None:
+    """`weight` beside what is only called like one, norms that store a scale, fused projections without modules."""
+    shapes: dict[str, Shape] = {
+        "a.weight": (8, 4), "a.bias": (8,), "a_weight": (4, 4), "a_bias": (4,), "a.scale": (4,),
+        "norm.scale": (8,), "attn.in_proj_weight": (24, 8), "attn.in_proj_bias": (24,),
+    }  # fmt: skip
+    found = Places(shapes)
+    wanted = {
+        ("a", "weight"): "a.weight", ("a", "bias"): "a.bias", ("a", "scale"): "a.scale",
+        ("norm", "weight"): "norm.scale", ("norm", "bias"): None, ("norm", "scale"): "norm.scale",
+        ("attn.in_proj", "weight"): "attn.in_proj_weight", ("attn.in_proj", "bias"): "attn.in_proj_bias",
+        ("attn.in_proj", "scale"): None, ("attn", "bias"): None,
+    }  # fmt: skip
+    for (module, parameter), key in wanted.items():
+        place = found.find(module, parameter)
+        assert (place and place.rows[0].key) == key, (module, parameter)
+
+
+@pytest.mark.parametrize(
+    ("stem", "part"),
+    [("te", "te"), ("te", "unet"), *((stem, part) for stem in ("te1", "te2") for part in ("te", "te1", "te2", "unet"))],
+)
+def test_strengths_by_encoder_are_proven_on_pipelines(stem: str, part: str) -> None:
+    """Of two, each by its own name and both by the common one; what a single one is called depends on the denoiser."""
+    small, large = header("transformers/clip-l.text_model"), header("transformers/clip-bigg")
+    if stem == "te":
+        base = pipeline(unet=header("diffusers/sd15"), text_encoder=small)
+    else:
+        base = pipeline(unet=header("diffusers/sdxl"), text_encoder=small, text_encoder_2=large)
+    width = 1280 if stem == "te2" else 768
+    tensors = lora((width, width), f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj", KOHYA, alpha=True)
+    found = read(base, tensors, parts=((part, 0.5),))
+    assert found.modules == 1
+    assert found.proven or stem == "te"
+
+
 FAMILIES: dict[str, dict[str, Shape]] = {
     "lora_mid": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "lora_mid.weight": (4, 4, 3, 3)},
     "loha": {"hada_w1_a": (64, 4), "hada_w1_b": (4, 32), "hada_w2_a": (64, 4), "hada_w2_b": (4, 32), "alpha": ()},
@@ -172,6 +214,15 @@ def test_every_family_is_known(family: str) -> None:
                  if family == "full" else tensors)  # fmt: skip
     assert found.alone == []
     assert found.proven == (3 if family == "full" else 1)
+
+
+@pytest.mark.parametrize("family", ["loha", "lokr", "lokr whole", "glora"])
+def test_every_family_is_known_on_convolutions(family: str) -> None:
+    """Of one by one: their factors are those of a linear layer, and the base's shape has two axes more."""
+    found = read(
+        index({"a.weight": (64, 32, 1, 1)}), {f"a.{ending}": shape for ending, shape in FAMILIES[family].items()}
+    )
+    assert (found.modules, found.proven, found.alone) == (1, 1, [])
 
 
 def written(

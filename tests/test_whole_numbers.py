@@ -77,8 +77,13 @@ def test_a_difference_of_zero_to_a_buffer_is_skipped_and_named(key: str, dtype: 
 
 
 @pytest.mark.parametrize("unmatched", ["error", "skip"])
-def test_any_other_difference_to_a_buffer_is_refused(unmatched: str) -> None:
-    one = {"te.position_ids.diff": torch.tensor([[0.0, 0, 0, 1, 0]])}
-    with pytest.raises(lora_merge.MergeError) as caught:
-        lora_merge.merge_state_dict(BASE, lora(torch.float32) | one, unmatched=unmatched)
-    assert caught.value.exit_code == 4
+@pytest.mark.parametrize("place", range(5))
+def test_any_other_difference_to_a_buffer_is_refused(unmatched: str, place: int, tmp_path: Path) -> None:
+    """Whichever of its numbers is not 0, and wherever the adapter is read from."""
+    one = lora(torch.float32) | {"te.position_ids.diff": torch.eye(5)[place][None]}
+    counter = lora(torch.float32) | {"bn.num_batches_tracked.diff": torch.tensor(1.0)}
+    for adapter in (one, counter):
+        for given in (adapter, save(adapter, tmp_path / "a.safetensors")):
+            with pytest.raises(lora_merge.MergeError) as caught:
+                lora_merge.merge_state_dict(BASE, given, unmatched=unmatched)
+            assert caught.value.exit_code == 4
