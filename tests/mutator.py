@@ -34,7 +34,7 @@ def changes(source: str) -> Iterator[Change]:
             n.operand for n in inside if isinstance(n, ast.UnaryOp)
         }  # a −2 is a −1 to reshape, and on square axes
         for node in (n for n in inside if n not in signed):
-            for what, edit in _edits(node):
+            for what, edit in edits(node):
                 before = dict(node.__dict__)
                 edit()
                 yield Change(function.name, getattr(node, "lineno", function.lineno), what, copy.deepcopy(function))
@@ -42,7 +42,7 @@ def changes(source: str) -> Iterator[Change]:
                 node.__dict__.update(before)
 
 
-def _edits(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
+def edits(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
     """(what it is, how to make it) of the mistakes that one node can hold."""
     if isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)) and (other := OTHER.get(type(node.op))):
         yield f"{type(node.op).__name__} → {other.__name__}", lambda: setattr(node, "op", other())

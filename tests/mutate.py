@@ -1,0 +1,248 @@
+"""How much of the product the tests watch: random small mistakes, one at a time, in a copy of the tree.
+
+    python -m tests.mutate --record                      # once, half an hour: which test runs which line
+    python -m tests.mutate --count 80 --seed 1           # proof, matching, publishing: 80 mistakes drawn from all
+    python -m tests.mutate --count 20 lora_merge/verify.py
+    python -m tests.mutate --named                       # mistakes that once went unnoticed
+    python -m tests.mutate --at lora_merge/verify.py:184 --also tests/test_new.py  # all mistakes of one line
+
+A mistake is another operator or number, a condition turned over, a dropped statement, exchanged arguments, or a
+constant that is returned. Each is written into a copy of the repository, never into the working tree, and the tests
+that run its line are run there, the quickest first, until one fails or `--limit` seconds are over. Printed are every
+mistake with its place and difference, "noticed by" the test that failed or "NOT NOTICED", and at the end the share of
+those that can be seen: messages, type annotations and what stands in `UNSEEN` are left out of the draw. Which test
+runs which line is recorded in `.pytest_cache/`; a module that was changed since is tested by all that run any line of
+it, and one that was never recorded by the file named after it. This is no part of the suite: it is run by hand before
+a release, and what nothing notices gets a law of its class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, Final
+
+from tests.mistakes import Mistake, mistakes
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CACHE: Final = ROOT / ".pytest_cache" / "lines"
+GONE: Final = 4  # pytest, where a recorded test has another name now
+AREAS: Final = {
+    "proof": "verify recompute second_reading sampling loadable header_changes seal reference/reading reference/places "
+    "reference/numbers reference/layouts reference/claims",
+    "matching": "matching patching row_parts shared_slots conv1d orientation tying growth doubles replacements",
+    "publishing": "publish headings known_hashes destination batch resume",
+}
+NAMED: Final = (
+    ("lora_merge/verify.py", "if not same.all():", "if False:"),
+    ("lora_merge/verify.py", "merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)", "pass"),
+    ("lora_merge/sampling.py", "chosen.add(random.choice(part))", "pass"),
+    ("lora_merge/matching.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
+    ("lora_merge/matching.py", "self.ref.factor(into, component)", "self.ref.factor(component, into)"),
+    ("lora_merge/peft_numbers.py", "found = 0 if _shares(fields, module) else rank(shapes)", "found = rank(shapes)"),
+    ("lora_merge/peft_numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
+    ("algorithms/sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
+    ("lora_merge/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
+    ("lora_merge/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
+    ("lora_merge/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),
+    ("lora_merge/cli_batch.py", "elif not quiet or s.error is not None:", "elif not quiet:"),
+    ("lora_merge/cli_batch.py", "            if s.error is not None:", "            if s.error is None:"),
+    ("lora_merge/inspection.py", "if (why := index.quantised.how)", "if not (why := index.quantised.how)"),
+)  # fmt: skip
+"""(file, text in it, what is put in its place): mistakes that once failed no test."""
+
+
+class Lines:
+    """Which tests run which line, and how many seconds each takes."""
+
+    def __init__(self) -> None:
+        from coverage import CoverageData
+
+        self.data, self.seconds = CoverageData(str(CACHE)), {}
+        if CACHE.exists():
+            self.data.read()
+            self.seconds = json.loads(CACHE.with_suffix(".json").read_text())
+
+    def tests(self, path: str, line: int) -> list[str]:
+        """The quickest first; the file named after the module where nothing is recorded."""
+        real = str((ROOT / path).resolve())
+        by_line = self.data.contexts_by_lineno(real) if self.seconds else {}
+        fresh = CACHE.exists() and Path(real).stat().st_mtime < CACHE.stat().st_mtime
+        found = set(by_line.get(line, ())) - {""} if fresh else set()
+        found = found or {name for names in by_line.values() for name in names}
+        known = sorted((name for name in found if self.seconds.get(name)), key=lambda name: self.seconds[name])
+        own = ROOT / "tests" / f"test_{Path(path).stem}.py"
+        return known or ([f"tests/{own.name}"] if own.exists() else ["tests"])
+
+
+def record(paths: list[str]) -> None:
+    """Run the tests once, and keep which of them runs which line."""
+    import coverage
+    import pytest
+
+    class Contexts:
+        seconds: ClassVar[dict[str, float | None]] = {}
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            watch.switch_context(nodeid)
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            before = self.seconds.get(report.nodeid, 0.0)
+            self.seconds[report.nodeid] = None if report.failed or before is None else before + report.duration
+
+    CACHE.parent.mkdir(exist_ok=True)
+    CACHE.unlink(missing_ok=True)
+    watch = coverage.Coverage(None, source=["lora_merge", "algorithms"], config_file=False)  # children end as we do
+    watch.start()
+    pytest.main(["-q", *paths], plugins=[Contexts()])
+    watch.stop()
+    lines = coverage.CoverageData(str(CACHE))
+    lines.update(watch.get_data())
+    lines.write()
+    CACHE.with_suffix(".json").write_text(json.dumps(Contexts.seconds))
+
+
+def copied(to: Path) -> Path:
+    """The files of the working tree that git knows, elsewhere."""
+    known = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, known.stdout.decode().split("\0")):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
+    return to
+
+
+def _run(tree: Path, tests: list[str], log: Path) -> int:
+    """In a child: run tests of a changed tree until one fails."""
+    import pytest
+
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "lora_merge", "algorithms")]:
+        del sys.modules[name]
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.dont_write_bytecode = True
+    return int(
+        pytest.main(["-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", f"--rootdir={tree}", *tests])
+    )
+
+
+def noticed(tree: Path, tests: list[str], seconds: float, log: Path) -> str:
+    """What noticed a change of the tree: the test that failed, or that they never end; "" if nothing did."""
+    pid = os.fork()  # from here, where all that is installed has been imported
+    if not pid:
+        code = 70  # unless pytest says otherwise
+        try:
+            code = _run(tree, tests, log)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    end, done = time.monotonic() + seconds, (0, 0)
+    while not done[0] and time.monotonic() < end:
+        time.sleep(0.1)
+        done = os.waitpid(pid, os.WNOHANG)
+    if not done[0]:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "it never ends"
+    text, code = log.read_text(errors="replace"), os.waitstatus_to_exitcode(done[1])
+    if code == GONE:
+        kept = [name for name in tests if name.split("[")[0] not in text]
+        return noticed(tree, kept, seconds, log) if len(kept) < len(tests) and kept else ""
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if code > 0 and not failed:
+        raise RuntimeError(f"the tests did not run:\n{text[-2000:]}")
+    return "" if code == 0 else failed[0] if failed else f"signal {-code}"
+
+
+def within(tests: list[str], lines: Lines, limit: float) -> tuple[list[str], float]:
+    """As many of the tests as take `limit` seconds together, and those seconds."""
+    total, chosen = 0.0, []
+    for name in tests:
+        total += lines.seconds.get(name, limit)
+        if chosen and total > limit:
+            break
+        chosen.append(name)
+    return chosen, min(total, limit)
+
+
+def drawn(paths: list[str], count: int, seed: int) -> list[Mistake]:
+    """`count` mistakes, as many of a module as it has lines for."""
+    everything = [m for path in paths for m in mistakes(path, (ROOT / path).read_text(encoding="utf-8"))]
+    return sorted(random.Random(seed).sample(everything, min(count, len(everything))), key=lambda m: (m.path, m.start))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate")
+    parser.add_argument("modules", nargs="*", help="files, or the areas proof, matching, publishing; all three if none")
+    parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each mistake")
+    parser.add_argument("--record", action="store_true", help="record which tests run which line")
+    parser.add_argument("--named", action="store_true", help="the mistakes that once went unnoticed")
+    parser.add_argument("--at", help="FILE:LINE: every mistake of one line")
+    parser.add_argument("--also", action="append", default=[], help="tests that are run each time: new ones")
+    asked = parser.parse_args()
+    if asked.record:
+        return record(asked.modules)
+    if asked.at:
+        path, _, line = asked.at.rpartition(":")
+        chosen = [m for m in mistakes(path, (ROOT / path).read_text(encoding="utf-8")) if m.line == int(line)]
+    elif asked.named:
+        chosen = [named(*row) for row in NAMED]
+    else:
+        chosen = drawn(files(asked.modules or [*AREAS]), asked.count, asked.seed)
+    return watch(chosen, asked.limit, asked.also)
+
+
+def files(asked: list[str]) -> list[str]:
+    return [f"lora_merge/{m}.py" for a in asked if a in AREAS for m in AREAS[a].split()] + [
+        a for a in asked if a not in AREAS
+    ]
+
+
+def named(path: str, old: str, new: str) -> Mistake:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{path}: {old!r} is there {source.count(old)} times"
+    at = source.index(old)
+    return Mistake(path, source[:at].count("\n") + 1, "by hand", at, at + len(old), new)
+
+
+def watch(chosen: list[Mistake], limit: float, also: Sequence[str] = ()) -> None:
+    """Make each mistake, and tell whether a test notices."""
+    for name in ("torch", "diffusers", "lycoris", "peft", "transformers", "safetensors", "typer"):
+        import_module(name)
+    lines, missed = Lines(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder, "tree"))
+        for n, mistake in enumerate(chosen):
+            source = (tree / mistake.path).read_text(encoding="utf-8")
+            (tree / mistake.path).write_text(mistake.applied(source), encoding="utf-8")
+            tests, seconds = within(lines.tests(mistake.path, mistake.line), lines, limit)
+            by = noticed(tree, [*also, *tests], 60 + 6 * seconds, Path(folder, "log"))
+            (tree / mistake.path).write_text(source, encoding="utf-8")
+            missed += not by
+            print(f"{n + 1}/{len(chosen)} {mistake.path}:{mistake.line} {mistake.what}, {len(tests)} tests of "
+                  f"{seconds:.0f} s: {'noticed by ' + by if by else 'NOT NOTICED'}\n{mistake.difference(source)}", flush=True)  # fmt: skip
+    print(f"{len(chosen) - missed} of {len(chosen)} noticed, {1 - missed / max(len(chosen), 1):.0%}")
+
+
+if __name__ == "__main__":
+    main()
