@@ -181,3 +181,27 @@ def test_what_was_private_stays_private(tmp_path: Path, *, folder: bool) -> None
     put(target, "new", folder=folder)
     assert held(target, folder=folder) == "new"
     assert [stat.S_IMODE(p.stat().st_mode) for p in paths] == ([0o600, 0o700] if folder else [0o600])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
+@pytest.mark.parametrize("folder", [True, False])
+def test_no_file_stays_open(tmp_path: Path, *, folder: bool) -> None:
+    """After stale temporary files were swept, an output was named, refused or failed: a batch does it thousands of times."""
+
+    def opened() -> list[str]:
+        return sorted(str(p.readlink()) for p in Path("/proc/self/fd").iterdir() if p.is_symlink())
+
+    target = tmp_path / "out"
+    put(target, "one", folder=folder)
+    before = opened()
+    for n in range(5):
+        stale = tmp_path / f".out.{n:012x}.{PART}"
+        stale.mkdir() if folder else stale.touch()
+    publish.remove_stale(tmp_path)
+    put(target, "another", folder=folder)
+    with pytest.raises(RuntimeError), publish.replacing(target, overwrite=True, folder=folder, contents=["weights"]):
+        raise RuntimeError
+    with pytest.raises(MergeError), publish.replacing(target, folder=folder):
+        raise AssertionError("the output exists")
+    assert opened() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
