@@ -11,8 +11,8 @@ constant that is returned. Each is written into a copy of the repository, never 
 that run its line are run there, the quickest first, until one fails or `--limit` seconds are over. Printed are every
 mistake with its place and difference, "noticed by" the test that failed or "NOT NOTICED", and at the end the share of
 those that can be seen: messages, type annotations and what stands in `UNSEEN` are left out of the draw. Which test
-runs which line is recorded in `.pytest_cache/`; a module that was changed since is tested by all that run any line of
-it, and one that was never recorded by the file named after it. This is no part of the suite: it is run by hand before
+runs which line is recorded in `.pytest_cache/`, by the text of the line; a new line is tested by all that run any line
+of its module, a new module by the file named after it. This is no part of the suite: it is run by hand before
 a release, and what nothing notices gets a law of its class.
 """
 
@@ -69,17 +69,18 @@ class Lines:
     def __init__(self) -> None:
         from coverage import CoverageData
 
-        self.data, self.seconds = CoverageData(str(CACHE)), {}
+        self.data, self.seconds, self.texts = CoverageData(str(CACHE)), {}, {}
         if CACHE.exists():
             self.data.read()
-            self.seconds = json.loads(CACHE.with_suffix(".json").read_text())
+            recorded = json.loads(CACHE.with_suffix(".json").read_text())
+            self.seconds, self.texts = recorded["seconds"], recorded["texts"]
 
     def tests(self, path: str, line: int) -> list[str]:
         """The quickest first; the file named after the module where nothing is recorded."""
-        real = str((ROOT / path).resolve())
-        by_line = self.data.contexts_by_lineno(real) if self.seconds else {}
-        fresh = CACHE.exists() and Path(real).stat().st_mtime < CACHE.stat().st_mtime
-        found = set(by_line.get(line, ())) - {""} if fresh else set()
+        text, old = (ROOT / path).read_text(encoding="utf-8").splitlines(), self.texts.get(path, "").splitlines()
+        same = [n for n, before in enumerate(old, 1) if before == text[line - 1]]  # where the line was
+        by_line = self.data.contexts_by_lineno(str((ROOT / path).resolve())) if old else {}
+        found = set(by_line.get(min(same, key=lambda n: abs(n - line)), ()) if same else ()) - {""}
         found = found or {name for names in by_line.values() for name in names}
         known = sorted((name for name in found if self.seconds.get(name)), key=lambda name: self.seconds[name])
         own = ROOT / "tests" / f"test_{Path(path).stem}.py"
@@ -110,7 +111,9 @@ def record(paths: list[str]) -> None:
     lines = coverage.CoverageData(str(CACHE))
     lines.update(watch.get_data())
     lines.write()
-    CACHE.with_suffix(".json").write_text(json.dumps(Contexts.seconds))
+    sources = [*(ROOT / "lora_merge").rglob("*.py"), *(ROOT / "algorithms").glob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sources}
+    CACHE.with_suffix(".json").write_text(json.dumps({"seconds": Contexts.seconds, "texts": texts}))
 
 
 def copied(to: Path) -> Path:
