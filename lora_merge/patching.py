@@ -182,7 +182,7 @@ class Patcher:
         """InputError if a tensor that the formula computes with holds whole numbers, whose scale is stored nowhere."""
         integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
         for slot, info in {**module.shared, **module.slots}.items():
-            if slot not in integer and info.dtype in WHOLE:
+            if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is no number
                 where = f"{info.file}: {info.name} is {info.dtype}"
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
