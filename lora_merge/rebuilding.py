@@ -161,7 +161,7 @@ def _shares(_: Read, shapes: Shapes, target: Shape, settings: Mapping[str, Any])
 
 def _joint(read: Read, shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """FRoD's basis for all layers of a kind, in the precision of the weight, and the places of S."""
-    weights = [read(f"{LAYER}{n}").float() for n in range(settings["layers"])]
+    weights = [host(read(f"{LAYER}{n}"), torch.float32) for n in range(settings["layers"])]
     basis = host(host(joint_basis(weights, settings["ridge"]), TORCH_DTYPES[settings["dtype"]]), torch.float32)
     places = drawn_places(settings["widths"], settings["share"], settings["seed"])
     if places.shape[1] != shapes["values"][0]:
