@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .algorithms import DoesNotFit
+from .placement import host
 
 NEAR: Final = 0.05
 """How far, of its length 1, a vector may be from the one that fp64 gives."""
@@ -26,8 +27,8 @@ UNSETTLED: Final = (
 def joint_basis(weights: Sequence[Tensor], ridge: float) -> Tensor:
     """V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding."""
     found, _ = _basis(weights, ridge)
-    exact, upper = _basis([weight.double() for weight in weights], ridge)
-    ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (found.double(), exact))
+    exact, upper = _basis([host(weight, torch.float64) for weight in weights], ridge)
+    ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (host(found, torch.float64), exact))
     apart = torch.minimum((ours - theirs).norm(dim=0), (ours + theirs).norm(dim=0))
     if bool((apart > NEAR * theirs.norm(dim=0)).any()):
         raise DoesNotFit(UNSETTLED)
