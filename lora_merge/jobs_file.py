@@ -127,7 +127,8 @@ class _Loader:
         bad = self._wrong[place]
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
-        kept = {k: v for k, v in raw.items() if k not in bad} | {k: v for k, v in ANY.items() if k in bad}
+        stand_ins = {k: v for k, v in ANY.items() if k in bad and k in kind.model_fields}
+        kept = {k: v for k, v in raw.items() if k not in bad} | stand_ins
         return kind.model_validate(kept)
 
     def _note(self, place: Place, what: str) -> None:

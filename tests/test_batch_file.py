@@ -119,6 +119,16 @@ jobs:
     assert "matches" in refused(tmp_path, text.replace("loras/*", "lora/*"))
 
 
+@pytest.mark.parametrize("table", ["defaults", "jobs"])
+@pytest.mark.parametrize("field", ["base", "adapters", "output", "matrix", "path", "dtype", "version", "defaults"])
+def test_a_field_in_the_wrong_table_is_a_mistake_like_others(tmp_path: Path, table: str, field: str) -> None:
+    """Whatever its name means elsewhere in the file."""
+    tables = {"version": 1, "defaults": {}, "jobs": [{"base": "m", "adapters": ["a"], "output": "o"}]}
+    place = tables["defaults"] if table == "defaults" else tables["jobs"][0]  # type: ignore[index]
+    place[field] = {"no": "value of it"}  # type: ignore[index]
+    assert field in refused(tmp_path, json.dumps(tables))
+
+
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     told = refused(tmp_path, """\
 version: 1
