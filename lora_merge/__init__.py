@@ -10,21 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import merge, plan
-    from .batch import run_batch
+    from .batch.report import JobReport
+    from .batch.run import run_batch
+    from .engine.in_memory import LoadedAdapter, load_adapter, merge_state_dict
     from .errors import MergeError
     from .job import Adapter, Job
-    from .memory import LoadedAdapter, load_adapter, merge_state_dict
-    from .outcome import JobReport
-    from .plans import Plan
+    from .planning.plan import Plan
     from .report import Report
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "merge": "api", "plan": "api", "merge_state_dict": "memory", "load_adapter": "memory", "LoadedAdapter": "memory",
-    "Adapter": "job", "Job": "job", "Plan": "plans", "Report": "report", "MergeError": "errors",
-    "run_batch": "batch", "JobReport": "outcome",
-}  # fmt: skip
+    "merge": "api",
+    "plan": "api",
+    "merge_state_dict": "engine.in_memory",
+    "load_adapter": "engine.in_memory",
+    "LoadedAdapter": "engine.in_memory",
+    "Adapter": "job",
+    "Job": "job",
+    "Plan": "planning.plan",
+    "Report": "report",
+    "MergeError": "errors",
+    "run_batch": "batch.run",
+    "JobReport": "batch.report",
+}
 
 __all__ = [
     "Adapter",

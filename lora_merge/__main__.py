@@ -17,8 +17,8 @@ def start() -> None:
     Taking torch apart object by object takes a third of a second, when there is nothing left to do.
     """
     on_stop(_quit)  # until `main` has a better answer
-    from .cli import main
-    from .telling import Teller, open_descriptors
+    from .cli.main import main
+    from .cli.streams import Teller, open_descriptors
 
     open_descriptors()
     sys.stdout = out = Teller(sys.stdout)

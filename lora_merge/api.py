@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .arguments import MergeOptions
-    from .plans import Plan
+    from .planning.plan import Plan
     from .report import Report
 
 
@@ -28,8 +28,8 @@ def merge(
     dtype, compute_dtype, device, method, strength, strength_for, unmatched, on_overflow, map, setting, overwrite,
     max_memory, max_vram, verify.
     """
-    from .planning import make_plan
-    from .run import run
+    from .engine.merge import run
+    from .planning.make_plan import make_plan
 
     return run(make_plan(make_job(base, adapters, output, **options)))
 
@@ -41,8 +41,8 @@ def plan(
     **options: Unpack[MergeOptions],
 ) -> Plan:
     """What `merge` would do, without folding a weight; raises what it would raise."""
-    from .bounds import require_device
-    from .planning import make_plan
+    from .engine.bounds import require_device
+    from .planning.make_plan import make_plan
 
     made = make_plan(make_job(base, adapters, output, **options))
     require_device(made.job)

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+from .adapters.conv1d import SETTING
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
-from .conv1d import SETTING
 from .errors import UsageError
 from .methods import METHODS, SUM
 from .patterns import STEPS_A_NAME, Refused, Steps, pattern

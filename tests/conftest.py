@@ -57,7 +57,9 @@ def children() -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lora_merge.writing", "lora_merge.batch", "tests.test_batch", "tests.test_formats"])
+    context.set_forkserver_preload(
+        ["lora_merge.engine.pipeline", "lora_merge.batch.run", "tests.test_batch", "tests.test_formats"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CPU_ONLY.items():
             patch.setenv(name, value)

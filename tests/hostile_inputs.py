@@ -291,8 +291,8 @@ def adapters() -> Iterator[tuple[str, Files]]:
 def looked_at(folder: Path) -> None:
     """As `inspect` and `merge --dry-run` do, each by itself."""
     import lora_merge
+    from lora_merge.cli.inspect import inspect, lines
     from lora_merge.errors import MergeError
-    from lora_merge.inspection import inspect, lines
 
     told: MergeError | None = None
     for name in ("m", "a", "base"):
@@ -314,7 +314,7 @@ def looked_at(folder: Path) -> None:
 
 
 def loaded(folder: Path) -> None:
-    from lora_merge.jobs_file import load
+    from lora_merge.batch.jobs_file import load
 
     load(folder / "jobs.yaml")
 
@@ -323,7 +323,7 @@ def loaded(folder: Path) -> None:
 
 
 def opened(folder: Path) -> None:
-    from lora_merge.checkpoint import open_checkpoint
+    from lora_merge.files.checkpoint import open_checkpoint
 
     open_checkpoint(folder / "x.pt")
 

@@ -15,12 +15,12 @@ import sys
 import traceback
 from pathlib import Path
 
-import lora_merge.cli
-import lora_merge.making
-import lora_merge.replay
-import lora_merge.run
-import lora_merge.writing
-from lora_merge.architectures import shipped
+import lora_merge.cli.main
+import lora_merge.engine.fold_window
+import lora_merge.engine.merge
+import lora_merge.engine.pipeline
+import lora_merge.proof.replay
+from lora_merge.models.architectures import shipped
 
 LIMITS = {"FSIZE": resource.RLIMIT_FSIZE, "DATA": resource.RLIMIT_DATA}
 
@@ -44,7 +44,7 @@ def child(request: dict[str, object]) -> int:
         if "code" in request:
             exec(str(request["code"]), {"__name__": "__main__"})
         else:
-            lora_merge.cli.main()
+            lora_merge.cli.main.main()
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except BaseException:  # noqa: BLE001

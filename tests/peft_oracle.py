@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import lora_merge
+from lora_merge.adapters.peft.rules import Rules, bare, rules
+from lora_merge.adapters.suffixes import split
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.algorithms.dora import rescale
-from lora_merge.conventions import split
-from lora_merge.peft import Rules, bare, rules
-from lora_merge.rebuilding import rebuild
+from lora_merge.engine.rebuilding import rebuild
 
 
 class Layers(nn.Module):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.architectures import shipped
+from lora_merge.models.architectures import shipped
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 import pytest
 
 from lora_merge.algorithms import Shape
-from lora_merge.architectures import FOLDER, load, recognise, shipped
-from lora_merge.architectures.rows import BadRow, Table, parse
-from lora_merge.components import LOOSE
 from lora_merge.errors import AmbiguousName, InputError
-from lora_merge.names import Names, names
-from lora_merge.views import View, whole
+from lora_merge.models.architectures import FOLDER, load, recognise, shipped
+from lora_merge.models.architectures.notation import BadRow, Table, parse
+from lora_merge.models.components import LOOSE
+from lora_merge.models.names import Names, names
+from lora_merge.models.weights import View, whole
 
 from .support import index
 
@@ -107,7 +107,7 @@ CONVERTERS = (
 
 def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
     """Native key → the rows of a diffusers base that our tables say it is made of."""
-    from lora_merge.cutting import spelled
+    from lora_merge.models.cutting import spelled
 
     found = names(index(diffusers))
     part = found._parts[0]
@@ -488,7 +488,7 @@ def test_the_longest_and_the_most_literal_row_wins() -> None:
 
 @pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
 def test_shipped_files_are_sound(file: str) -> None:
-    from lora_merge.guess import parsed
+    from lora_merge.models.guess import parsed
 
     architecture = load(FOLDER / f"{file}.yaml")
     assert architecture.layouts
@@ -524,7 +524,7 @@ def test_shipped_files_are_sound(file: str) -> None:
 def test_a_bad_map_is_refused_with_its_line(
     text: str, line: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.architectures.MOST_ROWS", 500)  # so many are made before it is refused
+    monkeypatch.setattr("lora_merge.models.architectures.MOST_ROWS", 500)  # so many are made before it is refused
     file = tmp_path / "map.yaml"
     file.write_text(text)
     with pytest.raises(InputError, match=why) as error:

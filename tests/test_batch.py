@@ -27,16 +27,24 @@ import torch
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge import claims, disk, folding, header, making, pages, passes, slots, survey
-from lora_merge.batch import make_batch
-from lora_merge.claims import claim_path, claimed
-from lora_merge.cli import app
-from lora_merge.disk import Writer
+from lora_merge.batch import groups as passes
+from lora_merge.batch import survey
+from lora_merge.batch.report import JobReport
+from lora_merge.batch.run import make_batch
+from lora_merge.cli.main import app
+from lora_merge.disk import locks as claims
+from lora_merge.disk import pages
+from lora_merge.disk import writer as disk
+from lora_merge.disk.locks import claim_path, claimed
+from lora_merge.disk.reader import Reader
+from lora_merge.disk.writer import Writer
+from lora_merge.engine import buffers as slots
+from lora_merge.engine import fold_blocks as folding
+from lora_merge.engine import fold_window as making
+from lora_merge.engine.buffers import Turn
+from lora_merge.engine.placement import Lane, Placement
 from lora_merge.errors import MergeError, ResourceError, UsageError
-from lora_merge.outcome import JobReport
-from lora_merge.placement import Lane, Placement
-from lora_merge.reader import Reader
-from lora_merge.slots import Turn
+from lora_merge.files import safetensors as header
 
 from .conftest import Nursery
 from .support import assert_rounded, expected, kohya, load, rand, save, sd1, steps, strays
@@ -424,7 +432,7 @@ def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.Monkey
         opened[path.name] += 1
         return parse(path)
 
-    monkeypatch.setattr("lora_merge.checkpoint.parse_file", counted)
+    monkeypatch.setattr("lora_merge.files.checkpoint.parse_file", counted)
 
     def plan(count: int) -> None:
         opened.clear()
@@ -640,7 +648,7 @@ def test_a_claim_that_another_user_left_is_taken_over(models: Path, monkeypatch:
         return really(path, flags, *mode, **options)
 
     monkeypatch.setattr(os, "open", refused)
-    monkeypatch.setattr("lora_merge.batch.sweep", lambda _: None)
+    monkeypatch.setattr("lora_merge.batch.run.sweep", lambda _: None)
     with claimed(Path(jobs[0]["output"])) as ours, claimed(Path(jobs[0]["output"])) as again:
         assert (ours, again) == (True, False)
     claim.write_text("host:1\n")
@@ -656,7 +664,7 @@ def test_a_claim_is_never_written_through_a_link(models: Path, monkeypatch: pyte
     claim = claim_path(Path(jobs[0]["output"]))
     claim.parent.mkdir()
     claim.symlink_to(other)
-    monkeypatch.setattr("lora_merge.batch.sweep", lambda _: None)
+    monkeypatch.setattr("lora_merge.batch.run.sweep", lambda _: None)
     (report,) = run(jobs)
     assert (report.status, other.read_text()) == ("failed", "of somebody else")
     monkeypatch.undo()
@@ -668,7 +676,7 @@ def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: i
     """Reports go to a file, the number of Python's calls to another; killed at the `last` of those, if given."""
     steps = _killed_at(last)
     survey.TOGETHER = together
-    for name in ("lora_merge.batch", "lora_merge.survey"):
+    for name in ("lora_merge.batch.run", "lora_merge.batch.survey"):
         sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
     with Path(lines).open("a", encoding="utf-8") as f:
         for report in lora_merge.run_batch(jobs):

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_merge.batch.jobs_file import Entry, load
+from lora_merge.batch.schema import JobsFile, Options
+from lora_merge.batch.templates import NoSuchName, render, render_output
 from lora_merge.errors import InputError, MergeError, UsageError
+from lora_merge.files.yaml_source import parse
 from lora_merge.job import COMPUTE_DTYPES, DTYPES
-from lora_merge.jobs_file import Entry, load
-from lora_merge.jobs_schema import JobsFile, Options
-from lora_merge.templates import NoSuchName, render, render_output
-from lora_merge.yaml_lines import parse
 
 
 def read(folder: Path, text: str) -> tuple[Entry, ...]:

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge import blocks
-from lora_merge.adapter import Module
-from lora_merge.examples import EXAMPLES, given, tensors, weight
-from lora_merge.folding import Folder, Item, Kept
-from lora_merge.header import TensorInfo
-from lora_merge.matched import Use
-from lora_merge.patching import Patch
-from lora_merge.placement import FILE_DTYPES, Placement
-from lora_merge.plans import Target
-from lora_merge.reference import REFERENCE
-from lora_merge.views import Piece, View
+from lora_merge.adapters.file import Module
+from lora_merge.engine import blocks
+from lora_merge.engine.fold_blocks import Folder, Item, Kept
+from lora_merge.engine.placement import FILE_DTYPES, Placement
+from lora_merge.files.safetensors import TensorInfo
+from lora_merge.matching.choose import Patch
+from lora_merge.matching.patch import Use
+from lora_merge.models.weights import Piece, View
+from lora_merge.planning.plan import Target
+from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
+from lora_merge.proof.reference import REFERENCE
 
 STRENGTH = 0.7
 STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")

@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from lora_merge import page_cache, system, volumes
-from lora_merge import reader as reader_module
-from lora_merge.checkpoint import Index, open_checkpoint
+from lora_merge.disk import page_cache, system, volumes
+from lora_merge.disk import reader as reader_module
+from lora_merge.disk.pages import PAGE, aligned_buffer
+from lora_merge.disk.reader import MEMORY, Reader, read_bytes
+from lora_merge.disk.volumes import Mode
 from lora_merge.errors import InputError
-from lora_merge.header import ITEM_BITS, FileState, Header, parse
-from lora_merge.pages import PAGE, aligned_buffer
-from lora_merge.pickles import FORMAT_NAMES
-from lora_merge.reader import MEMORY, Reader, read_bytes
-from lora_merge.volumes import Mode
+from lora_merge.files.checkpoint import Index, open_checkpoint
+from lora_merge.files.pickles import FORMAT_NAMES
+from lora_merge.files.safetensors import ITEM_BITS, FileState, Header, parse
 
 from .support import blob, steps
 
@@ -619,7 +619,7 @@ def test_opening_a_large_file_takes_few_steps(tmp_path: Path) -> None:
 def test_headers_need_no_torch() -> None:
     code = """
         import sys
-        import lora_merge.checkpoint, lora_merge.formats
+        import lora_merge.files.checkpoint, lora_merge.files.layout_check
         assert "torch" not in sys.modules and "numpy" not in sys.modules
     """
     root = str(Path(__file__).parents[1])

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import cli as program
+from lora_merge.cli import main as program
+from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
-from lora_merge.run import run as carry_out
 
 from .conftest import Nursery
 from .support import Tensors, cli, kohya, load, metadata, rand, save, sd1, strays
@@ -64,10 +64,10 @@ def test_help_is_quick_and_imports_no_torch() -> None:
             global made
             made += event in ("call", "c_call")
         sys.setprofile(count)
-        import lora_merge.cli
+        import lora_merge.cli.main
         sys.argv = ["lora-merge", "--help"]
         try:
-            lora_merge.cli.main()
+            lora_merge.cli.main.main()
         except SystemExit:
             sys.setprofile(None)
         assert "torch" not in sys.modules and "numpy" not in sys.modules
@@ -455,9 +455,9 @@ def test_a_folder_without_permission_is_told_by_the_plan(
 def test_no_space_is_noticed_before_the_first_byte(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lora_merge.disk
+    import lora_merge.disk.writer
 
-    monkeypatch.setattr(lora_merge.disk, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(lora_merge.disk.writer, "free_bytes", lambda _: 1000)
     _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
 
 
@@ -712,7 +712,7 @@ def test_the_demo_can_be_run_again_and_needs_a_folder(
 ) -> None:
     assert run("demo", tmp_path / "demo")[0] == 0
     looks = [sys.executable, "-c", "import sys; sys.exit('--overwrite' not in sys.argv)"]  # a merge takes seconds
-    monkeypatch.setattr("lora_merge.demo.command", lambda *_: looks)
+    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: looks)
     assert run("demo", tmp_path / "demo")[0] == 0
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
 
@@ -721,9 +721,9 @@ def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lora_merge.demo.command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(5)"])
+    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(5)"])
     assert run("demo", tmp_path / "demo")[0] == 5
-    monkeypatch.setattr("lora_merge.demo.layout", full)
+    monkeypatch.setattr("lora_merge.cli.demo.layout", full)
     _refused(run("demo", tmp_path / "new"), 5, tmp_path, "no space left")
 
 
@@ -731,7 +731,7 @@ def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch:
 def read_too(tmp_path: Path, model: Path, style: Path) -> list[Path]:
     """What is read besides weights: a name table, a jobs file, the configuration of an adapter."""
     table, jobs, peft = tmp_path / "map.yaml", tmp_path / "jobs.yaml", tmp_path / "peft"
-    shutil.copy(Path(program.__file__).parent / "architectures" / "sd1.yaml", table)
+    shutil.copy(Path(program.__file__).parent / "models" / "architectures" / "sd1.yaml", table)
     jobs.write_text(
         f"version: 1\njobs: [{{base: {model.name}, adapters: [{style.name}, peft], map: map.yaml, output: o.safetensors}}]"
     )

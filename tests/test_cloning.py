@@ -18,16 +18,20 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import disk, known_hashes, survey, volumes, windows, writing
-from lora_merge.cloning import clone_range
+from lora_merge.batch import survey
+from lora_merge.disk import known_hashes, volumes
+from lora_merge.disk import writer as disk
+from lora_merge.disk.cloning import clone_range
+from lora_merge.disk.pages import PAGE
+from lora_merge.disk.reader import Reader
+from lora_merge.disk.volumes import file_system
+from lora_merge.engine import pipeline as writing
+from lora_merge.engine import windows
+from lora_merge.engine.merge import run, run_together
+from lora_merge.engine.windows import disk_bytes
 from lora_merge.errors import ResourceError
 from lora_merge.job import make_job
-from lora_merge.pages import PAGE
-from lora_merge.planning import make_plan
-from lora_merge.reader import Reader
-from lora_merge.run import run, run_together
-from lora_merge.volumes import file_system
-from lora_merge.windows import disk_bytes
+from lora_merge.planning.make_plan import make_plan
 
 from .support import rand, save
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora_merge
-from lora_merge.conv1d import Layer, decide, stored
+from lora_merge.adapters.conv1d import Layer, decide, stored
 
 from .support import load_all
 

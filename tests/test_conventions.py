@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.adapter import group
+from lora_merge.adapters.file import group
+from lora_merge.adapters.peft.kinds import SHARED as SHARED_NAMES
+from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.checkpoint import Index
-from lora_merge.conventions import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
-from lora_merge.header import TensorInfo
-from lora_merge.peft_kinds import SHARED as SHARED_NAMES
-from lora_merge.remarks import REBUILT
+from lora_merge.files.checkpoint import Index
+from lora_merge.files.safetensors import TensorInfo
+from lora_merge.matching.remarks import REBUILT
 
 
 @pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
@@ -171,5 +171,5 @@ def test_parts() -> None:
 
 
 def test_importing_the_tables_does_not_import_torch() -> None:
-    code = "import sys, lora_merge.conventions; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_merge.adapters.suffixes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

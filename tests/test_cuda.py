@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge import blocks
-from lora_merge.adapter import Module
+from lora_merge.adapters.file import Module
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.devices import places
-from lora_merge.examples import EXAMPLES, tensors, weight
-from lora_merge.folding import Folder, Item, Kept
-from lora_merge.header import TensorInfo
-from lora_merge.matched import Use
-from lora_merge.patching import Patch
-from lora_merge.placement import FILE_DTYPES, TORCH_DTYPES
-from lora_merge.plans import Target
-from lora_merge.views import Piece, View
+from lora_merge.engine import blocks
+from lora_merge.engine.devices import places
+from lora_merge.engine.fold_blocks import Folder, Item, Kept
+from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
+from lora_merge.files.safetensors import TensorInfo
+from lora_merge.matching.choose import Patch
+from lora_merge.matching.patch import Use
+from lora_merge.models.weights import Piece, View
+from lora_merge.planning.plan import Target
+from lora_merge.proof.examples import EXAMPLES, tensors, weight
 
 from .support import Tensors, load, rand, save
 

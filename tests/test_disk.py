@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge import disk, volumes
-from lora_merge.disk import Writer, amend, copy_file
+from lora_merge.disk import volumes
+from lora_merge.disk import writer as disk
+from lora_merge.disk.pages import HUGE, PAGE, address, aligned_buffer
+from lora_merge.disk.volumes import Mode, file_system, free_bytes
+from lora_merge.disk.writer import Writer, amend, copy_file
 from lora_merge.errors import MergeError, ResourceError, UsageError
-from lora_merge.pages import HUGE, PAGE, address, aligned_buffer
-from lora_merge.volumes import Mode, file_system, free_bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,7 +186,7 @@ def test_a_limit_on_file_size_is_a_typed_error(tmp_path: Path) -> None:
     code = """
         import resource, sys
         from pathlib import Path
-        from lora_merge.disk import Writer
+        from lora_merge.disk.writer import Writer
         from lora_merge.errors import ResourceError
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         path = Path(sys.argv[1]); path.touch()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge import doctor
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.doctor import MIXTURES, deviation, examine, lines
-from lora_merge.placement import Placement
-from lora_merge.reference import REFERENCE, Reference
+from lora_merge.cli import doctor
+from lora_merge.cli.doctor import MIXTURES, deviation, examine, lines
+from lora_merge.engine.placement import Placement
+from lora_merge.proof.reference import REFERENCE, Reference
 
 
 def test_a_sound_machine_is_well(tmp_path: Path) -> None:

@@ -22,15 +22,18 @@ from typing import Any, BinaryIO
 import pytest
 
 import lora_merge
-from lora_merge import batch, executors, on_ray, passes
-from lora_merge.batch import make_batch
+from lora_merge.batch import executors
+from lora_merge.batch import groups as passes
+from lora_merge.batch import ray as on_ray
+from lora_merge.batch import run as batch
+from lora_merge.batch.executors import EXECUTORS, Crew, executor
+from lora_merge.batch.groups import Pass
+from lora_merge.batch.report import JobReport
+from lora_merge.batch.run import make_batch
+from lora_merge.batch.worker import Task
 from lora_merge.errors import MergeError, ResourceError, UsageError
-from lora_merge.executors import EXECUTORS, Crew, executor
 from lora_merge.job import Adapter
-from lora_merge.opened import Opened
-from lora_merge.outcome import JobReport
-from lora_merge.passes import Pass
-from lora_merge.worker import Task
+from lora_merge.planning.cache import Opened
 
 from .conftest import Nursery
 from .support import kohya, rand, save, sd1, strays
@@ -63,7 +66,7 @@ def heavy(models: Path, count: int = 12) -> None:
 DYING = """
     import os, signal
     from lora_merge import worker
-    from lora_merge.outcome import JobReport
+    from lora_merge.batch.report import JobReport
 
     def send(reports, message, real=worker._send):
         real(reports, message)
@@ -118,7 +121,7 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
 STOPPING = """
     import os, signal, sys
     from lora_merge import worker
-    from lora_merge.disk import Writer
+    from lora_merge.disk.writer import Writer
 
     os.dup2(os.open("tasks", os.O_RDONLY), 0)
     os.dup2(os.open("reports", os.O_WRONLY), 1)
@@ -184,7 +187,7 @@ def test_a_task_that_is_cut_off_is_the_end(models: Path) -> None:
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
     text = pickle.dumps(Task(Pass(entries), 0))
     done = subprocess.run(
-        [sys.executable, "-m", "lora_merge.worker"], input=text[: len(text) // 2], capture_output=True, check=False,
+        [sys.executable, "-m", "lora_merge.batch.worker"], input=text[: len(text) // 2], capture_output=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

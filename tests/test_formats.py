@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 
-from lora_merge import publish
-from lora_merge.destination import check_output
+from lora_merge.disk import publish
+from lora_merge.disk.destination import check_output
+from lora_merge.disk.publish import replacing
 from lora_merge.errors import MergeError, UsageError
-from lora_merge.formats import layout
-from lora_merge.header import ITEM_BITS, bytes_of, parse
-from lora_merge.publish import replacing
+from lora_merge.files.layout_check import layout
+from lora_merge.files.safetensors import ITEM_BITS, bytes_of, parse
 
 ROOT = Path(__file__).parents[1]
 text = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -216,7 +216,7 @@ def test_what_comes_into_a_folder_meanwhile_is_not_lost(tmp_path: Path) -> None:
 def test_folders_are_replaced_also_where_names_cannot_be_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.publish._exchange", lambda *_: False)
+    monkeypatch.setattr("lora_merge.disk.publish._exchange", lambda *_: False)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "w").write_bytes(b"1")
     with replacing(tmp_path / "model", folder=True, overwrite=True, contents=["w"]) as part:
@@ -230,7 +230,7 @@ def test_a_link_to_a_folder_is_replaced_and_its_folder_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, swapped: bool
 ) -> None:
     if not swapped:
-        monkeypatch.setattr("lora_merge.publish._exchange", lambda *_: False)
+        monkeypatch.setattr("lora_merge.disk.publish._exchange", lambda *_: False)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "w").write_bytes(b"1")
     (tmp_path / "link").symlink_to("model")
@@ -251,7 +251,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 HOLD = """
     import sys
     from pathlib import Path
-    from lora_merge.publish import replacing
+    from lora_merge.disk.publish import replacing
     with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as part:
         print(part, flush=True)
         sys.stdin.read()

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge.algorithms import Shape
-from lora_merge.aliases import Component
-from lora_merge.cutting import Names, canonical, put, spelled
-from lora_merge.forms import PARAMETERS, NameTable, form
-from lora_merge.names import names
+from lora_merge.models.cutting import Names, canonical, put, spelled
+from lora_merge.models.forms import PARAMETERS, NameTable, form
+from lora_merge.models.names import names
+from lora_merge.models.spellings import Component
 
 from .support import index
 

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import VerificationFailed
-from lora_merge.header import parse_file
-from lora_merge.recipe import KEY, MODELS, OURS
-from lora_merge.replay import prove
-from lora_merge.seal import SEAL, ZEROS
+from lora_merge.files.safetensors import parse_file
+from lora_merge.files.seal import SEAL, ZEROS
+from lora_merge.planning.recipe import KEY, MODELS, OURS
+from lora_merge.proof.replay import prove
 
 from .support import load, metadata, rand, save, sha
 

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import InputError, MergeError
+from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.json_text import from_json
-from lora_merge.recipe import parsed
+from lora_merge.planning.recipe import parsed
 
 from .support import blob
 
@@ -299,7 +299,7 @@ def test_a_pickle_bomb_of_references_is_no_work(tmp_path: Path) -> None:
 LIMITED = """
     import re, sys, time
     from pathlib import Path
-    import lora_merge.checkpoint as c, lora_merge.pickles
+    import lora_merge.files.checkpoint as c, lora_merge.files.pickles
     from lora_merge.errors import InputError
     if sys.argv[1] == "torch":
         import torch, torch._subclasses.fake_tensor

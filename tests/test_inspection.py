@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.checkpoint import open_checkpoint
-from lora_merge.formats import layout
-from lora_merge.inspection import inspect, lines
-from lora_merge.quantised import METADATA, SIGNS
-from lora_merge.showing import COUNT, size
+from lora_merge.cli.inspect import inspect, lines
+from lora_merge.cli.text import COUNT, size
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.layout_check import layout
+from lora_merge.files.quantised import METADATA, SIGNS
 
 from .support import cli, kohya, rand, save, sd1
 
@@ -101,7 +101,7 @@ def test_inspecting_imports_nothing_slow(tmp_path: Path) -> None:
     """torch takes a second to import, pydantic (which typer uses for some parameters) a tenth."""
     path = hollow("single-file/sdxl", tmp_path / "model.safetensors")
     code = (
-        f"import sys\nfrom lora_merge.cli import main\nsys.argv = ['lora-merge', 'inspect', {str(path)!r}]\n"
+        f"import sys\nfrom lora_merge.cli.main import main\nsys.argv = ['lora-merge', 'inspect', {str(path)!r}]\n"
         "try:\n    main()\nexcept SystemExit as e:\n    assert not e.code\n"
         "found = {'torch', 'numpy', 'pydantic', 'importlib.metadata'} & set(sys.modules)\nassert not found, found"
     )

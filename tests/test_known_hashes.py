@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import known_hashes
-from lora_merge.header import parse_file
-from lora_merge.known_hashes import MOST, place, recall, remember, state
-from lora_merge.recipe import KEY
-from lora_merge.replay import prove
+from lora_merge.disk import known_hashes
+from lora_merge.disk.known_hashes import MOST, place, recall, remember, state
+from lora_merge.files.safetensors import parse_file
+from lora_merge.planning.recipe import KEY
+from lora_merge.proof.replay import prove
 
 from .support import kohya, save, sd1, sha
 
@@ -53,7 +53,7 @@ def test_a_second_merge_does_not_hash_again(files: Path, monkeypatch: pytest.Mon
         state(p): sha(p) for p in (base, files / "style.safetensors")
     }
     fed: list[int] = []
-    monkeypatch.setattr("lora_merge.digests.hashlib", SimpleNamespace(sha256=lambda: Counted(fed)))
+    monkeypatch.setattr("lora_merge.disk.hashes.hashlib", SimpleNamespace(sha256=lambda: Counted(fed)))
     assert merged(files) == sha(base)
     assert not fed
 
@@ -227,7 +227,7 @@ def test_a_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.Mo
         "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}\n"
     )
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["merged"]
-    monkeypatch.setattr("lora_merge.resume.sha256", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("lora_merge.batch.resume.sha256", lambda _: pytest.fail("hashed again"))
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["skipped"]
     save({"other": torch.ones(4)}, files / "base.safetensors")
 
@@ -306,7 +306,7 @@ def test_an_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyP
     """Where nothing that stat(2) tells has changed, some of the bytes are still looked at."""
     base = files / "base.safetensors"
     monkeypatch.setattr(known_hashes, "state", lambda path: path.name)
-    monkeypatch.setattr("lora_merge.digests.state", lambda path: path.name)
+    monkeypatch.setattr("lora_merge.disk.hashes.state", lambda path: path.name)
     assert merged(files) == sha(base)
     rewritten(base)
     assert merged(files) == sha(base)

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
-from lora_merge import factors
-from lora_merge.kernels import Stack, fold
-from lora_merge.placement import Lane, Placement, _pinned, _stream, land, stage
-from lora_merge.sharing import stack_size
+from lora_merge.engine import tensors as factors
+from lora_merge.engine.fold import Stack, fold
+from lora_merge.engine.parallelism import stack_size
+from lora_merge.engine.placement import Lane, Placement, _pinned, _stream, land, stage
 
 from .support import load, rand, save
 
@@ -144,8 +144,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
-    monkeypatch.setattr("lora_merge.placement._queues", lambda device: device.type == "meta")
-    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)  # there are no values
+    monkeypatch.setattr("lora_merge.engine.placement._queues", lambda device: device.type == "meta")
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
     for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,
                         "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
@@ -174,10 +174,10 @@ def test_lanes_share_factors_without_races(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.making.threads", lambda _: 3)
-    monkeypatch.setattr("lora_merge.making.Kept", Kept)
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": late})
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
+    monkeypatch.setattr("lora_merge.engine.fold_window.Kept", Kept)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )
@@ -207,8 +207,8 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.making.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": full})
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
     assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()
@@ -331,8 +331,8 @@ def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeyp
         bounds.append(max_vram)
         return stack_size(at, max_vram, rows, cols)
 
-    monkeypatch.setattr("lora_merge.folding.stage", counted)
-    monkeypatch.setattr("lora_merge.folding.stack_size", sized)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stage", counted)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stack_size", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
     assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.architectures import shipped
+from lora_merge.models.architectures import shipped
 
 from .support import Tensors
 from .test_architectures import CONVERTERS, RECORDED, Shape, header, native_of, recorded

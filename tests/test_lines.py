@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.cli import app
+from lora_merge.cli.main import app
+from lora_merge.cli.streams import Teller
 from lora_merge.errors import InputError, MergeError
 from lora_merge.lines import CONTROLS, Lines, one_line
-from lora_merge.telling import Teller
 
 from .support import rand, save
 

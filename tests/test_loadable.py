@@ -11,12 +11,12 @@ import pytest
 import safetensors
 
 import lora_merge
-from lora_merge import run
+from lora_merge.engine import merge as run
 from lora_merge.errors import VerificationFailed
-from lora_merge.header import parse_file
+from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-from lora_merge.loadable import check_loadable
-from lora_merge.planning import make_plan
+from lora_merge.planning.make_plan import make_plan
+from lora_merge.proof.loadable import check_loadable
 
 from .support import blob, load, metadata, rand, save
 
@@ -97,7 +97,7 @@ def test_side_files_that_do_not_fit_the_weights_are_found(
 
 
 def test_a_finished_folder_with_a_wrong_index_is_found(model: Path) -> None:
-    from lora_merge.replay import prove
+    from lora_merge.proof.replay import prove
 
     out = merge(model)
     assert prove(out, search=[model])["proven"]

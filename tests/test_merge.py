@@ -20,18 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapter import FileValues
-from lora_merge.checkpoint import open_checkpoint
+from lora_merge.adapters.file import FileValues
+from lora_merge.engine.buffers import Turn
+from lora_merge.engine.fold_blocks import Folder
+from lora_merge.engine.fold_window import Making
+from lora_merge.engine.pipeline import Writing
+from lora_merge.engine.placement import TORCH_DTYPES
+from lora_merge.engine.windows import SLOTS, window_bytes, windows
 from lora_merge.errors import InputError, MergeError, ResourceError
-from lora_merge.folding import Folder
-from lora_merge.header import parse_file
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-from lora_merge.making import Making
-from lora_merge.placement import TORCH_DTYPES
-from lora_merge.planning import make_plan
-from lora_merge.slots import Turn
-from lora_merge.windows import SLOTS, window_bytes, windows
-from lora_merge.writing import Writing
+from lora_merge.planning.make_plan import make_plan
 
 from .support import TE, UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
@@ -169,7 +169,7 @@ def test_the_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_p
     base, adapter = files
     lora_merge.merge(base, [(adapter, 0.25)], tmp_path / "out.safetensors", dtype="bf16")
     kept = metadata(tmp_path / "out.safetensors")
-    recipe = json.loads(kept["lora_merge.recipe"])
+    recipe = json.loads(kept["lora_merge.planning.recipe"])
     hashes = {hashlib.sha256(p.read_bytes()).hexdigest() for p in (base, adapter)}
     assert hashes == {f["sha256"] for part in (recipe["base"], *recipe["adapters"]) for f in part["files"]}
     assert recipe["adapters"][0]["strength"] == 0.25
@@ -225,7 +225,7 @@ def test_the_bytes_do_not_depend_on_the_memory_bound(
 @pytest.fixture
 def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A base of 24 windows and an adapter for every fourth of its tensors; its hash is known. Torch comes late."""
-    monkeypatch.setattr("lora_merge.windows.STRETCH", 2**19)
+    monkeypatch.setattr("lora_merge.engine.windows.STRETCH", 2**19)
     base = {f"layer.{n:02}.weight": rand(500, 701 + n, seed=n).half() for n in range(24)}
     adapter = {}
     for n in range(0, 24, 4):
@@ -233,7 +233,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
     lora_merge.merge(*files, tmp_path / "usual.safetensors", max_memory="8MiB")
     digests = {f: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    monkeypatch.setattr("lora_merge.digests.Known.digest", lambda _, path: digests.get(path))
+    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda _, path: digests.get(path))
     return files
 
 
@@ -257,7 +257,7 @@ def test_what_needs_no_torch_goes_out_before_it_is_there(
 
     monkeypatch.setattr(Writing, "_make", waiting)
     monkeypatch.setattr(Writing, "write", noting)
-    monkeypatch.setattr("lora_merge.writing.file_system", lambda _: "ext4")  # some fill gaps with zeros first
+    monkeypatch.setattr("lora_merge.engine.pipeline.file_system", lambda _: "ext4")  # some fill gaps with zeros first
     lora_merge.merge(*mixed, out, max_memory="8MiB")
     assert out.read_bytes() == usual.read_bytes().replace(b"usual", b"out")
     assert written[:late] == [(True, False)] * late
@@ -275,7 +275,7 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
         read(self, turn)
 
     monkeypatch.setattr(Writing, "read", noting)
-    monkeypatch.setattr("lora_merge.digests.Known.digest", lambda *_: None)
+    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
 
@@ -673,7 +673,7 @@ def test_a_system_without_memory_is_told(
     def refused(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("lora_merge.making.Making.begin", refused)
+    monkeypatch.setattr("lora_merge.engine.fold_window.Making.begin", refused)
     with pytest.raises(ResourceError, match="not enough memory"):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
     assert not list(tmp_path.glob("*out*"))
@@ -693,7 +693,7 @@ def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tm
 def test_other_errors_stay_what_they_are(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.making.Making.begin", lambda *_: 1 / 0)
+    monkeypatch.setattr("lora_merge.engine.fold_window.Making.begin", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
 
@@ -735,7 +735,7 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
     base, out, run = mixed[0], tmp_path / "out.safetensors", Writing.run
     at = parse_file(base).tensors["layer.09.weight"].offset
     if not known:
-        monkeypatch.setattr("lora_merge.digests.Known.digest", lambda *_: None)
+        monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
 
     def flip() -> None:
         old = base.stat()

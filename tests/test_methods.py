@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge import blocks
 from lora_merge.arguments import MergeOptions
+from lora_merge.batch.schema import Options
+from lora_merge.engine import blocks
+from lora_merge.engine.fold import RULES
+from lora_merge.engine.merge import run
 from lora_merge.errors import MergeError, VerificationFailed
-from lora_merge.jobs_schema import Options
-from lora_merge.kernels import RULES
 from lora_merge.methods import METHODS
-from lora_merge.plans import coverage
-from lora_merge.recipe import KEY
-from lora_merge.replay import plan_again, prove
-from lora_merge.run import run
+from lora_merge.planning.plan import coverage
+from lora_merge.planning.recipe import KEY
+from lora_merge.proof.replay import plan_again, prove
 
 from .peft_oracle import Layers, assert_close, assert_same_function, train
 from .peft_oracle import save as save_peft

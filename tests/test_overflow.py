@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lora_merge
-from lora_merge import cli as program
-from lora_merge import cli_proof
 from lora_merge.arguments import MergeOptions
+from lora_merge.batch.schema import Options
+from lora_merge.cli import main as program
+from lora_merge.cli import proof as cli_proof
+from lora_merge.disk.reader import Reader
+from lora_merge.engine.placement import PIECE, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
-from lora_merge.header import parse_file
+from lora_merge.files.safetensors import parse_file
 from lora_merge.job import CHOICES
-from lora_merge.jobs_schema import Options
-from lora_merge.placement import PIECE, convert, odd
-from lora_merge.plans import Plan
-from lora_merge.reader import Reader
-from lora_merge.recipe import KEY
-from lora_merge.reference import floats
-from lora_merge.replay import prove
-from lora_merge.verify import verify
+from lora_merge.planning.plan import Plan
+from lora_merge.planning.recipe import KEY
+from lora_merge.proof.reference import floats
+from lora_merge.proof.replay import prove
+from lora_merge.proof.verify import verify
 
 from .support import Tensors, load, rand, save, strays
 
@@ -388,7 +388,7 @@ def test_no_message_names_the_temporary_file(
             planted(part, fault, 1, 0.25)
         return verify(plan, part, reader, **more)
 
-    monkeypatch.setattr("lora_merge.run.verify", late)
+    monkeypatch.setattr("lora_merge.engine.merge.verify", late)
     with pytest.raises(OSError if fault == "disk" else VerificationFailed) as caught:
         lora_merge.merge(*files, out)
     assert "lora-merge.part" not in str(caught.value)

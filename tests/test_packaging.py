@@ -60,9 +60,9 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path) -> None:
         "lora_merge/algorithms/lora.py",
         "lora_merge/algorithms/wavelets.json",
         "lora_merge/py.typed",
-        "lora_merge/module_orders.json",
-        "lora_merge/architectures/sdxl.yaml",
-        "lora_merge/cli.py",
+        "lora_merge/models/module_orders.json",
+        "lora_merge/models/architectures/sdxl.yaml",
+        "lora_merge/cli/main.py",
     ):
         assert needed in names
     assert not any(n.startswith(("algorithms/", "tests/")) for n in names)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge import page_cache
-from lora_merge.page_cache import Unknown, holds
-from lora_merge.pages import PAGE, aligned_buffer
+from lora_merge.disk import page_cache
+from lora_merge.disk.page_cache import Unknown, holds
+from lora_merge.disk.pages import PAGE, aligned_buffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what its page cache holds")
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lora_merge import patterns
+from lora_merge.adapters.peft.rules import rules
 from lora_merge.errors import InputError, UsageError
 from lora_merge.job import Adapter
 from lora_merge.module_patterns import Ends
 from lora_merge.patterns import Refused, Steps, pattern
-from lora_merge.peft import rules
 
 atoms = st.sampled_from(
     [*("a", "b", "ab", ".", "_", r"\.", r"\d", r"\w", r"\s", r"\W", r"\D", r"\S", "[ab]", "[^a]", "[a-c0-9]", r"[^\w.]"),

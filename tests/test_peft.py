@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge import pickles
+from lora_merge.adapters.peft.config import REFUSED, REFUSED_INIT, REFUSED_LORA
+from lora_merge.adapters.peft.numbers import COUNTS, SCALES, SETTINGS
+from lora_merge.adapters.peft.rules import KINDS, SHARED, Plain, Rules, rules
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
-from lora_merge.checkpoint import open_checkpoint
 from lora_merge.errors import FitError, InputError, MergeError
-from lora_merge.peft import KINDS, SHARED, Plain, Rules, rules
-from lora_merge.peft_config import REFUSED, REFUSED_INIT, REFUSED_LORA
-from lora_merge.peft_numbers import COUNTS, SCALES, SETTINGS
-from lora_merge.views import Piece, View
+from lora_merge.files import pickles
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.models.weights import Piece, View
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 UP, DOWN = "base_model.model.a.lora_B.weight", "base_model.model.a.lora_A.weight"

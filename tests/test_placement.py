@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.devices import place, places, precise, unusable
-from lora_merge.factors import Kept
-from lora_merge.folding import Folder, Item
-from lora_merge.header import TensorInfo
-from lora_merge.kernels import Stack, fold
-from lora_merge.placement import FILE_DTYPES, Placement, land, numbers, stage
-from lora_merge.sharing import stack_size, threads
+from lora_merge.engine.devices import place, places, precise, unusable
+from lora_merge.engine.fold import Stack, fold
+from lora_merge.engine.fold_blocks import Folder, Item
+from lora_merge.engine.parallelism import stack_size, threads
+from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
+from lora_merge.engine.tensors import Kept
+from lora_merge.files.safetensors import TensorInfo
 
 from .support import Tensors, assert_rounded, rand, save
 
@@ -47,7 +47,7 @@ MOVES = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "ty
 
 def sources() -> Iterator[Path]:
     yield from (ROOT / "algorithms").glob("*.py")
-    yield from (ROOT / "lora_merge").glob("*.py")
+    yield from (ROOT / "lora_merge").rglob("*.py")
 
 
 def test_only_placement_moves_or_casts_tensors() -> None:
@@ -115,7 +115,7 @@ def test_low_compute_precision_runs_on_every_mixture(compute: str) -> None:
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of a GPU, or of two, where there is one in truth: nothing is to open a stream there or pin memory for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)  # fakes have no values
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # fakes have no values
 
 
 @pytest.mark.usefixtures("without_cuda")
@@ -136,11 +136,11 @@ def _shapes() -> Tensors:
 
 def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Plan from shapes, then fold the given tensors wherever they are."""
-    from lora_merge.blocks import blocks
+    from lora_merge.engine.blocks import blocks
+    from lora_merge.engine.in_memory import _Held  # the plan of merge_state_dict, without its fetching of values
     from lora_merge.job import make_job
-    from lora_merge.memory import _Held  # the plan of merge_state_dict, without its fetching of values
-    from lora_merge.names import names
-    from lora_merge.planning import match, outputs
+    from lora_merge.models.names import names
+    from lora_merge.planning.make_plan import match, outputs
 
     held = _Held()
     base = held.index("state dict", weights)
@@ -313,7 +313,7 @@ def test_decompositions_of_cuda_are_loaded_by_one_thread(monkeypatch: pytest.Mon
         time.sleep(0.01)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("lora_merge.devices._loaded", [])
+    monkeypatch.setattr("lora_merge.engine.devices._loaded", [])
     monkeypatch.setattr(torch, "ones", lambda *_, device: device)
     monkeypatch.setattr(torch.linalg, "inv", inv)
     at = Placement(torch.device("cuda"), torch.float32)
@@ -328,9 +328,9 @@ def test_only_cuda_has_several_lanes_a_device() -> None:
 
 
 def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_merge.devices._count", lambda kind: int(kind in ("cpu", "cuda", "mps")))
+    monkeypatch.setattr("lora_merge.engine.devices._count", lambda kind: int(kind in ("cpu", "cuda", "mps")))
     broken = {"cuda": "no kernel image is available for execution on the device"}
-    monkeypatch.setattr("lora_merge.devices.unusable", lambda where: broken.get(where.type, ""))
+    monkeypatch.setattr("lora_merge.engine.devices.unusable", lambda where: broken.get(where.type, ""))
     assert place("auto", "F32").device.type == "mps"
     assert place("auto", "F64").device.type == "cpu"
     with pytest.raises(lora_merge.MergeError, match="no kernel image"):
@@ -369,7 +369,7 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
 def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for count, within in ((1, 1), (1, 2), (4, 1)):
-        monkeypatch.setattr("lora_merge.making.threads", lambda _, count=count: count)
+        monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _, count=count: count)
         before = torch.get_num_threads()
         torch.set_num_threads(within)
         results.append(_merge(tmp_path, f"{count}-{within}"))
@@ -389,7 +389,7 @@ SHORT = [
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.sharing.CPU_STACK", 2**23)
+    monkeypatch.setattr("lora_merge.engine.parallelism.CPU_STACK", 2**23)
     whole = _merge(tmp_path, "whole")
     failed = []
 
@@ -399,8 +399,8 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
             raise error
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.making.threads", lambda _: 1)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 1)
     assert _merge(tmp_path, "parts") == whole
     assert len(failed) == 1, "the size that fits is found once"
     options = {"device": "cpu", "verify": False, "overwrite": True}
@@ -410,7 +410,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     def never(base: Tensor, stacks: list[Stack]) -> Tensor:
         raise error
 
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": never})
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": never})
     with pytest.raises(lora_merge.MergeError, match="out of memory") as caught:
         lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
     assert caught.value.exit_code == 5
@@ -432,8 +432,8 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
         finally:
             used.release()
 
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.making.threads", lambda _: 4)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 4)
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)
@@ -444,7 +444,7 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
     def broken(base: Tensor, stacks: list[Stack]) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": broken})
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": broken})
     with pytest.raises(RuntimeError, match="illegal"):
         lora_merge.merge_state_dict(model(torch.float32), linear(torch.float32))
 

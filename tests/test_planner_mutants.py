@@ -16,19 +16,26 @@ import pytest
 from pytest import MonkeyPatch
 
 import lora_merge
-from lora_merge import conventions, matching, network_args, opened, peft, peft_config, planning, verify
+from lora_merge.adapters import kohya_args as network_args
+from lora_merge.adapters import suffixes as conventions
+from lora_merge.adapters.peft import config as peft_config
+from lora_merge.adapters.peft import rules as peft
 from lora_merge.algorithms import sparse
-from lora_merge.doubles import Doubles
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Adapter
-from lora_merge.matched import Matched, Use
-from lora_merge.matching import Matcher
-from lora_merge.names import Names
-from lora_merge.orientation import Orientation
-from lora_merge.patching import Patcher
-from lora_merge.replay import prove
-from lora_merge.second_reading import Reading
-from lora_merge.views import Piece, View, rows_of, transposed
+from lora_merge.matching import match as matching
+from lora_merge.matching.choose import Patcher
+from lora_merge.matching.conflicts import Doubles
+from lora_merge.matching.match import Matcher
+from lora_merge.matching.orientation import Orientation
+from lora_merge.matching.patch import Matched, Use
+from lora_merge.models.names import Names
+from lora_merge.models.weights import Piece, View, rows_of, transposed
+from lora_merge.planning import cache as opened
+from lora_merge.planning import make_plan as planning
+from lora_merge.proof import verify
+from lora_merge.proof.replay import prove
+from lora_merge.proof.second_reading import Reading
 
 from .planner_scenes import SCENES, WIDTH, Scene
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.devices import _loaded
+from lora_merge.engine.devices import _loaded
+from lora_merge.engine.placement import _stream, odd
 from lora_merge.errors import TooLarge
-from lora_merge.placement import _stream, odd
 
 from .pretended_cuda import Pretended, Stream, pretended_cuda
 from .support import Tensors, load, rand, save
@@ -83,9 +83,9 @@ def test_what_is_read_before_it_is_there_is_seen(
 ) -> None:
     """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
     The device's own look at them would wait for it."""
-    monkeypatch.setattr("lora_merge.placement.odd", lambda _: False)
-    monkeypatch.setattr("lora_merge.devices.unusable", lambda _: "")
-    monkeypatch.setattr("lora_merge.devices._load_decompositions", lambda _: None)
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.devices.unusable", lambda _: "")
+    monkeypatch.setattr("lora_merge.engine.devices._load_decompositions", lambda _: None)
     monkeypatch.setattr(Stream, "synchronize", lambda _: None)
     plain = {k: t for k, t in adapter().items() if not int(k.split(".")[1]) % 4}
     lora = save(plain, tmp_path / "lora")
@@ -100,7 +100,9 @@ def test_numbers_too_large_are_seen_on_the_device_and_counted(
 ) -> None:
     """Without one more look at them on the host."""
     looked: list[tuple[str, int]] = []
-    monkeypatch.setattr("lora_merge.placement.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t))
+    monkeypatch.setattr(
+        "lora_merge.engine.placement.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t)
+    )
     limit = {"keep": 65520.0, "fp8_e4m3fn": 464.1, "fp8_e5m2": 61440.0}[dtype]
     up, down = torch.zeros(96, 1), torch.zeros(1, 64)
     up[7], down[0, :3] = 2 * limit, torch.tensor([1.0, -1.0, 0.1])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge import publish
-from lora_merge.claims import claimed
+from lora_merge.disk import publish
+from lora_merge.disk.locks import claimed
 from lora_merge.errors import MergeError
 
 PART = "lora-merge.part"

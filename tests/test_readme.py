@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge import cli as program
+from lora_merge.cli import main as program
 
 from .readme import README, current
 from .support import kohya, load, save, sd1

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.checkpoint import open_checkpoint
+from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
-from lora_merge.header import parse_file
-from lora_merge.recipe import KEY, LEGACY, LIMIT
-from lora_merge.recipe_inputs import find
-from lora_merge.recipe_reader import read_recipe
-from lora_merge.replay import plan_again, prove, refuse_to_unmerge
-from lora_merge.run import run
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.safetensors import parse_file
+from lora_merge.planning.recipe import KEY, LEGACY, LIMIT
+from lora_merge.proof.find_inputs import find
+from lora_merge.proof.read_recipe import read_recipe
+from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
 
 from .conftest import Nursery
 from .support import kohya, load, metadata, save, sd1, sha
@@ -303,7 +303,7 @@ def test_the_search_is_bounded_and_stays_below_its_folders(
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path])
     assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
-    monkeypatch.setattr("lora_merge.recipe_inputs.FILES", 2)
+    monkeypatch.setattr("lora_merge.proof.find_inputs.FILES", 2)
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path, deep])
 
@@ -317,7 +317,7 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
 
     import torch
 
-    from lora_merge.sharing import one_core
+    from lora_merge.engine.parallelism import one_core
 
     before, seen = torch.get_num_threads(), []
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.doctor import computed
-from lora_merge.examples import EXAMPLES, given, weight
-from lora_merge.placement import Placement
-from lora_merge.reference import REFERENCE
+from lora_merge.cli.doctor import computed
+from lora_merge.engine.placement import Placement
+from lora_merge.proof.examples import EXAMPLES, given, weight
+from lora_merge.proof.reference import REFERENCE
 
 
 def test_every_algorithm_has_a_reference_and_an_example() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.conventions import part
-from lora_merge.views import whole
+from lora_merge.adapters.suffixes import part
+from lora_merge.models.weights import whole
 
 from .support import Tensors, rand
 from .test_names import base as names_of

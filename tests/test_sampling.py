@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.errors import VerificationFailed
-from lora_merge.header import TensorInfo
-from lora_merge.matched import Use
-from lora_merge.plans import Target
-from lora_merge.replay import prove
-from lora_merge.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
-from lora_merge.views import Piece
+from lora_merge.files.safetensors import TensorInfo
+from lora_merge.matching.patch import Use
+from lora_merge.models.weights import Piece
+from lora_merge.planning.plan import Target
+from lora_merge.proof.replay import prove
+from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
 
 from .support import load, metadata, rand, save
 

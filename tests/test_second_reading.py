@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.adapter import group
+from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
-from lora_merge.checkpoint import Index
-from lora_merge.header import TensorInfo
+from lora_merge.cli.text import show_proof
+from lora_merge.files.checkpoint import Index
+from lora_merge.files.safetensors import TensorInfo
 from lora_merge.job import Adapter, Job
-from lora_merge.names import names
-from lora_merge.planning import match, outputs
-from lora_merge.reference.places import Places
-from lora_merge.replay import prove
-from lora_merge.second_reading import Reading, compare
-from lora_merge.showing import show_proof
+from lora_merge.models.names import names
+from lora_merge.planning.make_plan import match, outputs
+from lora_merge.proof.reference.places import Places
+from lora_merge.proof.replay import prove
+from lora_merge.proof.second_reading import Reading, compare
 
 from .support import Tensors, index, kohya, rand, save, sd1
 from .test_names import header, modules, pipeline

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.conventions import ANY, SUFFIXES
+from lora_merge.adapters.suffixes import ANY, SUFFIXES
 
 from .support import Tensors, rand, save
 

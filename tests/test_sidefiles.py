@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.disk import copy_file
+from lora_merge.disk.writer import copy_file
 from lora_merge.errors import FitError, InputError
+from lora_merge.files.side_files import configured
 from lora_merge.job import make_job
-from lora_merge.planning import make_plan
-from lora_merge.replay import prove
-from lora_merge.sidefiles import configured
+from lora_merge.planning.make_plan import make_plan
+from lora_merge.proof.replay import prove
 
 from .support import cli, rand, save
 

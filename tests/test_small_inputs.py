@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lora_merge.checkpoint import open_checkpoint
-from lora_merge.reader import read_bytes
+from lora_merge.disk.reader import read_bytes
+from lora_merge.files.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 SECONDS, MEGABYTES = 5, 500

@@ -11,7 +11,7 @@ import torch
 
 import lora_merge
 from lora_merge import MergeError
-from lora_merge.surroundings import exact_products
+from lora_merge.engine.torch_state import exact_products
 
 from .support import Tensors, rand, save
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.replay import prove
+from lora_merge.proof.replay import prove
 
 from .support import load, load_all
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-import lora_merge.run
-from lora_merge import recompute
+import lora_merge.engine.merge
+from lora_merge.engine.placement import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
-from lora_merge.header import parse_file
-from lora_merge.placement import convert
-from lora_merge.reference import floats
-from lora_merge.replay import prove
+from lora_merge.files.safetensors import parse_file
+from lora_merge.proof import recompute
+from lora_merge.proof.reference import floats
+from lora_merge.proof.replay import prove
 
 from .support import UNET, cli, kohya, load, metadata, rand, save, sd1
 
@@ -215,7 +215,7 @@ def test_files_of_other_programs_are_proven_from_named_inputs(made: Path) -> Non
 
 def test_options_of_a_file_without_a_recipe_are_given_with_its_inputs(made: Path) -> None:
     table = made / "names.yaml"
-    shutil.copy(Path(lora_merge.__file__).parent / "architectures" / "sd1.yaml", table)
+    shutil.copy(Path(lora_merge.__file__).parent / "models" / "architectures" / "sd1.yaml", table)
     foreign = {"te": 0.5, "unet": 0.0}, made / "foreign.safetensors"
     save(kohya(sd1()) | {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
          made / "style.safetensors")  # fmt: skip
@@ -255,11 +255,11 @@ def test_renamed_inputs_are_found_by_content(made: Path, tmp_path: Path) -> None
 
 def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that forgets the strength: the file does not get its name, the old one stays."""
-    import lora_merge.kernels as kernels
+    import lora_merge.engine.fold as kernels
 
     original = kernels.fold
     wrong = lambda base, stacks: original(base, [*stacks, *stacks])  # noqa: E731
-    monkeypatch.setattr("lora_merge.folding.RULES", {"sum": wrong})
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:
         merge(made, "out", overwrite=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lora_merge
-from lora_merge.adapter import looks_like_adapter
-from lora_merge.checkpoint import open_checkpoint
+from lora_merge.adapters.file import looks_like_adapter
+from lora_merge.cli.inspect import inspect
 from lora_merge.errors import MergeError
-from lora_merge.inspection import inspect
-from lora_merge.replay import prove
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.proof.replay import prove
 
 from .support import Tensors, cli, kohya, load, rand, save, sd1
 

@@ -13,7 +13,7 @@ import torch
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, ShapeMismatch
-from lora_merge.formats import layout
+from lora_merge.files.layout_check import layout
 
 from .support import load, rand, save
 
@@ -95,7 +95,9 @@ def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: p
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
     lora = adapter("native/wan-t2v-14B", "lora_unet_", tmp_path / "lora.safetensors", attention)
-    monkeypatch.setattr("lora_merge.disk.free_bytes", lambda _: 1 << 40)  # the plan of a 33 GB file asks for room
+    monkeypatch.setattr(
+        "lora_merge.disk.writer.free_bytes", lambda _: 1 << 40
+    )  # the plan of a 33 GB file asks for room
     plan = lora_merge.plan(base, lora, tmp_path / "out.safetensors", unmatched="skip")
     assert any("T2V" in note for note in plan.adapters[0].notes)
 

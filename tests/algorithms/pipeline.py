@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_merge.adapters.suffixes import SHARED, split
 from lora_merge.algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora
-from lora_merge.conventions import SHARED, split
 
 Stored = Mapping[str, Tensor]  # slot → tensor as stored
 

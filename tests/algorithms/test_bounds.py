@@ -14,11 +14,11 @@ from peft_examples import ALL_EXAMPLES
 from pipeline import stack
 
 from lora_merge.algorithms import ALGORITHMS, COUNT, SEED, Bounds, DoesNotFit, below
+from lora_merge.engine.placement import whole
 from lora_merge.errors import MergeError, VerificationFailed
-from lora_merge.examples import EXAMPLES, tensors, weight
-from lora_merge.examples import given as asked
-from lora_merge.placement import whole
-from lora_merge.reference import REFERENCE
+from lora_merge.proof.examples import EXAMPLES, tensors, weight
+from lora_merge.proof.examples import given as asked
+from lora_merge.proof.reference import REFERENCE
 
 INDEXED = [
     (name, example, slot)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.remarks import REBUILT
+from lora_merge.matching.remarks import REBUILT
 
 AWAY = "cuda:0" if torch.cuda.is_available() else "meta"
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}

@@ -16,12 +16,12 @@ from peft_examples import ALL_EXAMPLES as EXAMPLES
 from peft_examples import every
 from pipeline import candidates, stack
 
-from lora_merge.adapter import Module
+from lora_merge.adapters.file import Module
+from lora_merge.adapters.peft.rules import rules
+from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
-from lora_merge.conventions import SUFFIXES
-from lora_merge.gaps import gaps
-from lora_merge.header import TensorInfo
-from lora_merge.peft import rules
+from lora_merge.files.safetensors import TensorInfo
+from lora_merge.matching.incomplete import gaps
 
 MISSING_IS_FINE = {
     ("lora", "tucker", "mid"): False,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.errors import FitError
-from lora_merge.replay import prove
+from lora_merge.proof.replay import prove
 from tests.peft_oracle import assert_close, save, train
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {

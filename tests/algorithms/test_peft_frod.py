@@ -15,9 +15,9 @@ from torch import nn
 
 import lora_merge
 from lora_merge.algorithms import DoesNotFit
+from lora_merge.engine.joint_basis import drawn_places, joint_basis
 from lora_merge.errors import MergeError
-from lora_merge.joint_basis import drawn_places, joint_basis
-from lora_merge.replay import prove
+from lora_merge.proof.replay import prove
 from tests.algorithms.test_peft_order import MODELS
 from tests.peft_oracle import assert_close, save, train
 

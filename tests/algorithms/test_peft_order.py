@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.errors import MergeError
-from lora_merge.module_order import in_order, tables
+from lora_merge.models.module_order import in_order, tables
 from tests.peft_oracle import assert_close, save, train
 
 SMALL = {

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.algorithms.wavelets import low_pass
+from lora_merge.engine.rebuilding import CLUSTERING_SEED, ROUNDS, kmeans, low_rank_svd
 from lora_merge.errors import MergeError, VerificationFailed
-from lora_merge.header import parse_file
-from lora_merge.rebuilding import CLUSTERING_SEED, ROUNDS, kmeans, low_rank_svd
-from lora_merge.replay import prove
+from lora_merge.files.safetensors import parse_file
+from lora_merge.proof.replay import prove
 from tests.peft_oracle import merged, save, train
 
 LINEAR = ["wide", "tall", "square"]

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lora_merge
-from lora_merge import algorithms, conventions
+from lora_merge import algorithms
+from lora_merge.adapters import suffixes as conventions
 from lora_merge.algorithms import ALGORITHMS, Algorithm
-from lora_merge.placement import Placement, move
+from lora_merge.engine.placement import Placement, move
 
 README = Path(__file__).parents[2] / "algorithms" / "README.md"
 TABLE = re.compile(r"(?<=<!-- accuracy -->\n).*(?=<!-- /accuracy -->)", re.DOTALL)

@@ -26,7 +26,7 @@ from pipeline import Stacked
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.algorithms.peanut import ACTIVATIONS
-from lora_merge.reference import REFERENCE, Given
+from lora_merge.proof.reference import REFERENCE, Given
 from tests.mutator import Change, changes
 
 MODULES = ("lycoris", "peft", "recent", "rotations", "transforms")
@@ -128,7 +128,7 @@ def test_every_line_of_every_reference_formula_is_run() -> None:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
-        if module not in run or "lora_merge.reference" not in str(frame.f_globals.get("__name__")):
+        if module not in run or "lora_merge.proof.reference" not in str(frame.f_globals.get("__name__")):
             return None
         if event == "line":
             run[module].add(frame.f_lineno)
@@ -159,7 +159,7 @@ def statements(name: str) -> set[int]:
 
 
 def source(name: str) -> str:
-    file = import_module(f"lora_merge.reference.{name}").__file__
+    file = import_module(f"lora_merge.proof.reference.{name}").__file__
     assert file is not None
     return Path(file).read_text(encoding="utf-8")
 
@@ -190,12 +190,12 @@ def noticed(module: ModuleType, change: Change, mine: list[Case]) -> bool:
 def users(name: str) -> dict[str, list[Case]]:
     """Function of a module → the cases that run it."""
     found: dict[str, list[Case]] = {}
-    rows = table(import_module(f"lora_merge.reference.{name}"))
+    rows = table(import_module(f"lora_merge.proof.reference.{name}"))
     for case in (c for c in cases() if c.name in rows):
         seen: set[str] = set()
 
         def trace(frame: FrameType, _event: str, _: Any, seen: set[str] = seen) -> None:
-            if frame.f_globals.get("__name__") == f"lora_merge.reference.{name}":
+            if frame.f_globals.get("__name__") == f"lora_merge.proof.reference.{name}":
                 seen.add(frame.f_code.co_name)
 
         before = sys.gettrace()
@@ -211,7 +211,7 @@ def users(name: str) -> dict[str, list[Case]]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_mistake_in_a_reference_formula_is_noticed(name: str) -> None:
-    module, by_function, missed, count = import_module(f"lora_merge.reference.{name}"), users(name), [], 0
+    module, by_function, missed, count = import_module(f"lora_merge.proof.reference.{name}"), users(name), [], 0
     lines = source(name).splitlines()
     for change in changes(source(name)):
         count += 1

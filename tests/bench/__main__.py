@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lora_merge.volumes import file_system
+from lora_merge.disk.volumes import file_system
 
 from . import batch, gpu, inputs, many
 from .measure import Cache, Run, prepare, run
@@ -198,7 +198,7 @@ def start(b: Bench) -> None:
     }  # fmt: skip
     b.compare("start", commands, dict.fromkeys(commands, (base, lora)), "warm")
     large, alphas = inputs.large(b.data)
-    code = ("import sys, time; from lora_merge.job import make_job; from lora_merge.planning import make_plan; "
+    code = ("import sys, time; from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; "
             "from lora_merge.collecting import collect_rarely; collect_rarely(); "  # as the command does
             "t = time.perf_counter(); make_plan(make_job(*sys.argv[1:])); print(time.perf_counter() - t)")  # fmt: skip
     times = [float(run([sys.executable, "-c", code, str(large), str(alphas)]).output) for _ in range(b.rounds + 1)][

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lora_merge.header import ITEM_BYTES
+from lora_merge.disk.reader import Reader
+from lora_merge.engine.buffers import Slot, Turn
+from lora_merge.engine.fold_window import Making
+from lora_merge.engine.windows import Fold, window_bytes, windows
+from lora_merge.files.safetensors import ITEM_BYTES
 from lora_merge.job import COMPUTE_DTYPES, make_job
-from lora_merge.making import Making
-from lora_merge.planning import make_plan
-from lora_merge.plans import Plan
-from lora_merge.reader import Reader
-from lora_merge.slots import Slot, Turn
-from lora_merge.windows import Fold, window_bytes, windows
+from lora_merge.planning.make_plan import make_plan
+from lora_merge.planning.plan import Plan
 
 GB: Final = 1e9
 COPIED: Final = 2**30  # bytes of a copy whose rate is taken

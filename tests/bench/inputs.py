@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from lora_merge.disk import Writer
-from lora_merge.pages import aligned_buffer
+from lora_merge.disk.pages import aligned_buffer
+from lora_merge.disk.writer import Writer
 
 HEADERS: Final = Path(__file__).parents[1] / "headers"
 ITEM: Final = {"F16": 2, "BF16": 2, "F32": 4}

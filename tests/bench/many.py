@@ -33,7 +33,7 @@ CASES: Final = {
 
 PLAN: Final = (
     "import sys; from lora_merge.collecting import collect_rarely; collect_rarely(); "
-    "from lora_merge.job import make_job; from lora_merge.planning import make_plan; make_plan(make_job(*sys.argv[1:]))"
+    "from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; make_plan(make_job(*sys.argv[1:]))"
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_merge.volumes import RESERVES, file_system
+from lora_merge.disk.volumes import RESERVES, file_system
 
 from ..conftest import Nursery
 from ..support import sha

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_merge.volumes import CLONES, file_system
+from lora_merge.disk.volumes import CLONES, file_system
 
 from ..conftest import Nursery
 from ..support import sha

@@ -185,13 +185,13 @@ def test_interrupted_during_imports(scene: Scene, module: str, number: signal.Si
 
 @pytest.mark.parametrize("module", ["yaml.", "pydantic_core."])
 def test_a_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: str) -> None:
-    assert interrupted_at_import("lora_merge.worker", [], module, signal.SIGINT, scene) == (1, "")
+    assert interrupted_at_import("lora_merge.batch.worker", [], module, signal.SIGINT, scene) == (1, "")
 
 
 AT = """
     import atexit, os, sys
     from pathlib import Path
-    import lora_merge.cli, lora_merge.publish, lora_merge.run
+    import lora_merge.cli.main, lora_merge.disk.publish, lora_merge.engine.merge
     from lora_merge.__main__ import start
 
     def then(place, name):
@@ -216,7 +216,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "moment",
-    ['then(lora_merge.publish, "_remove")', 'then(lora_merge.run.Digests, "__exit__")', 'then(lora_merge.cli, "carry_out")',
+    ['then(lora_merge.disk.publish, "_remove")', 'then(lora_merge.engine.merge.Digests, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
@@ -236,13 +236,18 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
     folder = scene.folder.parent / f"batch-{together}"
     folder.mkdir()
     (folder / "jobs.yaml").write_text(f"version: 1\njobs: [{', '.join(jobs)}]\n")
-    code = at('then(lora_merge.publish, "_remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
+    code = at('then(lora_merge.disk.publish, "_remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
     assert code == 128 + signal.SIGTERM, scene.log()
     assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x"}
 
 
 @pytest.mark.parametrize(
-    "moment", ['then(Path, "mkdir")', 'then(lora_merge.publish, "make_parents")', 'then(lora_merge.publish, "_create")']
+    "moment",
+    [
+        'then(Path, "mkdir")',
+        'then(lora_merge.disk.publish, "make_parents")',
+        'then(lora_merge.disk.publish, "_create")',
+    ],
 )
 def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:
     argv = scene.argv()

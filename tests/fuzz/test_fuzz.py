@@ -29,13 +29,13 @@ from safetensors import deserialize
 from safetensors.torch import save
 
 import lora_merge
-from lora_merge.batch import make_batch
-from lora_merge.checkpoint import open_checkpoint
+from lora_merge.batch.run import make_batch
+from lora_merge.cli.inspect import inspect, lines
+from lora_merge.disk.reader import read_bytes
+from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import MergeError
-from lora_merge.inspection import inspect, lines
-from lora_merge.reader import read_bytes
-from lora_merge.replay import plan_again, prove, refuse_to_unmerge
-from lora_merge.run import run as carry_out
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
 
 from . import strategies as s
 
@@ -135,7 +135,7 @@ config = s.table(
     }
 )
 recipe = st.dictionaries(
-    st.one_of(st.sampled_from(["lora_merge.recipe", "sshs_model_hash", "format", "ss_network_args",
+    st.one_of(st.sampled_from(["lora_merge.planning.recipe", "sshs_model_hash", "format", "ss_network_args",
                                "lora_adapter_metadata", "modelspec.architecture", "ss_network_module"]), s.text),
     st.one_of(s.text, s.nasty, st.one_of(config, s.values).map(lambda v: json.dumps(v))), max_size=4,
 )  # fmt: skip
@@ -148,7 +148,7 @@ yaml_bombs = st.sampled_from(
 yaml_map = st.one_of(
     yaml_bombs,
     s.as_json(s.values),
-    st.sampled_from(sorted((ROOT / "lora_merge" / "architectures").glob("*.yaml"))).map(Path.read_bytes)
+    st.sampled_from(sorted((ROOT / "lora_merge" / "models" / "architectures").glob("*.yaml"))).map(Path.read_bytes)
     .flatmap(lambda content: st.one_of(st.just(content), s.damaged(content))),
 )  # fmt: skip
 
@@ -169,7 +169,7 @@ OURS = {
 }  # fmt: skip
 SET = {
     **OURS, "base": OURS["base"] | {"folder": False, "config": "", "recipe": OURS}, "setting": {"lora_alpha": 2},  # type: ignore[operator]
-    "map": {"name": "m.yaml", "text": (ROOT / "lora_merge" / "architectures" / "vae.yaml").read_text()},
+    "map": {"name": "m.yaml", "text": (ROOT / "lora_merge" / "models" / "architectures" / "vae.yaml").read_text()},
 }  # fmt: skip
 odd = st.one_of(
     s.values, s.nasty, st.sampled_from([*PATTERNS, "fp16", "skip", "fp64", True, [["te", 1]], {"parts": [[0, 2]]}, "0" * 64]),
@@ -185,7 +185,7 @@ def with_recipe(draw: st.DrawFn) -> bytes:
     text = text.replace('"deep"', "[" * depth + "]" * depth)
     if draw(st.integers(0, 9)) == 0:
         text = draw(s.damaged(text.encode())).decode("latin-1")
-    return save(MERGED, {"lora_merge.recipe": text})
+    return save(MERGED, {"lora_merge.planning.recipe": text})
 
 
 JOBS = [

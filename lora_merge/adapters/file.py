@@ -1,0 +1,311 @@
+"""Groups an adapter's tensors into modules: which tensors belong together and which algorithms they may be.
+
+Every tensor ends up in a module, in `ignored` with a reason, or in `strange` (no known suffix, so the
+plan tries it as a whole replacement parameter and names it otherwise). No torch here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import chain
+from math import ldexp, nan, prod
+from pathlib import Path
+from typing import Final, Protocol
+
+from ..algorithms import ALGORITHMS, Shape
+from ..disk.reader import Reader, read_bytes
+from ..errors import InputError
+from ..files.checkpoint import Index
+from ..files.lookalikes import foreign
+from ..files.safetensors import TensorInfo
+from .suffixes import SHARED, part, split
+from .values import differing, zero_outside
+
+IGNORED: Final = {
+    "bundle_emb.": "bundled textual-inversion embedding, not a change of weights",
+    "emb_params": "textual-inversion embedding, not a change of weights",
+    "_aux.": "bookkeeping of the training tool",
+}
+"""Key prefix → why tensors under it are not merged."""
+
+_IGNORED: Final = tuple(IGNORED)
+
+
+WRAPPED: Final = ".linear"
+"""Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
+
+READABLE: Final = frozenset(
+    ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+)
+"""Dtypes that the formulas take; the format has more, which nothing trains adapters in."""
+
+WHOLE: Final = frozenset(dtype for dtype in READABLE if dtype[0] in "IU" or dtype == "BOOL")
+"""Those of them that are whole numbers, which are indices and switches, and no factors."""
+
+CODES: Final = {
+    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
+    "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "?",
+}  # fmt: skip
+"""Dtype → what `struct` calls it."""
+
+SCALES: Final = ("alpha", "scale_override")
+"""Shared slots that say how much of the product of the factors counts."""
+
+IN_ORDER: Final = "name the base model first and the adapter after it; if they are in order, this file is no adapter"
+
+CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
+
+
+class Values(Protocol):
+    """Stored tensors that the plan has to know: from files, or from memory."""
+
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        """All elements of a small tensor of any stored dtype."""
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two tensors are equal, byte for byte."""
+
+    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+
+    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors that change one parameter of one module."""
+
+    name: str
+    parameter: str
+    slots: Mapping[str, TensorInfo]
+    shared: Mapping[str, TensorInfo]
+    algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
+    repeated: tuple[tuple[str, TensorInfo], ...] = ()  # further tensors for slots of `shared`, which have to be equal
+
+    @property
+    def where(self) -> str:
+        """The name for messages."""
+        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Stored shape per slot."""
+        return {slot: info.shape for slot, info in self.slots.items()}
+
+    @property
+    def height(self) -> int:
+        """Rows that it writes; 0 where its tensors do not tell."""
+        up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
+        return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
+
+    @property
+    def complete(self) -> tuple[str, ...]:
+        """Rows of the table whose required slots are all here, and that know every slot that is."""
+        return _complete(self.algorithms, frozenset(self.slots))
+
+
+@lru_cache(maxsize=1024)  # an adapter has thousands of modules of a few kinds
+def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
+    rows = [ALGORITHMS[name] for name in algorithms]
+    return tuple(
+        row.name
+        for row in rows
+        if slots <= row.slots.keys()
+        and all(slot in {*slots, *row.shared, *row.beside} for slot, required in row.slots.items() if required)
+    )
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One adapter as modules; nothing of its weights has been read but a few numbers."""
+
+    path: Path
+    index: Index
+    modules: tuple[Module, ...]
+    strange: tuple[TensorInfo, ...]
+    ignored: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Group:
+    slots: dict[str, TensorInfo] = field(default_factory=dict)
+    shared: dict[str, list[TensorInfo]] = field(default_factory=dict)
+    algorithms: tuple[str, ...] | None = None
+
+    @property
+    def tensors(self) -> Iterator[TensorInfo]:
+        """All of them."""
+        yield from self.slots.values()
+        yield from chain.from_iterable(self.shared.values())
+
+    def narrow(self, algorithms: tuple[str, ...]) -> None:
+        """Leave those that one more tensor's suffix allows."""
+        if self.algorithms != algorithms:
+            self.algorithms = tuple(a for a in algorithms if self.algorithms is None or a in self.algorithms)
+
+
+class FileValues:
+    """Values from files: from open ones if there are many, an alpha per module is thousands of reads."""
+
+    def __init__(self, reader: Reader | None = None) -> None:
+        self._reader = reader
+
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        """All elements of a small tensor of any stored dtype."""
+        if not info.nbytes:
+            return ()
+        raw = bytes(self._bytes(info, 0, info.nbytes))
+        if info.dtype == "F8_E4M3":
+            return tuple(map(_e4m3, raw))
+        if info.dtype in ("BF16", "F8_E5M2"):  # the upper halves of F32 and F16
+            half = info.nbytes // max(1, prod(info.shape))
+            raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
+        code = CODES[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)]
+        return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two tensors are equal, byte for byte."""
+        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
+        )
+
+    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        return differing(copy, own)
+
+    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        return zero_outside(info, rows, columns, self._bytes)
+
+    def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
+        return (self._reader.read if self._reader else read_bytes)(info, first, count)
+
+
+@lru_cache(maxsize=256)
+def _e4m3(byte: int) -> float:
+    """The number that a byte is in F8_E4M3: no infinities, one NaN; arXiv:2209.05433, table 1."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
+    return -size if byte >> 7 else size
+
+
+def group(index: Index) -> AdapterFile:
+    """The adapter's tensors as modules; InputError if the file is no adapter at all."""
+    groups: dict[tuple[str, str], _Group] = {}
+    strange: list[TensorInfo] = []
+    ignored: dict[str, str] = {}
+    bare: dict[str, TensorInfo] = {}
+    for key, info in index.tensors.items():
+        if key.startswith(_IGNORED):
+            ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
+            continue
+        if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # one truth value is a switch
+            raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",
+                             "export the adapter in fp32 or bf16")  # fmt: skip
+        found = split(key)
+        if found is None:
+            strange.append(info)
+            continue
+        name, row = found
+        if row.ending == ".weight":  # of (IA)³, if its `on_input` is there too
+            bare[name] = info
+            continue
+        one = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
+        if row.slot in SHARED:
+            one.shared.setdefault(row.slot, []).append(info)
+            continue
+        if row.slot in one.slots:
+            raise twice(index.path, one.slots[row.slot], info)
+        one.slots[row.slot] = info
+        one.narrow(row.algorithms)
+    strange += _scalings(groups, bare)
+    plain = {key for key, g in groups.items() if not _is_adapter(g)}
+    strange += [info for key in plain for info in groups[key].tensors]
+    if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
+        what = foreign(index.tensors)
+        raise InputError(
+            "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
+            f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",
+            what[1] if what else IN_ORDER,
+        )
+    modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
+    used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
+    lonely = [info for (name, _), g in groups.items() if name not in used for info in g.tensors]
+    named = {info.name for info in strange}
+    strange += [info for info in lonely if info.name not in named]
+    wrapped = {m.name for m in modules if m.name.endswith(WRAPPED)}
+    for info in [i for i in strange if i.name.rpartition(".")[0] in wrapped]:
+        strange.remove(info)
+        ignored[info.name] = "the base's own tensor inside a wrapped layer"
+    return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
+
+
+def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Give every bare `.weight` that is (IA)³'s to its module; returns those that are not."""
+    others = []
+    for name, info in bare.items():
+        owner = groups.get((name, "weight"))
+        if owner is not None and "on_input" in owner.slots:
+            owner.slots["diff"] = info
+        else:
+            others.append(info)
+    return others
+
+
+def _says_nothing(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
+    """Whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has too."""
+    tensors = (info for key, g in groups.items() if key not in plain for info in g.tensors)
+    return all(info.name.endswith("_norm.scale") for info in tensors)
+
+
+def _is_adapter(g: _Group) -> bool:
+    """Whether the group is more than a parameter of a model whose name happens to end like a suffix."""
+    return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
+
+
+def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
+    """The group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the factors.
+
+    Of several tensors for one shared slot the first by name stands for all, whatever their order in the file.
+    """
+    whole, number = part(key[0])
+    g, parent = groups[key], groups.get((whole, "weight"))
+    held: dict[str, list[TensorInfo]] = {slot: [*infos] for slot, infos in g.shared.items()}
+    is_bias = g.algorithms == ("lora_bias",)
+    if parent and (number is not None or is_bias):
+        for slot, infos in parent.shared.items():
+            if slot in SCALES or not is_bias:
+                held.setdefault(slot, []).extend(infos)
+    in_order = {slot: sorted(infos, key=lambda info: info.name) for slot, infos in held.items()}
+    first = {slot: infos[0] for slot, infos in in_order.items()}
+    repeated = tuple((slot, info) for slot, infos in in_order.items() for info in infos[1:])
+    return Module(*key, g.slots, first, g.algorithms or (), repeated)
+
+
+def looks_like_adapter(index: Index) -> bool:
+    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place.
+
+    A model that was saved with an adapter attached is none: beside the adapter's tensors it has their layers' weights.
+    """
+    found = [one for key in index.tensors if (one := split(key)) is not None]
+    marked = [module for module, row in found if row.slot not in SHARED and row.ending != ".weight"]
+    count = len(marked) + sum(row.slot == "on_input" for _, row in found)  # which tells of the `.weight` beside it
+    if count * 2 <= len(index.tensors):
+        return False
+    layers = {f"{module}.base_layer.weight" for module in marked}
+    own = sum(row.ending != ".weight" for _, row in found)
+    return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
+
+
+def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
+    """The error for two tensors of one meaning."""
+    return InputError(
+        "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
+        "remove one of the two; applying both would double the effect",
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Settings of a formula that no tensor tells, from what kohya's and LyCORIS' trainers write into metadata.
+
+`ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the
+user gave; what is not among them had its default, and so had what the library's function does not read:
+`lycoris.kohya.create_network` and `lycoris.create_lycoris` hand on different arguments (LyCORIS 4.1, kohya.py,
+wrapper.py). What a preset gives to some kinds of layers reaches them always. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..algorithms import Algorithm, Bounds
+from ..arguments import shown
+from ..errors import InputError
+from ..json_text import from_json
+
+READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora", "split_qkv"),
+        "lycoris_config": ("algo", "block_size", "bypass_mode"),
+    }
+)
+"""Entry → its arguments that reach the layers and change what a stored tensor means."""
+
+MAPS: Final = ("module_algo_map", "name_algo_map")
+"""Tables of a preset: kind or name of layers → their own arguments."""
+
+TURNED: Final = ("diag_oft", "boft")
+BYPASS: Final = "bypass_mode"
+"""In this mode OFT and BOFT turn what the layer gives, its bias included: lycoris/modules/{diag_oft,boft}.py."""
+
+SPLIT: Final = "split_qkv"
+DYLORA: Final = "dylora"
+DYLORA_BLOCK: Final = 4
+RANKS: Final = Bounds(1, 2**31)
+"""How many ranks a block may have; no weight has more."""
+
+FIX: Final = "correct or remove this entry of the adapter's metadata"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the network arguments say about one formula."""
+
+    settings: Mapping[str, Any]  # as their defaults' types
+    partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
+    factor: float  # by what the scale differs from α / r
+    turns_bias: bool  # whether the formula holds for the bias too
+    split: bool = False  # whether layers that are fused in a weight were trained apart, each with all of α
+    told: bool = False  # whether there are arguments at all
+    note: str = ""  # on an entry that cannot be read, where the formula takes nothing from it
+
+
+def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
+    """What a file's metadata says about the row; InputError for damaged arguments that it may depend on."""
+    tables, note = {}, ""
+    for name in [name for name in READ if name in metadata]:
+        try:
+            tables[name] = _table(metadata[name], f"{where}: {name}")
+        except InputError as e:
+            if _may_depend(row, metadata[name]):
+                raise
+            note = f"{e.what} ({name}); its formula takes nothing from there"
+    given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
+    settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
+    partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
+    turns = row.name in TURNED and bool(_like(given.get(BYPASS, False), default=False))
+    split = row.name == "lora" and given.get(SPLIT) == "True"  # nothing else counts for sd-scripts
+    return Trained(settings, frozenset(partial), _factor(row, given, where), turns, split, bool(tables), note)
+
+
+def _may_depend(row: Algorithm, text: str) -> bool:
+    """Whether arguments that cannot be read may be some that the row's formula depends on."""
+    asked = (row.name in TURNED and BYPASS in text.lower()) or any(
+        name in row.settings for names in READ.values() for name in names
+    )
+    return asked or (row.name == "lora" and any(word in text.lower() for word in (DYLORA, SPLIT)))
+
+
+def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
+    """LyCORIS trains DyLoRA with α over the number of blocks: lycoris/modules/dylora.py.
+
+    A block has four ranks unless told otherwise.
+    """
+    if row.name != "lora" or str(given.get("algo", "")).lower() != DYLORA:
+        return 1.0
+    size = given.get("block_size") or DYLORA_BLOCK
+    if (found := RANKS.number(size)) is None:
+        raise InputError(f"block_size is {shown(size)!r}", where, FIX)
+    return float(found)
+
+
+def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:
+    preset = table.get("apply_preset")
+    maps = [preset.get(name) for name in MAPS] if isinstance(preset, dict) else []
+    for layers in maps:
+        for arguments in layers.values() if isinstance(layers, dict) else ():
+            yield from arguments if isinstance(arguments, dict) else ()
+
+
+def _table(text: str, where: str) -> dict[str, Any]:
+    try:
+        table = from_json(text)
+    except ValueError as e:
+        raise InputError(f"the metadata is no JSON: {e}", where, FIX) from e
+    if table is None:  # sd-scripts without arguments
+        return {}
+    if not isinstance(table, dict):
+        raise InputError("the metadata is no table of arguments", where, FIX)
+    return table
+
+
+def _like(value: Any, default: Any) -> Any:
+    """sd-scripts stores every argument as text: "True" for a flag."""
+    if isinstance(default, bool):
+        return str(value).strip().lower() in ("true", "1", "yes", "on")
+    return str(value)

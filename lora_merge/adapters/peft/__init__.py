@@ -1,0 +1,1 @@
+"""What PEFT's configuration says."""

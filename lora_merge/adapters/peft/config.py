@@ -1,0 +1,237 @@
+"""Typed access to a PEFT configuration, and the tables of what cannot be merged and why. No torch.
+
+The JSON comes from strangers: a field of the wrong type is an InputError that names it, never a
+TypeError, and the regular expressions in it are only run if they are plain enough to finish."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from ...algorithms import COUNT, Bounds
+from ...errors import InputError
+from ...module_patterns import Ends, Matching
+from ...patterns import STEPS_A_NAME, Refused, pattern
+
+CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
+NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
+NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
+TRAIN_AGAIN: Final = "keep it as a separate adapter at inference; it has no merged form"
+CHANGED_BASE: Final = (
+    "the weights it was trained on are not those of the base, and the file does not hold the difference"
+)
+RETAKE: Final = "take adapter_config.json from the training again"
+RESAVE: Final = (
+    "save it again with save_pretrained(…, path_initial_model_for_weight_conversion=…), which makes it a plain LoRA"
+)
+
+UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"  # 0.21.2
+UNKNOWN_ORDER: Final = "its layers share vectors in the order in which the model's code lists them, which no file tells"
+ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
+
+REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "MULTITASK_PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "P_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "PREFIX_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "ADAPTION_PROMPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "CPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "CARTRIDGE": (NOT_A_WEIGHT, TRAIN_AGAIN),
+        "XLORA": (NEEDS_INPUT, TRAIN_AGAIN),
+        "POLY": (NEEDS_INPUT, TRAIN_AGAIN),
+        "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
+        "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
+    }
+)
+"""peft_type → (why it cannot be merged, what to do instead)."""
+
+REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
+    {
+        "alora_invocation_tokens": ("aLoRA", "it acts only after certain tokens", TRAIN_AGAIN),
+        "arrow_config": ("Arrow", NEEDS_INPUT, TRAIN_AGAIN),
+        "use_qalora": ("QALoRA", "it belongs into a quantizer's zero points", TRAIN_AGAIN),
+        "layer_replication": (
+            "layer replication",
+            "it was trained on a model with some layers repeated",
+            "write the repeated layers into a base of their own and merge into that",
+        ),
+    }
+)
+"""Field of a LoRA configuration that makes it another method: (name, why, what to do)."""
+
+REFUSED_INIT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "corda": "CorDA",
+        "loftq": "LoftQ",
+        "lora_ga": "LoRA-GA",
+        "pissa_niter": "PiSSA with a randomised start",
+    }
+)
+"""Start of `init_lora_weights` → method whose change of the base cannot be repeated from files."""
+
+PLAIN_INIT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Values of `init_lora_weights` that leave the base as it is."""
+
+REPEATED_INIT: Final = frozenset({"pissa", "olora"})
+"""Values of `init_lora_weights` that changed the base in a way that follows from the base."""
+
+KNOWN_SWITCHES: Final = frozenset(
+    (
+        *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+        *("velora_config", "monteclora_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("loftq_config", "runtime_config", "megatron_config"),
+    )
+)
+"""Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
+
+
+VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A configuration, read field by field; `null` counts as absent, as it does in PEFT."""
+
+    values: Mapping[str, Any]
+    where: str
+    inside: str = ""
+    """What the file's names begin with before the path that the configuration knows: `transformer.`."""
+    matching: Matching = field(default_factory=Matching, compare=False, repr=False)
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where absent."""
+        return self.values.get(name)
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        return self._number(name, self.get(name), default)
+
+    def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
+        """A whole number inside of these bounds; exact, also where a double would round it."""
+        value = default if self.get(name) is None else allowed.number(self.get(name))
+        if value is None or isinstance(self.get(name), str):
+            raise self.odd(name, f"a whole number from {allowed}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.odd(name, "true or false")
+        return default if value is None else value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.odd(name, "a string")
+        return default if value is None else value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty where absent."""
+        value = self.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.odd(name, "a list of strings")
+        return tuple(value)
+
+    def indices(self, name: str, value: object) -> tuple[int, ...]:
+        """A list of row numbers, each once."""
+        rows = value if isinstance(value, list) else [None]
+        whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
+        if not whole or len(set(rows)) != len(rows):
+            raise self.odd(name, "a list of different row numbers")
+        return tuple(rows)
+
+    def pattern(self, name: str, module: str, default: float) -> float:
+        """The number whose key, a regular expression, matches the module's path or the end of it;
+        first one wins."""
+        table = self.get(name)
+        if not table:
+            return default
+        if name not in self.matching.tables:
+            if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+                raise self.odd(name, "an object")
+            self.matching.tables[name] = Ends(table)
+        with self._refusing(name):
+            key = self.matching.tables[name].first(self._path(module), self.matching.steps)
+        return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
+
+    def matches(self, expression: str, module: str, name: str) -> bool:
+        """Whether an expression that is the field `name` matches the whole of the module's path."""
+        with self._refusing(name):
+            self.matching.steps.left += STEPS_A_NAME
+            return pattern(rf"(?:{expression})\Z").matches(self._path(module), self.matching.steps)
+
+    def _path(self, module: str) -> str:
+        return module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
+
+    @contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """A pattern that is not run becomes an InputError that names its field."""
+        try:
+            yield
+        except Refused as e:
+            fix = "write out the modules that it stands for"
+            raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
+
+    def version(self, default: str = "") -> tuple[int, ...]:
+        """The release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""
+        found = VERSION.match(self.text("peft_version", default))
+        return tuple(int(part) for part in found.groups() if part) if found else ()
+
+    def odd(self, name: str, wanted: str) -> InputError:
+        """The error for a field of the wrong type."""
+        shown = repr(self.get(name.partition("[")[0]))[:80]
+        return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
+
+    def _number(self, name: str, value: Any, default: float) -> float:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.odd(name, "a number")
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:
+            finite = False
+        if not finite:
+            raise self.odd(name, "a finite number")
+        return float(value)
+
+
+def refuse(method: str, why: str, instead: str, where: str) -> InputError:
+    """The error for an adapter that has no merged form, or none that its files tell."""
+    return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
+
+
+def refuse_lora(fields: Fields) -> None:
+    """InputError if a LoRA configuration is in truth another method, or one that changed its
+    base."""
+    for name, (method, why, instead) in REFUSED_LORA.items():
+        if fields.get(name):
+            raise refuse(method, why, instead, f"{fields.where}: {name}")
+    refuse_start(fields, fields.get("init_lora_weights"))
+    for name, value in fields.values.items():
+        switch = name.startswith("use_") or name.endswith("_config")
+        if value and switch and name not in KNOWN_SWITCHES:
+            why = "what that does to the weights is not known here"
+            raise refuse(f"LoRA with {name[:40]!r}", why, CONVERT, fields.where)
+
+
+def refuse_start(fields: Fields, start: object) -> None:
+    """InputError if the factors started in a way that changed the base for good."""
+    if start is None or isinstance(start, bool):
+        return
+    if not isinstance(start, str):
+        raise fields.odd("init_lora_weights", "true, false or a string")
+    where = f"{fields.where}: init_lora_weights = {start[:40]!r}"
+    for prefix, method in REFUSED_INIT.items():
+        if start.lower().startswith(prefix):
+            raise refuse(method, CHANGED_BASE, RESAVE, where)
+    if start.lower() not in PLAIN_INIT | REPEATED_INIT:
+        raise refuse("LoRA", "how its factors started is not known here", RESAVE, where)

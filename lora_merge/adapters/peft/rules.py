@@ -1,0 +1,338 @@
+"""What a PEFT configuration means for a merge: `rules(config, where, metadata)`. No torch.
+
+A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers or `lora_config` of
+finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what no tensor tells. Without one the rules say
+nothing, and the file's own numbers hold. How a plan uses them:
+
+1. `plain(key)`, for every key of the file: what a tensor is that belongs to no algorithm: the new value of a
+   parameter or of some of its rows, or a copy that is not needed. None: not one of these; `conventions.split` has its
+   turn. What `split` does not know either, or takes for a bare `.weight`, is a whole parameter, to put in place of
+   the base's.
+2. `algorithm(module, candidates)`: the row of ALGORITHMS to use for a module, out of those that its slots allow, or
+   None to leave it to the table. InputError if the tensors are those of another method than the configuration's.
+3. `targets(module)`: which parameters the module may mean, best first; usually `<module>.weight`.
+4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.numbers`.
+5. `settings(algorithm)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
+   largest over all weights that the adapter changes with this algorithm.
+6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks it,
+   `Algorithm.derive(fitted shapes, weight shape, settings)` makes it.
+
+Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `and_bias` changes the
+module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out],
+one sign of several, and only for square ones (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from ...algorithms import Shapes
+from ...errors import InputError
+from ...json_text import from_json
+from ...models.module_order import in_order
+from ...models.prefixes import COMPONENTS, PEFT, prefixed
+from ...models.weights import View
+from .config import CONVERT, ORDER_OF, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
+from .kinds import KINDS, MLX, OTHERS, SHARED, STARTED
+from .numbers import SCALES, SETTINGS, check_count, rank_doubt
+from .target_parameters import WRAPPER, bare, experts_row, is_layer, parameters, shared_kind
+
+METADATA: Final = "lora_adapter_metadata"
+FINETRAINERS: Final = "lora_config"
+COUNTED: Final = ("TINYLORA",)
+"""Methods to which it matters which layer of the model one is."""
+
+SHARED_PREFIX: Final = "base_model."
+
+RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
+
+UNREAD: Final = (
+    "scaled by the lora_config in its header, as it was trained; diffusers does not read that and takes scale 1"
+)
+
+UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
+"""A field of configurations without a peft_type → what they are."""
+
+Kind = Literal["value", "copy", "ignored"]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a tensor means that belongs to no algorithm.
+
+    value:   takes the place of the base's `target`, or of these rows of it, in this order.
+    copy:    was not trained, the base has the same. If it has more rows, the vocabulary was
+             extended before training.
+    ignored: not needed for a merge; `why` says it.
+    """
+
+    kind: Kind
+    target: str
+    why: str = ""
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One configuration; see the top of this file."""
+
+    fields: Fields
+    kind: str = ""  # peft_type; empty where there is no configuration
+    components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
+    layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
+    starts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # layer → its first number, the weight's dtype
+    total: int = 0  # numbers of all layers
+    ordered: bool = False  # whether they are in the order of the model's code
+    relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → those that share what is rebuilt
+    joint: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # module → the settings for that
+    borrowed: bool = False  # from the component that the names speak of in other words
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether weights are [in, out], as PEFT saw the last of them."""
+        return self.fields.flag("fan_in_fan_out", default=False)
+
+    @property
+    def beside_pairs(self) -> frozenset[str]:
+        """What every pair of LoRA factors of this configuration has beside it."""
+        switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
+        return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
+
+    def counting(self, modules: Sequence[str], model: str) -> Rules:
+        """The rules with the order of the modules in a model of this type, for the methods that count them."""
+        if self.kind not in COUNTED:
+            return self
+        paths = sorted({bare(name) for name in modules})
+        order = in_order(paths, model)
+        return replace(self, layers=tuple(order or paths), ordered=order is not None)
+
+    def of(self, module: str) -> Rules:
+        """The rules for one module: those of its component, where components have their own.
+
+        A file that was renamed speaks of `diffusion_model.`, or of nothing, where its header says `transformer.`.
+        """
+        if not self.components:
+            return self
+        if prefixes := [name for name in self.components if module.startswith(f"{name}.")]:
+            return self.components[max(prefixes, key=len)]
+        hint, path = list(prefixed(module))[-1]
+        meant = [name for name in self.components if name in COMPONENTS.get(hint, ())]
+        if self.kind or len(meant) != 1:
+            return self
+        theirs = self.components[meant[0]]
+        return replace(theirs, fields=replace(theirs.fields, inside=module.removesuffix(path)), borrowed=True)
+
+    def algorithm(
+        self, module: str, candidates: Sequence[str], weight: View | None = None, model: str = ""
+    ) -> str | None:
+        """The row for a module on its weight in a model of this type; None leaves it to the table.
+
+        InputError if it is none of ours, DoesNotFit if nothing tells which way round stacked experts are.
+        """
+        if not self.kind and module.startswith(PEFT):  # PEFT's, without its configuration
+            rows = [name for name in candidates if name not in OTHERS]
+            return next(iter(rows), "lora") if len(rows) < min(2, len(candidates)) else None
+        if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save
+            return None
+        rows = [name for name in candidates if name in KINDS[self.kind]]
+        if candidates and not rows and self.borrowed:
+            return None
+        if candidates and not rows:
+            what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
+            fix = "put the adapter_config.json of this adapter beside it"
+            raise InputError(what, f"{self.fields.where}: {module}", fix)
+        if self.kind == "IA3":
+            return "peft_ia3_in" if self._feedforward(bare(module)) else "peft_ia3_out"
+        if "lora" in rows:
+            return self._lora_row(module, rows, weight, model)
+        return rows[0] if len(rows) == 1 else None
+
+    def targets(self, module: str) -> tuple[str, ...]:
+        """Parameters that the module may mean, best first; without PEFT's prefix and wrappers."""
+        name = bare(module).replace(WRAPPER, "")
+        return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
+
+    def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
+        """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors, InputError if its
+        patterns are of other names than the file's."""
+        if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):
+            where = f"{self.fields.where}: alpha_pattern does not tell of {module}"
+            raise InputError("the file calls its modules by other names than its header does", where, RENAMED)
+        check_count(self.fields, algorithm, module, shapes)
+        make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
+        return {} if make is None else {"scale": make(self.fields, module, shapes)}
+
+    def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
+        """What the user should know of a configuration that says another rank than the tensors have, or that others
+        do not read; or ""."""
+        if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
+            return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
+        return rank_doubt(self.fields, algorithm, module, shapes) if self.kind else ""
+
+    def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
+        """Settings of the row, for a module where they differ; `widest` is not among them."""
+        if algorithm == "tinylora" and self.kind and not self.fields.flag("save_projection", default=True):
+            return {"seed": self.fields.integer("projection_seed", 42) + self._number(module)}
+        if algorithm == "frod":
+            return self.joint.get(module, {})
+        if algorithm == "unilora" and module in self.starts:
+            start, dtype = self.starts[module]
+            whole = {"rank": self.fields.integer("r", 4), "shuffle": self.fields.integer("proj_seed", 42)}
+            return {"start": start, "dtype": dtype, "total": self.total, **whole}
+        make = SETTINGS.get(algorithm) if self.kind else None
+        return {} if make is None else make(self.fields)
+
+    def is_shared(self, module: str) -> bool:
+        """Whether this is no module, but where the file keeps the tensors that all modules share."""
+        return f"{module}." == SHARED_PREFIX and any(name in SHARED for name in KINDS.get(self.kind, ()))
+
+    def holds_for_all(self, key: str) -> bool:
+        """Whether a key that no suffix knows is of a tensor that several modules share."""
+        names = {name for row in KINDS.get(self.kind, ()) for name in SHARED.get(row, {}).values()}
+        stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in names if "{" in name)
+        return bool(stems) and key.startswith((*stems, f"{SHARED_PREFIX}frod_s_size."))
+
+    def shared(self, algorithm: str, module: str = "") -> Mapping[str, str]:
+        """Slot → key of the file, for tensors that all modules share, or all of the module's kind."""
+        group = self._group(module) if algorithm == "tinylora" else 0
+        told = {"kind": shared_kind(bare(module)), "group": group}
+        return {slot: SHARED_PREFIX + name.format(**told) for slot, name in SHARED.get(algorithm, {}).items()}
+
+    def _group(self, module: str) -> int:
+        """Which of TinyLoRA's vectors a layer has; InputError where that depends on an order that nothing tells."""
+        layers = len(self.layers) or 1
+        groups = max(1, round(layers * (1 - self.fields.number("weight_tying", 0.0))))
+        return min(self._number(module) // max(1, layers // groups), groups - 1) if groups > 1 else 0
+
+    def _number(self, module: str) -> int:
+        """Which of the layers this is, in the order of the model's code."""
+        if len(self.layers) != 1 and not self.ordered:
+            raise refuse(self.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, f"{self.fields.where}: {module}")
+        return self.layers.index(bare(module))
+
+    def plain(self, key: str) -> Plain | None:
+        """What a tensor is that belongs to no algorithm; None for all others."""
+        for pattern, kind, why in PLAIN:
+            if (match := pattern.fullmatch(key)) is None:
+                continue
+            module, leaf = match["module"], match["leaf"] or "weight"
+            module = module.replace(".base_layer", "")
+            if why == BASE_LAYER and leaf == "bias" and self.fields.text("bias", "none") != "none":
+                return Plain("value", f"{module}.{leaf}")
+            rows = self._tokens(bare(module)) if why == TOKENS else None
+            return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
+        return None
+
+    def _lora_row(self, module: str, rows: Sequence[str], weight: View | None, model: str) -> str | None:
+        named = parameters(self.fields, module)
+        if named and weight is not None and len(weight.shape) == 3:
+            return experts_row(self.fields, weight.shape[1:], model, apart=len(weight.pieces) > 1)
+        if named and weight is None and not named[0].endswith(".weight"):
+            return "lora_experts"
+        start = self.fields.get("init_lora_weights")
+        if start == "olora" and weight is not None and any(piece.transposed for piece in weight.pieces):
+            raise refuse("OLoRA", UNTURNED, RESAVE, f"{self.fields.where}: {module}")
+        if isinstance(start, str) and start.lower() in STARTED:
+            return start.lower()
+        if self.fields.get("kasa_config") and "kasa" not in rows:
+            raise InputError("KaSA without its lora_diag", f"{self.fields.where}: {module}", "save the adapter again")
+        if self.fields.get("use_bdlora"):
+            return "bdlora"
+        return "lora" if named else None
+
+    def _feedforward(self, module: str) -> bool:
+        names = self.fields.get("feedforward_modules")
+        if isinstance(names, str):
+            return self.fields.matches(names, module, "feedforward_modules")
+        return any(module.endswith(name) for name in self.fields.texts("feedforward_modules"))
+
+    def _tokens(self, module: str) -> tuple[int, ...]:
+        """Row numbers of the embedding's trained tokens."""
+        name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
+        value = self.fields.get(name)
+        if isinstance(value, dict):
+            found = [v for k, v in value.items() if f".{module}".endswith(f".{k}")]
+            value = found[0] if len(found) == 1 else None
+        if value is None:
+            what = f"{name} does not say which rows of {module} were trained"
+            raise InputError(what, self.fields.where, RETAKE)
+        return self.fields.indices(name, value)
+
+
+def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Rules:
+    """The rules of a file with this configuration and header; InputError for what cannot be merged."""
+    if not config and METADATA in metadata:
+        return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
+    if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
+        return _by_component(told, f"{where}: {FINETRAINERS}")
+    fields = Fields(MappingProxyType({str(k): v for k, v in config.items()}), where)
+    if not config:
+        return Rules(fields)
+    given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
+    kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
+    if kind in REFUSED:
+        raise refuse(kind, *REFUSED[kind], where)
+    if kind not in KINDS:
+        what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
+        raise refuse(what, "this tool does not know it", CONVERT, where)
+    if kind in ("LORA", "ADALORA"):
+        refuse_lora(fields)
+    if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
+        why = "it was trained without a seed, so nobody knows its frequencies"
+        raise refuse("FOURIERFT", why, CONVERT, where)
+    return Rules(fields, kind)
+
+
+def _finetrainers(text: str) -> dict[str, Any]:
+    """The configuration as diffusers would write it, which is the transformer's; other tools mean something else by
+    this entry, then {}."""
+    try:
+        config = from_json(text)
+    except ValueError:
+        return {}
+    whole = isinstance(config, dict) and {"r", "lora_alpha"} <= config.keys()
+    return {f"transformer.{name}": value for name, value in config.items()} if whole else {}
+
+
+def _from_metadata(text: str, where: str) -> Rules:
+    """Rules per component, of diffusers' text."""
+    try:
+        config = from_json(text)
+    except ValueError as e:
+        raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
+    if not isinstance(config, dict):
+        raise InputError("the configuration is no JSON object", where, "save the file again")
+    return _by_component(config, where)
+
+
+def _by_component(config: Mapping[str, Any], where: str) -> Rules:
+    """Rules per component; fields without one hold for the whole file."""
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in config.items():
+        component, _, name = key.rpartition(".")
+        parts.setdefault(component, {})[name] = value
+    read = {name: rules({"peft_type": "LORA", **part}, where) for name, part in parts.items()}
+    read = {name: replace(r, fields=replace(r.fields, inside=f"{name}." if name else "")) for name, r in read.items()}
+    whole = read.pop("", Rules(Fields({}, where)))
+    return Rules(whole.fields, whole.kind, read)
+
+
+BASE_LAYER: Final = "a copy of the base's own tensor"
+TOKENS: Final = "rows of trained tokens"
+_LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
+_TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
+_FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
+    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained module beside a trained one"),
+    (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
+    (rf"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?{_LEAF}", "value", ""),
+    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
+    (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
+    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
+    (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
+)
+PLAIN: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
+"""Key → (what it is, why): the first that matches the whole key."""

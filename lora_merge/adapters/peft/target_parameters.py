@@ -1,0 +1,158 @@
+"""LoRA of a parameter that PEFT's `target_parameters` names: which parameter a module means, and which way round
+stacked experts are. No torch.
+
+PEFT wraps the module that owns the parameter, once for every parameter, the one registered last outermost; patterns
+of ranks and alphas are matched with the parameter's whole name. Source: PEFT 0.21.2, tuners/tuners_utils.py
+(`_inject_parameters`) and tuners/lora/layer.py (`ParamWrapper`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from ...algorithms import DoesNotFit
+from ...models.prefixes import PEFT, TRAINING
+from .config import Fields
+
+_LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
+OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
+"""What a training loop calls the model that PEFT made, if it has but one."""
+WRAPPER: Final = ".base_layer"
+REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Expert parameters in the order in which transformers' modules register them."""
+
+IN_OUT: Final = ("gptoss", "aria", "openaiprivacyfilter")
+"""Model types of transformers whose experts say that they are [in, out] (`is_transposed`)."""
+
+UPRIGHT_SINCE: Final = (0, 19, 1)
+"""From this PEFT on the factors of [E, out, in] are those of [out, in]; before, those of its transpose."""
+
+SQUARE: Final = (
+    "the experts are square, and {unknown} does not tell whether their factors are those of [in, out] or of [out, in]"
+)
+
+
+TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
+"""Classes of transformers for one tower of two: CLIP's, SigLIP's and their kin."""
+
+MOST_LOOSE: Final = 1000
+"""Names of parameters without their module; models have a dozen."""
+
+TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
+"""What models call their input embeddings, which mlx-lm takes for layers from the vocabulary (LoRAEmbedding)."""
+
+
+def bare(module: str) -> str:
+    """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
+    path = _LEVELS.sub("", module) if "_mod" in module else module  # all of them have that
+    before, found, rest = path.partition(PEFT)
+    return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
+
+
+def paths(fields: Fields, module: str) -> tuple[str, ...]:
+    """What a module may be called, best first: one tower trained alone lacks the level that a model of two has."""
+    tower = TOWER.fullmatch(_trained_class(fields))
+    return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
+
+
+def shared_kind(path: str) -> str:
+    """What FRoD calls the layers that share a basis, by the end of a module's path; tuners/frod/model.py."""
+    *above, last = path.split(".")
+    if not above or above[-1].isdigit():
+        return last
+    if (above[-1], last) == ("output", "dense") and above[-2:-1] == ["attention"]:
+        return "attention_output"
+    return f"{above[-1]}_{last}"
+
+
+def saved_inside(fields: Fields, name: str) -> bool:
+    """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
+    saved, levels = fields.texts("modules_to_save"), bare(name).split(".")[:-1]
+    return sum(".".join(levels[:i]).endswith(saved) for i in range(1, len(levels) + 1)) > 1 if saved else False
+
+
+def parameters(fields: Fields, module: str) -> tuple[str, ...]:
+    """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
+    if not fields.get("target_parameters"):
+        return ()
+    named, loose = _by_owner(fields)
+    path = bare(module)
+    owner = path.replace(WRAPPER, "")
+    starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
+    leaves = [leaf for _, leaf in sorted(found for start in starts for found in named.get(owner[start:], ()))]
+    if "weight" not in leaves and loose and not is_layer(fields, owner):
+        leaves += loose
+    leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
+    if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
+        leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
+    return tuple(f"{owner}.{leaf}" for leaf in leaves)
+
+
+def _by_owner(fields: Fields) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
+    """`target_parameters`, worked out once: end of a module's path → (position, parameter), and those of any module."""
+    if fields.matching.parameters is None:
+        named: dict[str, list[tuple[int, str]]] = {}
+        loose: dict[str, None] = {}
+        for at, (of, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts("target_parameters")):
+            if of:
+                named.setdefault(of, []).append((at, leaf))
+            else:
+                loose[leaf] = None
+        if len(loose) > MOST_LOOSE:
+            raise fields.odd("target_parameters", f"at most {MOST_LOOSE} parameters of any module")
+        fields.matching.parameters = named, list(loose)
+    return fields.matching.parameters
+
+
+def is_layer(fields: Fields, path: str) -> bool:
+    """Whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
+    if fields.get("target_modules") == "all-linear":
+        return not path.endswith("experts")
+    return _named(fields, "target_modules", path) and not _named(fields, "exclude_modules", path)
+
+
+def _named(fields: Fields, name: str, path: str) -> bool:
+    """A regular expression for the whole path, or names of which one is its end."""
+    value = fields.get(name)
+    if isinstance(value, str):
+        return fields.matches(value, path, name)
+    return any(f".{path}".endswith(f".{end}") for end in fields.texts(name))
+
+
+def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
+    """The row for stacked experts of these sides, which tell the way round unless they are equal.
+
+    `model`: the base's type. `apart`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
+    nothing tells.
+    """
+    if len(set(sides)) > 1:
+        return "lora_experts"
+    given, version = fields.text("peft_version", ""), fields.version()
+    version = version if len(version) == 3 else ()
+    in_out = False if apart else _in_out(fields, model)
+    if in_out and version != (0, 19, 0):  # that release took it the other way round
+        return "lora_experts_transposed"
+    if in_out is False and version >= UPRIGHT_SINCE:
+        return "lora_experts"
+    unknown = "the base's type" if in_out is None else f"peft_version {given!r} in adapter_config.json"
+    raise DoesNotFit(SQUARE.format(unknown=unknown))
+
+
+def _in_out(fields: Fields, model: str) -> bool | None:
+    """Whether the model's experts are [in, out]; None if nothing tells what it is."""
+    for known in (model, _trained_class(fields)):
+        if known:
+            return _plain(known).startswith(IN_OUT)
+    return True if IN_OUT[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
+
+
+def _trained_class(fields: Fields) -> str:
+    """What the model was that PEFT wrapped; "" where the task was told, and with it the class."""
+    mapping = fields.get("auto_mapping")
+    return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,32 @@
+"""Several tensors for one shared slot of a module: alpha, magnitude, shape. They have to say the same. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from ..algorithms import dora
+from ..errors import InputError
+from ..files.safetensors import TensorInfo
+from .file import Module, Values
+
+KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"
+
+
+def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
+    """The slots that have several tensors, which are equal; InputError if they are not."""
+    for slot, other in module.repeated:
+        if not _same(slot, module.shared[slot], other, values):
+            where = f"{path}: {module.shared[slot].name} and {other.name}"
+            raise InputError(f"two tensors give the {slot} of one module, and are not equal", where, KEEP_ONE)
+        yield slot
+
+
+def _same(slot: str, one: TensorInfo, other: TensorInfo, values: Values) -> bool:
+    """Whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
+    if prod(one.shape) == prod(other.shape) == 1:
+        return values.numbers(one) == values.numbers(other)
+    tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
+    return values.same(one, other) and (slot != "magnitude" or len(set(tells_axis)) == 1)

@@ -1,0 +1,78 @@
+"""Whether a stored tensor is a copy of another. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Final
+
+from ..disk.reader import read_bytes
+from ..files.safetensors import ITEM_BITS, TensorInfo
+
+ELEMENTS: Final = 2**20
+"""Numbers of either tensor that are compared at once."""
+
+
+KINDS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""Dtypes that models are trained in, as numpy reads them."""
+
+
+def differing(copy: TensorInfo, own: TensorInfo) -> int:
+    """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype; reads both."""
+    import numpy as np
+
+    cols, rows = prod(own.shape[1:]), own.shape[0]
+    if copy.dtype != own.dtype and not {copy.dtype, own.dtype} <= KINDS.keys():
+        return rows
+    step, found = max(1, ELEMENTS // max(cols, 1)), 0
+    for low in range(0, rows, step):
+        count = min(step, rows - low)
+        mine, theirs = (_read(t, low * cols, count * cols) for t in (own, copy))
+        if copy.dtype != own.dtype:
+            mine = _stored(mine, own.dtype, copy.dtype)
+        if mine != theirs:
+            a, b = (np.frombuffer(raw, np.uint8).reshape(count, -1) for raw in (mine, theirs))
+            found += int((a != b).any(axis=1).sum())
+    return found
+
+
+def zero_outside(
+    info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int],
+    read: Callable[[TensorInfo, int, int], bytes | bytearray],
+) -> bool:  # fmt: skip
+    """Whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
+
+    `read` gives bytes of a tensor: how many, from which on.
+    """
+    import numpy as np
+
+    size, cols = ITEM_BITS[info.dtype] // 8, prod(info.shape[1:])
+    step = max(1, ELEMENTS // max(cols, 1))
+    for low in range(*rows, step):
+        count = min(step, rows[1] - low)
+        raw = read(info, low * cols * size, count * cols * size)
+        bits = np.frombuffer(raw, f"<u{size}").reshape(count, cols) << 1  # without the sign: -0 is 0
+        if bits[:, : columns[0]].any() or bits[:, columns[1] :].any():
+            return False
+    return True
+
+
+def _stored(raw: bytes, dtype: str, other: str) -> bytes:
+    """Numbers as another dtype stores them, rounded to nearest even."""
+    import numpy as np
+
+    values = np.frombuffer(raw, KINDS[dtype])
+    if dtype == "BF16":
+        values = (values.astype("<u4") << 16).view("<f4")
+    if other == "BF16":
+        bits = values.astype("<f4").view("<u4")
+        values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: bytes = values.astype(KINDS[other], copy=False).tobytes()
+    return found
+
+
+def _read(info: TensorInfo, first: int, count: int) -> bytes:
+    """`count` elements of a stored tensor."""
+    size = ITEM_BITS[info.dtype] // 8
+    return read_bytes(info, first * size, count * size)

@@ -1,0 +1,1 @@
+"""Many merges from one file."""

@@ -1,0 +1,139 @@
+"""One pass: jobs that share a base, claimed, made together, tried again where the disk stumbled."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from ..disk.locks import claimed
+from ..engine.merge import Progress, run_together
+from ..engine.windows import layout_key
+from ..job import Job
+from ..planning.cache import Opened
+from ..planning.make_plan import draw
+from ..planning.outputs import contents
+from ..planning.plan import Plan
+from ..report import Report
+from ..stopping import heed
+from .jobs_file import Entry
+from .report import JobReport, Status, failed, here
+from .resume import Hashes, done
+
+TRIES: Final = 3
+PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
+TRANSIENT: Final = frozenset(
+    {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET,
+     errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLCK}
+)  # fmt: skip
+"""Failures of disks and networks that may be over in a moment."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Jobs for one read of a base, and the share of the machine they get."""
+
+    entries: tuple[Entry, ...]
+    workers: int = 1  # how many share the machine
+    wait: bool = False  # for jobs that another process is at; otherwise they come back as `taken`
+
+
+def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -> Iterator[JobReport]:
+    """Every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the pass."""
+    entries = [_bounded(e, this.workers) for e in this.entries]
+    with ExitStack() as claims:
+        held: dict[int, ExitStack] = {}
+        left: list[Entry] = []
+        for e in entries:
+            held[e.number] = claims.enter_context(ExitStack())
+            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=this.wait)))
+            if ours is True:
+                left.append(e)
+            else:
+                yield failed(e, ours) if isinstance(ours, Exception) else _ended(e, "taken")
+        for attempt in range(1, TRIES + 1):
+            again: list[Entry] = []
+            for entry, report in _once(left, opened, progress, attempt):
+                if attempt < TRIES and report.error is not None and _transient(report.error):
+                    again.append(entry)
+                else:
+                    held[entry.number].close()  # before it is told: who dies later leaves no claim of it
+                    yield report
+            left = again
+            if not left:
+                return
+            heed()
+            time.sleep(PAUSE * attempt)
+
+
+def _bounded(entry: Entry, workers: int) -> Entry:
+    """With a worker's share of both memory bounds: they may all be at one GPU."""
+    vram = entry.job.max_vram
+    share = None if vram is None else vram // workers
+    return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers, max_vram=share))
+
+
+def _once(
+    entries: Sequence[Entry], opened: Opened, progress: Progress, tries: int
+) -> Iterator[tuple[Entry, JobReport]]:
+    """Each job's outcome of one try."""
+    groups: dict[object, list[tuple[Entry, Plan]]] = {}
+    hashes = Hashes()
+    for e in entries:
+        plan = _caught(partial(_needed, e.job, opened, hashes))
+        if isinstance(plan, Plan):
+            groups.setdefault(layout_key(plan), []).append((e, plan))
+        else:
+            yield e, _ended(e, "skipped", tries=tries) if plan is None else failed(e, plan, tries=tries)
+    for group in groups.values():
+        yield from _together(group, progress, tries)
+
+
+def _needed(job: Job, opened: Opened, hashes: Hashes) -> Plan | None:
+    """The plan for a job; None if its output is there."""
+    plan = draw(job, opened)
+    return None if done(job, contents(plan), opened, hashes) else plan
+
+
+def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: int) -> Iterator[tuple[Entry, JobReport]]:
+    started = time.monotonic()
+    left = dict(enumerate(group))
+    outcomes = run_together([plan for _, plan in group], progress)
+    while left:
+        step = _caught(partial(next, outcomes))
+        # What concerns all that are left is reported for each.
+        ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
+        for n, outcome in ended.items():
+            entry, _ = left.pop(n)
+            seconds = time.monotonic() - started
+            if isinstance(outcome, Report):
+                yield entry, _ended(entry, "merged", seconds=seconds, tries=tries, report=outcome)
+            else:
+                yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
+
+
+def _ended(entry: Entry, status: Status, **more: Any) -> JobReport:
+    return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
+
+
+def _caught(act: Callable[[], T]) -> T | Exception:
+    """What the act returns, or what it raises, whatever that is: it becomes the report of one job."""
+    try:
+        return act()
+    except Exception as e:  # noqa: BLE001
+        return e
+
+
+def _transient(error: BaseException | None) -> bool:
+    """Whether an I/O error that may pass stands behind a failure."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in TRANSIENT:
+            return True
+        error = error.__cause__
+    return False

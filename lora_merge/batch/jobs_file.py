@@ -1,0 +1,283 @@
+"""A jobs file as a list of jobs: read, checked, every matrix multiplied out. All mistakes are reported at once.
+
+No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from ..arguments import number
+from ..errors import MergeError, UsageError
+from ..files.yaml_source import Document, Place, parse, read_text
+from ..job import Adapter, Job, exists, expand, home, make_job, split_strength, validated
+from ..lines import Lines
+from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
+from .templates import NoSuchName, render, render_output
+
+FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
+JOB_LIMIT: Final = 100_000  # jobs of a file; more is a slip in a matrix
+LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of one matrix; five seconds
+MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
+SHOWN: Final = 50  # mistakes that are listed one by one
+LONGEST: Final = 300  # characters of a mistake's sentence
+ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
+Entered = TypeVar("Entered", Defaults, JobEntry)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One job and where it was asked for."""
+
+    number: int  # from 1, in the order of the file
+    job: Job
+    where: str  # "jobs.yaml:12 (jobs[3])"
+
+
+def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[Entry, ...]:
+    """The jobs of a file, of its content as plain data, or of a list of Job objects or of its `jobs`.
+
+    UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
+    `overwrite` holds for all jobs.
+    """
+    if isinstance(source, Path):
+        return _Loader(
+            parse(read_text(source, FILE_LIMIT), source.name), source.name, source.absolute().parent, overwrite
+        ).entries()
+    if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
+        jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
+        return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
+    data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
+    return _Loader(_plain(data), "jobs", expand("."), overwrite).entries()
+
+
+def _plain(value: Any) -> Any:
+    """Data as in a file, where a program has given paths as such."""
+    if isinstance(value, PathLike):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+class _Loader:
+    """One source on its way to entries; gathers mistakes."""
+
+    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, overwrite: bool) -> None:  # noqa: FBT001
+        self.document = source if isinstance(source, Document) else None
+        self.value = source.value if isinstance(source, Document) else source
+        self.name, self.folder, self.overwrite = name, folder, overwrite
+        self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
+        self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every job, or one error with every mistake."""
+        found: list[Entry] = []
+        defaults, jobs = self._validated()
+        axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
+        counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
+        many = sum(counts.values()) > JOB_LIMIT
+        if many:
+            most = max(counts, key=counts.__getitem__)
+            self._note(("jobs", most, "matrix"), f"{counts[most]} combinations, {sum(counts.values())} jobs in all; "
+                       f"at most {JOB_LIMIT} a file")  # fmt: skip
+        for n, entry in jobs:
+            place: Place = ("jobs", n)
+            for values in self._combinations(place, entry, axes[n], first=many):
+                before = len(self.mistakes)
+                job = self._job(place, entry, defaults, values)
+                if job is not None and len(self.mistakes) == before:
+                    found.append(Entry(len(found) + 1, job, self._where(place)))
+                if len(self.mistakes) > MANY:
+                    break
+        if self.mistakes or (self.document is not None and self.document.mistakes):
+            raise self._failure()
+        return tuple(found)
+
+    def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
+        """What is right of the file, by the number of each job; the rest is noted."""
+        try:
+            file = JobsFile.model_validate(self.value)
+        except ValidationError as e:
+            self.mistakes.update(dict.fromkeys(problems(e)))
+        else:
+            return file.defaults, list(enumerate(file.jobs))
+        top = self.value if isinstance(self.value, dict) else {}
+        jobs = top.get("jobs") if isinstance(top.get("jobs"), list) else []
+        for place, _ in self.mistakes:
+            for length in (1, 2):
+                self._wrong[place[:length]].update(place[length : length + 1])
+        sound = ((n, self._sound(JobEntry, raw, ("jobs", n))) for n, raw in enumerate(jobs or []))
+        defaults = self._sound(Defaults, top.get("defaults", {}), ("defaults",))
+        return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
+
+    def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
+        """A table without the fields that are wrong, so that its other mistakes are told as well."""
+        bad = self._wrong[place]
+        if not isinstance(raw, dict) or "matrix" in bad:
+            return None
+        stand_ins = {k: v for k, v in ANY.items() if k in bad and k in kind.model_fields}
+        kept = {k: v for k, v in raw.items() if k not in bad} | stand_ins
+        return kind.model_validate(kept)
+
+    def _note(self, place: Place, what: str) -> None:
+        self.mistakes[place, what] = None
+
+    @contextmanager
+    def _noting(self, place: Place) -> Iterator[None]:
+        """What is wrong inside becomes a mistake at `place`; the job goes on, for its other mistakes."""
+        try:
+            yield
+        except NoSuchName as e:
+            self._note(place, str(e))
+        except MergeError as e:
+            self._note(place, f"{e.what} ({e.where}); {e.fix}")
+
+    def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
+        """Every name of the matrix with its values, as they are written in the file."""
+        if entry.matrix is None:
+            return {}
+        axes: dict[str, Axis] = entry.matrix.__pydantic_extra__ or {}
+        return {name: self._values((*place, "matrix", name), axis) for name, axis in axes.items()}
+
+    def _values(self, place: Place, axis: Axis) -> list[str]:
+        if isinstance(axis, Glob):
+            found = glob.iglob(axis.glob, root_dir=self.folder, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
+            return sorted(itertools.islice(found, JOB_LIMIT + 1))
+        return [self._as_written((*place, n), value) for n, value in enumerate(axis)]
+
+    def _as_written(self, place: Place, value: Any) -> str:
+        text = None if self.document is None else self.document.text(place)
+        return str(value) if text is None else text
+
+    def _combinations(
+        self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]], *, first: bool
+    ) -> Iterator[dict[str, str]]:
+        """All combinations that are not excluded; or only the first, excluded or not, where there are too many."""
+        for name, values in axes.items():
+            if not values:
+                self._note((*place, "matrix", name, "glob"), f"nothing in {self.folder} matches the pattern")
+        excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
+        work = prod(map(len, axes.values())) * (len(axes) + len(excluded))
+        if first or work > LOOKS:
+            if not first:
+                self._note((*place, "matrix"), "too many names, or exclude names too many different sets of them")
+            yield from ({name: values[0] for name, values in axes.items()} for _ in range(all(axes.values())))
+            return
+        any_left = False
+        for combination in itertools.product(*axes.values()):
+            named = dict(zip(axes, combination, strict=True))
+            if not any(tuple(named[name] for name in names) in rows for names, rows in excluded.items()):
+                any_left = True
+                yield named
+        if not any_left and all(axes.values()):
+            self._note((*place, "matrix", "exclude"), "it leaves no job at all")
+
+    def _excluded(
+        self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]
+    ) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+        """Names that rows of `exclude` speak of → what values of these they exclude."""
+        rows: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+        known = {name: set(values) for name, values in axes.items()}
+        for n, row in enumerate(entry.matrix.exclude if entry.matrix is not None else ()):
+            written = {name: self._as_written((*place, n, name), value) for name, value in row.items()}
+            for name, value in written.items():
+                if value not in known.get(name, ()):
+                    why = f"{value} is no value of {name}" if name in axes else f"the matrix has no {name}"
+                    self._note((*place, n, name), why)
+            names = tuple(sorted(written))
+            if row and known.keys() >= written.keys():
+                rows[names].add(tuple(written[name] for name in names))
+            elif not row:
+                self._note((*place, n), "an empty row would exclude every job")
+        return rows
+
+    def _job(self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]) -> Job | None:
+        """One combination as a job; None, or something of no use, where a mistake was noted."""
+        base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
+        if base is None or adapters is None:
+            self._note((*place, "base" if base is None else "adapters"), "required, here or under defaults")
+            return None
+        options = _given(defaults) | _given(entry)
+        parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
+        table = options.pop("map", None)
+        with self._noting((*place, "map")):
+            options["map"] = None if table is None else self._path(table)
+        options["overwrite"] = options.get("overwrite", False) or self.overwrite
+        refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
+        path, output = self.folder, str(self.folder)
+        with self._noting((*place, "base")):
+            path = self._path(render(base, values))
+        with self._noting((*place, "output")):
+            text = render_output(entry.output, values)
+            output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
+        with self._noting(place):
+            return make_job(path, refs, output, strength_for=parts, **options)
+        return None
+
+    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
+        """Path, strength and parts; `path:0.8` as on the command line."""
+        path, tail = self.folder, None
+        with self._noting((*place, "path")):
+            written = render(entry.path, values)
+            path = self._path(written)
+            text, tail = split_strength(written) if ":" in written and not exists(path) else (written, None)
+            if tail is not None:
+                path = self._path(text)
+                if entry.strength is not None:
+                    raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
+        given = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
+        return Adapter(
+            path, self._number((*place, "strength"), given, values),
+            self._parts((*place, "strength_for"), entry.strength_for, values),
+        )  # fmt: skip
+
+    def _parts(
+        self, place: Place, given: Mapping[str, float | str], values: Mapping[str, str]
+    ) -> tuple[tuple[str, float], ...]:
+        return tuple((part, self._number((*place, part), factor, values)) for part, factor in given.items())
+
+    def _number(self, place: Place, given: float | str, values: Mapping[str, str]) -> float:
+        with self._noting(place):
+            text = render(given, values) if isinstance(given, str) else given
+            try:
+                return number(text)
+            except ValueError:
+                raise NoSuchName(f"{given!r} becomes {text!r}, which is no number") from None
+        return 1.0
+
+    def _path(self, text: str) -> Path:
+        return self.folder / home(text)
+
+    def _where(self, place: Place) -> str:
+        """ "jobs.yaml:12 (jobs[3].output)"."""
+        line = f":{self.document.line(place)}" if self.document is not None else ""
+        field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+        return f"{self.name}{line}" + (f" ({field})" if field else "")
+
+    def _failure(self) -> UsageError:
+        early = self.document.mistakes if self.document is not None else ()
+        count = len(early) + len(self.mistakes)
+        lines = [f"{self.name}:{line}: {what}" for line, what in early[:SHOWN]]
+        lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
+        lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
+        more = [f"and {count - SHOWN} more"] if count > SHOWN else []
+        many = f"{count} mistakes" if count > 1 else "a mistake"
+        return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more),
+                          "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
+
+
+def _given(options: Options) -> dict[str, Any]:
+    """The options of a job or of the defaults that were given."""
+    return {name: value for name in Options.model_fields if (value := getattr(options, name)) is not None}

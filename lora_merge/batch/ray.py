@@ -1,0 +1,214 @@
+"""Passes as tasks on a Ray cluster. Jobs and reports travel; weights stay on the disk that all nodes share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, Final
+
+from ..engine.merge import Progress
+from ..errors import MergeError, ResourceError, UsageError
+from ..planning.cache import Opened
+from .groups import Pass, carry_out
+from .jobs_file import Entry
+from .report import JobReport, failed
+
+RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
+POLL: Final = 0.5  # seconds between looks at what running tasks tell
+GRACE: Final = 20.0  # seconds that a cancelled task has to remove what it has not finished
+
+
+def reports(
+    passes: Sequence[Pass], workers: int | None, address: str | None, progress: Progress
+) -> Iterator[JobReport]:
+    """Every job's report as it ends, at most `workers` passes at a time (default: as the cluster has room).
+
+    ResourceError if no cluster answers; UsageError if a local one would let everybody in. Each task may use the memory
+    bound of its jobs, as it may have a machine of its own.
+    """
+    import ray
+
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            local = address is None and not os.environ.get("RAY_ADDRESS")
+            if local:
+                stack.enter_context(token_demanded())
+            _connect(ray, address, **({"include_dashboard": False} if local else {}))
+            stack.callback(ray.shutdown)
+        yield from _Ray(ray, progress).reports(list(passes), workers or len(passes))
+
+
+@contextmanager
+def token_demanded() -> Iterator[None]:
+    """An environment in which a cluster that is started here asks everybody for a token.
+
+    Its processes listen on all interfaces, whatever address they are given, and run any code that they are sent. Ray
+    asks for a token unless it is told not to; UsageError if the user has told it so. The token is made for this
+    process, unless the user has set one, and is written nowhere.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets the first one itself
+    before = {name: os.environ.get(name) for name in names}
+    if (before["RAY_AUTH_MODE"] or "").lower() == "disabled":
+        raise UsageError("without a token, anybody on the network could run code on a cluster started here",
+                         "RAY_AUTH_MODE=disabled", "unset it, or name a cluster of yours: --ray-address")  # fmt: skip
+    if not (before["RAY_AUTH_TOKEN"] or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = _token()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@cache
+def _token() -> str:
+    """One token for the life of the process: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def _connect(ray: Any, address: str | None, **more: Any) -> None:
+    try:
+        if address is not None and ":" in address:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
+        ray.init(address=address, log_to_driver=False, logging_level="error", **more)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as e:
+        raise ResourceError(f"no Ray cluster answers: {str(e).splitlines()[0]}", f"--ray-address {address}",
+                            "start one with `ray start --head`, or leave the address out") from e  # fmt: skip
+
+
+class _Inbox:
+    """An actor: what the tasks tell while they run, until the driver takes it."""
+
+    def __init__(self) -> None:
+        self.messages: list[JobReport | int] = []
+
+    def put(self, message: JobReport | int) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[JobReport | int]:
+        taken, self.messages = self.messages, []
+        return taken
+
+
+class _Ray:
+    """Tasks under way. Reports come through the inbox at once, and with the end of their task for certain."""
+
+    def __init__(self, ray: Any, progress: Progress) -> None:
+        self.ray, self.progress = ray, progress
+        self.inbox = ray.remote(_Inbox).options(num_cpus=0, max_restarts=-1).remote()
+        self.gpus = max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)  # of a node
+        self.running: dict[Any, Pass] = {}
+        self.left: dict[int, Entry] = {}  # jobs without a report
+
+    def reports(self, waiting: list[Pass], limit: int) -> Iterator[JobReport]:
+        self.left = {e.number: e for this in waiting for e in this.entries}
+        try:
+            while waiting or self.running:
+                while waiting and len(self.running) < limit:
+                    self._start(waiting.pop(0))
+                ended, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL)
+                yield from self._news()
+                for task in ended:
+                    yield from self._end(task, self.running.pop(task))
+        finally:
+            self._stop()
+
+    def _start(self, this: Pass) -> None:
+        """What needs more GPUs than any node has goes to one with most, and fails there by its own name."""
+        wanted = max(len(named_gpus(e.job.device)) for e in this.entries)
+        sent = this
+        if wanted <= self.gpus:
+            sent = replace(this, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
+                                               for e in this.entries))  # fmt: skip
+        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(wanted, self.gpus), max_retries=RETRIES)
+        self.running[task.remote(sent, self.inbox)] = this
+
+    def _news(self) -> Iterator[JobReport]:
+        try:
+            messages = self.ray.get(self.inbox.take.remote(), timeout=POLL)
+        except (self.ray.exceptions.RayError, TimeoutError):
+            return  # its node is lost; all reports come with the tasks as well
+        for message in messages:
+            if isinstance(message, int):
+                self.progress(message)
+            else:
+                yield from self._seen(message)
+
+    def _end(self, task: Any, this: Pass) -> Iterator[JobReport]:
+        """What is still unknown of a task that has ended, or failed."""
+        try:
+            found = self.ray.get(task)
+        except self.ray.exceptions.RayError as e:
+            found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in this.entries]
+        for report in found:
+            yield from self._seen(report)
+
+    def _seen(self, report: JobReport) -> Iterator[JobReport]:
+        """The first report of each job; an output that cannot be seen from here is a failure."""
+        entry = self.left.pop(report.number, None)
+        if entry is not None and report.ok and not os.path.lexists(report.output):
+            yield failed(entry, _unseen(report.output, f"made on {report.worker}"))
+        elif entry is not None:
+            yield report
+
+    def _stop(self) -> None:
+        """Interrupt what is under way, which removes unfinished outputs; end what does not listen."""
+        tasks = list(self.running)
+        for force in (False, True) if tasks else ():
+            for task in tasks:
+                self.ray.cancel(task, force=force)
+            _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
+            if not tasks:
+                break
+
+
+def named_gpus(device: str) -> list[str]:
+    """The different GPUs of a job's device list; `auto` and `cuda` are one, whichever it is."""
+    return [] if device in ("cpu", "mps") else list(dict.fromkeys(d.strip() for d in device.split(",")))
+
+
+def granted(device: str) -> str:
+    """The device list as a task has to write it: Ray shows it its own GPUs alone, counted from 0."""
+    if ":" not in device:
+        return device
+    number = {name: n for n, name in enumerate(named_gpus(device))}
+    return ",".join(f"{d.strip().partition(':')[0]}:{number[d.strip()]}" for d in device.split(","))
+
+
+def _task(this: Pass, inbox: Any) -> list[JobReport]:
+    """Runs on a node. Inputs that were there for the plan but are not here are on no shared disk."""
+    found: list[JobReport] = []
+    for report in _here(this, inbox.put.remote):
+        inbox.put.remote(report)
+        found.append(report)
+    return found
+
+
+def _here(this: Pass, progress: Progress) -> Iterator[JobReport]:
+    present: list[Entry] = []
+    for entry in this.entries:
+        missing = [p for p in (entry.job.base, *(a.path for a in entry.job.adapters)) if not p.exists()]
+        if missing:
+            yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
+        else:
+            present.append(entry)
+    yield from carry_out(replace(this, entries=tuple(present)), Opened(), progress)
+
+
+def _unseen(path: str, where: str) -> MergeError:
+    return ResourceError("a path is not on a disk that all nodes share", f"{path}, {where}",
+                         "put base, adapters and outputs on a disk mounted at one place on every node")  # fmt: skip
+
+
+def _lost(entry: Entry, e: Exception) -> MergeError:
+    lines = [line for line in str(e).splitlines() if line.strip()]
+    return MergeError(f"the Ray task was lost: {lines[-1] if lines else type(e).__name__}", entry.where,
+                      "see that every node has lora-merge and the memory it needs; `ray logs` tells more")  # fmt: skip

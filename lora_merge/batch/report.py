@@ -1,0 +1,71 @@
+"""What became of one job of a batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from ..errors import MergeError, error_dict
+from ..lines import Lines
+from ..report import Report
+from ..scarcity import scarcity
+from .jobs_file import Entry
+
+Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
+"""`skipped`: the output is there already, by the same recipe. `taken`: another process is at it."""
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One job's end; `to_json` is a line of `--report`."""
+
+    number: int  # from 1, in the order of the file
+    where: str  # the line that asked for it
+    output: str
+    status: Status
+    seconds: float = 0.0
+    tries: int = 1
+    report: Report | None = None  # of the merge, where there was one
+    error: MergeError | None = None  # why it failed
+    worker: str = ""  # host:process
+
+    @property
+    def ok(self) -> bool:
+        """Whether the output is there."""
+        return self.status in ("merged", "skipped")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "number": self.number, "where": self.where, "output": self.output, "status": self.status,
+            "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
+            "error": None if self.error is None else error_dict(self.error),
+            "report": None if self.report is None else asdict(self.report),
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """One JSON object on one line."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+
+def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
+    """The report of a job that failed; a failure that is none of ours is told with its traceback."""
+    if isinstance(error, Exception):
+        error = scarcity(error) or error
+    if not isinstance(error, MergeError):
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        cause = error
+        error = MergeError(f"unexpected failure: {type(cause).__name__}: {cause}", entry.where,
+                           Lines.of(["please report this:", *trace.splitlines()]))  # fmt: skip
+        error.__cause__ = cause
+    return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
+                     error=error, worker=here())  # fmt: skip
+
+
+def here() -> str:
+    """Host and process, for reports and claims."""
+    return f"{socket.gethostname()}:{os.getpid()}"

@@ -1,0 +1,95 @@
+"""Is an output there already, complete and by the same recipe?
+
+By what the metadata of its weights says, the inputs' sizes and SHA-256, and the bytes of all other files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.destination import failures
+from ..disk.known_hashes import Known, remember, state
+from ..errors import MergeError, UsageError
+from ..files.checkpoint import open_checkpoint
+from ..files.layouts import listed
+from ..files.safetensors import FileState
+from ..job import Job
+from ..planning.cache import Opened
+from ..planning.outputs import Contents, differing
+from ..planning.recipe import KEY, blanks, parsed, recipe, sha256
+
+VARIES: Final = frozenset({"name", "version", "format"})
+"""What may differ between equal recipes: how files are called, and which version of this program merged them."""
+
+
+class Hashes:
+    """SHA-256 of files, each computed once in the life of this object, large ones once for all runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, FileState | None], str] = {}
+        self._remembered = Known()
+
+    def of(self, path: Path) -> str:
+        """The hex digest; InputError if the file cannot be read."""
+        key, before = (path, FileState.at(path)), state(path)
+        if key not in self._known and (digest := self._remembered.digest(path)):
+            self._known[key] = digest
+        if key not in self._known:
+            self._known[key] = sha256(path)
+            if before is not None and before == state(path):
+                remember({path: (before, self._known[key])})
+        return self._known[key]
+
+
+def done(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> bool:
+    """Whether the output holds what this job would write. Hashes the inputs only if all else agrees.
+
+    UsageError if something else is there and may not be replaced.
+    """
+    if not os.path.lexists(job.output):
+        return False
+    with failures(job.output):
+        other = _other(job, wanted, opened, hashes)
+    if other and not job.overwrite:
+        raise UsageError(f"the output exists and {other}", str(job.output),
+                         "choose another output, or give --overwrite")  # fmt: skip
+    return not other
+
+
+def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
+    """What is wrong with an output; empty if nothing is."""
+    try:
+        there = open_checkpoint(job.output)
+    except MergeError as e:
+        return f"is no complete checkpoint: {e.what}"
+    folder = there.path.is_dir()
+    weights = {f.relative_to(there.path).as_posix() if folder else "": f for f in there.files}
+    if KEY not in there.metadata:
+        return "is not one of ours"
+    if weights.keys() != wanted.weights:
+        return "has other files of weights"
+    recipes = {there.headers[f].metadata.get(KEY, "") for f in there.files}
+    if len(recipes) > 1 or not _same(job, parsed(recipes.pop()), opened, hashes):
+        return "was made by another recipe"
+    wrong = differing(wanted, job.output, hashes.of)
+    return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
+
+
+def _same(job: Job, stored: dict[str, Any] | None, opened: Opened, hashes: Hashes) -> bool:
+    """Whether a recipe is that of the job."""
+    base, _ = opened.base(job.base, job.map)
+    adapters = [opened.adapter(ref.path).index for ref in job.adapters]
+    wanted = recipe(job, base, adapters, blanks(base, adapters))
+    if stored is None or _essence(wanted, VARIES | {"sha256"}) != _essence(stored, VARIES | {"sha256"}):
+        return False
+    digests = [hashes.of(path) for index in (base, *adapters) for path in index.files]
+    return bool(_essence(recipe(job, base, adapters, digests), VARIES) == _essence(stored, VARIES))
+
+
+def _essence(value: Any, dropped: frozenset[str]) -> Any:
+    """The recipe without some of its fields, as JSON would give it back."""
+    if isinstance(value, dict):
+        return {k: _essence(v, dropped) for k, v in value.items() if k not in dropped}
+    return [_essence(v, dropped) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,163 @@
+"""Many merges: all planned first, those that share a base made together, each ending with a report of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ..arguments import shown, switch
+from ..disk.destination import spare
+from ..disk.locks import sweep
+from ..disk.publish import remove_stale
+from ..engine.merge import Progress
+from ..errors import MergeError, UsageError
+from ..job import expand
+from .background import Reports
+from .executors import Crew, Executor
+from .executors import executor as find
+from .groups import Pass
+from .jobs_file import Entry, load
+from .report import JobReport, failed
+from .survey import TOGETHER, Sketch, check_space, survey
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs, planned."""
+
+    sketches: tuple[Sketch, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that will be written."""
+        return sum(s.size for s in self.sketches if s.runs)
+
+    def run(
+        self, crew: Crew | None = None, *, name: str = "local", fail_fast: bool = False,
+        progress: Progress = lambda _: None,
+    ) -> Generator[JobReport, None, None]:  # fmt: skip
+        """Every job's report as it ends; what needs no running comes first. Nothing is raised for a single job.
+
+        With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
+        The call itself raises where the disk cannot hold all outputs.
+        """
+        crew, by = crew or Crew(), find(name)
+        check_space(self.sketches, crew.workers or 1)
+        reports = self._run(crew, by, progress)
+        return _until_failure(reports) if fail_fast else reports
+
+    def _run(self, crew: Crew, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
+        lost: set[int] = set()  # jobs without an output
+        for s in self.sketches:
+            if s.error is not None:
+                lost.add(s.entry.number)
+                yield failed(s.entry, s.error)
+        self._clean()
+        for s in self.sketches:
+            if s.done:
+                yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
+        runs = sorted((s for s in self.sketches if s.runs), key=lambda s: s.level)
+        for _, some in groupby(runs, lambda s: s.level):
+            ready = []
+            for s in some:
+                if s.needs in lost:
+                    lost.add(s.entry.number)
+                    yield failed(s.entry, _unmade(s.entry))
+                else:
+                    ready.append(s)
+            for report in _level(ready, crew, progress, by):
+                if report.status == "failed":
+                    lost.add(report.number)
+                yield report
+
+    def _clean(self) -> None:
+        """Remove what killed runs left beside the outputs."""
+        for folder in {s.entry.job.output.parent for s in self.sketches}:
+            with suppress(OSError):  # a folder that cannot be read is the failure of its own jobs
+                if folder.is_dir():
+                    remove_stale(folder)
+                    sweep(folder)
+
+
+def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, None]:
+    for report in reports:
+        yield report
+        if report.status == "failed":
+            return
+
+
+def _level(ready: Sequence[Sketch], crew: Crew, progress: Progress, by: Executor) -> Iterator[JobReport]:
+    """Jobs that wait for nobody; those that another process is at come last, when it has ended with them."""
+    taken: set[int] = set()
+    for report in by.run(passes(ready, crew.workers, by), crew, progress) if ready else ():
+        if report.status == "taken":
+            taken.add(report.number)
+        else:
+            yield report
+    left = [s for s in ready if s.entry.number in taken]
+    if left:
+        yield from by.run([replace(p, wait=True) for p in passes(left, crew.workers, by)], crew, progress)
+
+
+def passes(sketches: Sequence[Sketch], workers: int | None, by: Executor) -> list[Pass]:
+    """Jobs that can share a read of their base, some at a time, so that every worker has something to do."""
+    groups: dict[Any, list[Entry]] = {}
+    for s in sketches:
+        groups.setdefault(s.together, []).append(s.entry)
+    found, share = [], _share(len(sketches), workers, by)
+    for group in groups.values():
+        step = min(TOGETHER, ceil(len(group) / (workers or 1)))
+        found += [Pass(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
+    return found
+
+
+def _share(jobs: int, workers: int | None, by: Executor) -> int:
+    """How many share the memory bound of a job: no more than there are jobs, one where each has its own machine."""
+    return min(workers or 1, jobs) if by.shared else 1
+
+
+def _unmade(entry: Entry) -> MergeError:
+    return UsageError("the base was not made, as its job failed", f"{entry.where}: {entry.job.base}",
+                      "see the failure of that job")  # fmt: skip
+
+
+def make_batch(
+    source: str | Path | Sequence[Any] | Mapping[str, Any],
+    *,
+    workers: int | None = None,
+    executor: str = "local",
+    overwrite: bool = False,
+) -> Batch:
+    """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
+    switch(overwrite, "--overwrite")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
+    if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
+        source = expand(source)
+    entries = load(source, overwrite=overwrite)
+    for path in [source] if isinstance(source, Path) else []:
+        for e in entries:
+            spare(e.job.output, [path])
+    return Batch(survey(entries, workers=_share(len(entries), workers, find(executor))))
+
+
+def run_batch(  # noqa: PLR0913  # the options of the command
+    path_or_jobs: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None,
+    executor: str = "local", ray_address: str | None = None, overwrite: bool = False, fail_fast: bool = False,
+) -> Reports:  # fmt: skip
+    """Run the jobs of a file, or a list of Job objects; gives each job's report as it ends.
+
+    The call plans all jobs, raises UsageError and the like for mistakes of the file as a whole, and begins the work,
+    which goes on while one iterates. If nobody takes what the call returns, it waits until all jobs have ended.
+    A job that fails has a report with `.error`, and the others go on.
+    """
+    find(executor)
+    switch(fail_fast, "--fail-fast")
+    batch = make_batch(path_or_jobs, workers=workers, executor=executor, overwrite=overwrite)
+    crew = Crew(workers, ray_address)
+    return Reports(lambda progress: batch.run(crew, name=executor, fail_fast=fail_fast, progress=progress))

@@ -1,0 +1,223 @@
+"""The fields of a jobs file, as pydantic models; they also print the JSON schema that editors complete from."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from ..arguments import DEVICE, DEVICES, number
+from ..errors import UsageError
+from ..files.yaml_source import Place
+from ..job import parse_size
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+def _strength(value: Any) -> Any:
+    """A finite number, or a text with a template in it; "1e-1" is a number too."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("should be a number, or a template such as '{s}'")
+    if isinstance(value, str) and "{" in value:
+        return value
+    try:
+        found = number(value)
+    except OverflowError:
+        raise ValueError("a number of hundreds of digits") from None
+    except ValueError:
+        raise ValueError(f"{value!r} is no number and has no template") from None
+    if not math.isfinite(found):
+        raise ValueError(f"{value} is not finite")
+    return found
+
+
+Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema({"type": ["number", "string"]})]
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        raise ValueError("should be one value, not a list or a table")
+    return value
+
+
+Scalar: TypeAlias = Annotated[
+    Any, BeforeValidator(_scalar), WithJsonSchema({"type": ["string", "number", "boolean", "null"]})
+]
+
+
+def _size(value: Any) -> Any:
+    try:
+        if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
+            return value
+    except UsageError:
+        pass
+    raise ValueError(f"{repr(value)[:40]} is no size; write it like 512MiB or 4GB")
+
+
+def _device(value: Any) -> Any:
+    if not isinstance(value, str) or not DEVICE.fullmatch(value):
+        raise ValueError(f"{value!r} is no device; use {DEVICES}")
+    return value
+
+
+def _version(value: Any) -> Any:
+    if type(value) is not int:
+        raise ValueError(f"should be 1, not {value!r}")
+    return value
+
+
+Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
+Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
+
+
+class AdapterEntry(_Strict):
+    """One adapter: path, strength, and factors by part of the model."""
+
+    path: str = Field(min_length=1, description="File or PEFT folder, relative to this file.")
+    strength: Strength | None = Field(default=None, description="Default 1.")
+    strength_for: dict[str, Strength] = Field(default={}, description="Part (unet, te, vae …, re:REGEX) → factor.")
+
+
+def _entry(value: Any) -> Any:
+    if not isinstance(value, str | dict | AdapterEntry):
+        raise ValueError("should be a path, or a table such as {path: a.safetensors, strength: 0.5}")
+    return {"path": value} if isinstance(value, str) else value
+
+
+AdapterField: TypeAlias = Annotated[
+    AdapterEntry,
+    BeforeValidator(_entry),
+    WithJsonSchema({"anyOf": [{"type": "string"}, AdapterEntry.model_json_schema()]}),
+]
+
+
+class Options(_Strict):
+    """What `lora-merge merge` takes as options; names are the same."""
+
+    dtype: Literal["keep", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"] | None = None
+    compute_dtype: Literal["fp32", "fp64", "bf16", "fp16"] | None = None
+    device: Device | None = Field(default=None, description=f"{DEVICES}.")
+    method: Literal["sum", "compose"] | None = None
+    unmatched: Literal["error", "skip"] | None = None
+    on_overflow: Literal["error", "saturate"] | None = Field(
+        default=None, description="What becomes of a finite number that the output's dtype has no room for."
+    )
+    max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
+    max_vram: Size | None = Field(default=None, description="Such as 4GiB, per GPU; for all workers together.")
+    overwrite: bool | None = None
+    verify: bool | None = None
+    map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")
+    setting: dict[str, Any] | None = Field(default=None, description="What a file does not tell, as lora_alpha: 16.")
+    strength_for: dict[str, Strength] | None = Field(default=None, description="Factors for every adapter.")
+
+
+class Defaults(Options):
+    """What holds for every job that does not say otherwise."""
+
+    base: str | None = None
+    adapters: list[AdapterField] | None = Field(default=None, min_length=1)
+
+
+class Glob(_Strict):
+    """All paths that match a pattern, in order of their names."""
+
+    glob: str = Field(min_length=1, description="Pattern such as loras/*.safetensors, relative to this file.")
+
+
+def _kind(value: Any) -> str:
+    return "glob" if isinstance(value, dict | Glob) else "list"
+
+
+Axis: TypeAlias = Annotated[
+    Annotated[list[Scalar], Field(min_length=1), Tag("list")] | Annotated[Glob, Tag("glob")], Discriminator(_kind)
+]
+
+
+class Matrix(BaseModel):
+    """Names and their values; every combination is a job. `exclude` lists combinations that are none."""
+
+    model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
+    __pydantic_extra__: dict[str, Axis]
+    exclude: list[dict[str, Scalar]] = []
+
+
+class JobEntry(Defaults):
+    """One merge, or with a matrix as many as there are combinations."""
+
+    output: str = Field(min_length=1, description="File or folder to write, relative to this file.")
+    matrix: Matrix | None = None
+
+
+class JobsFile(_Strict):
+    """A batch of merges."""
+
+    version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)]
+    defaults: Defaults = Defaults()
+    jobs: list[JobEntry] = Field(min_length=1)
+
+
+_SENTENCES: Final = {
+    "missing": "this field is required",
+    "model_type": "should be a table of fields",
+    "dict_type": "should be a table of names and values",
+    "list_type": "should be a list",
+    "string_type": "should be text; quote it",
+    "bool_type": "should be true or false",
+    "too_short": "should not be empty",
+    "string_too_short": "should not be empty",
+}
+
+
+NEAR: Final = 200  # mistakes that come with the nearest right name
+
+
+def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
+    """Where each mistake is, and what it is in one sentence, with the nearest right name."""
+    for n, e in enumerate(error.errors(include_url=False)):
+        place: Place = e["loc"]
+        if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":
+            place = (*place[:4], *place[5:])  # pydantic names the kind of axis there
+        kind, context = e["type"], e.get("ctx", {})
+        if kind == "extra_forbidden":
+            known = _model(place).model_fields
+            yield place, f"no field is called {place[-1]!r}{nearest(str(place[-1]), known) if n < NEAR else ''}"
+        elif kind == "literal_error":
+            allowed = str(context["expected"])
+            options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
+            near = nearest(str(e["input"]), options, every=False) if n < NEAR else ""
+            yield place, f"should be {allowed}, not {e['input']!r}{near}"
+        elif kind == "value_error":
+            yield place, str(context["error"])
+        else:
+            yield place, _SENTENCES.get(kind, e["msg"])
+
+
+def _model(place: Place) -> type[BaseModel]:
+    """The model that an unknown field at `place` was meant for."""
+    if len(place) <= 3:
+        return (JobsFile, Defaults, JobEntry)[len(place) - 1]
+    return Glob if place[2] == "matrix" else AdapterEntry
+
+
+def nearest(word: str, known: Iterable[str], *, every: bool = True) -> str:
+    """ "; did you mean X?", or what there is; empty where nothing helps."""
+    names = [k for k in known if k != word]
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if found:
+        return f"; did you mean {found[0]}?"
+    return f"; there are {', '.join(names)}" if every and names else ""

@@ -1,0 +1,250 @@
+"""All jobs planned from headers before the first byte is written: errors, order, what is done, bytes needed.
+
+Jobs that differ in output and strength alone have one plan between them, so that ten thousand take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.destination import check_output, files_under
+from ..disk.volumes import CLONES, file_system, ignores_case, share_blocks
+from ..disk.writer import require_space
+from ..engine.windows import layout_key, unshared_bytes, window_bytes
+from ..errors import MergeError, ResourceError, UsageError
+from ..job import Job
+from ..lines import Lines
+from ..planning.cache import Opened
+from ..planning.make_plan import draw
+from ..planning.outputs import Contents, contents
+from .jobs_file import Entry
+from .resume import Hashes, done
+
+SHOWN: Final = 20  # clashes that are listed one by one
+TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is known of a job before anything runs."""
+
+    entry: Entry
+    level: int = 0  # 0: all inputs are there; n: some input is the output of a job of level n − 1
+    needs: int | None = None  # number of the job whose output is its base, where that has to be made first
+    size: int = 0  # bytes of its output
+    needs_disk: int = 0  # those of them that take space: the others are blocks of the base
+    replaces: int = 0  # bytes of what is there now and will be replaced
+    together: Any = None  # equal for jobs that can share one read of their base
+    done: bool = False
+    error: MergeError | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is something to do."""
+        return not self.done and self.error is None
+
+
+def survey(entries: Sequence[Entry], *, workers: int = 1) -> tuple[Sketch, ...]:
+    """Every job as a sketch, in the order of the file; what is wrong with one job stands in its sketch.
+
+    UsageError where jobs get in each other's way.
+    """
+    outputs = _Outputs(entries)
+    surveyor = _Surveyor(outputs, workers)
+    for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
+        for entry in some:
+            surveyor.sketch(entry, level)
+    return tuple(surveyor.sketches[e.number] for e in entries)
+
+
+class _Outputs:
+    """All outputs by their real paths, and who makes an input. UsageError if two are one, or one lies in another."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._by_path: dict[str, Entry] = {}
+        folded: dict[str, Entry] = {}
+        self._makers: dict[Path, Entry | None] = {}
+        clashes = []
+        for e in entries:
+            real = os.path.realpath(e.job.output)
+            other = self._by_path.setdefault(real, e)
+            alike = folded.setdefault(real.casefold(), e) if other is e else e
+            if alike is not e and ignores_case(Path(real).parent):
+                other = alike
+            if other is not e:
+                clashes.append(f"{e.where} and {other.where}: {e.job.output}")
+        for path, e in self._by_path.items():
+            around = self._around(path)
+            if around is not None:
+                clashes.append(f"{e.where} writes inside the output of {around.where}: {e.job.output}")
+        if clashes:
+            raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes),
+                             "give every job an output of its own")  # fmt: skip
+
+    def maker(self, path: Path) -> Entry | None:
+        """The job whose output an input is, or is inside of."""
+        if path not in self._makers:
+            real = os.path.realpath(path)
+            self._makers[path] = self._by_path.get(real) or self._around(real)
+        return self._makers[path]
+
+    def _around(self, real: str) -> Entry | None:
+        while (above := os.path.dirname(real)) != real:  # noqa: PTH120  # ten times as fast as Path, per job
+            real = above
+            if real in self._by_path:
+                return self._by_path[real]
+        return None
+
+
+def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:
+    """The jobs in the order in which they can run; UsageError for those that wait for each other."""
+    waiting: dict[int | None, list[Entry]] = {}
+    for e in entries:
+        maker = makers[e.number]
+        waiting.setdefault(None if maker is None else maker.number, []).append(e)
+    found: set[int] = set()
+    some = waiting.get(None, [])
+    while some:
+        yield some
+        found |= {e.number for e in some}
+        some = sorted((w for e in some for w in waiting.get(e.number, ())), key=lambda e: e.number)
+    circle = [e for e in entries if e.number not in found]
+    if circle:
+        itself = all(makers[e.number] is e for e in circle)
+        raise UsageError("an output is its own base" if itself else "jobs wait for each other's outputs",
+                         _listed([f"{e.where}: {e.job.base} -> {e.job.output}" for e in circle]),
+                         "give an output another name than the base it comes from")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What is the same for all jobs that differ in strength and output alone; a plan would keep its base alive."""
+
+    size: int
+    unshared: int  # bytes of its own where it can share blocks with its base
+    folder: bool
+    inputs: tuple[Path, ...]
+    spared: tuple[Path, ...]
+    contents: Contents
+    layout: int
+
+
+class _Surveyor:
+    def __init__(self, outputs: _Outputs, workers: int) -> None:
+        self.outputs, self.workers = outputs, workers
+        self.opened, self.hashes = Opened(), Hashes()
+        self.outlines: dict[Any, _Outline | MergeError] = {}
+        self.sketches: dict[int, Sketch] = {}
+        self.grounded: dict[int, Job] = {}
+        self.shares: dict[tuple[Path, Path], bool] = {}
+
+    def sketch(self, entry: Entry, level: int) -> None:
+        """Plan one job; those whose outputs it reads have been sketched."""
+        job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
+        blank = Sketch(entry, level, None if maker is None else maker.number)
+        try:
+            self.grounded[entry.number] = self._grounded(job)
+            outline = self._outline(self.grounded[entry.number])
+            complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
+            check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
+                job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents.names,
+                spared=outline.spared,
+            )  # fmt: skip
+        except MergeError as e:
+            self.sketches[entry.number] = replace(blank, error=e)
+            return
+        bounds = (job.max_memory, job.max_vram)
+        together = (level, job.base, job.compute_dtype, job.on_overflow, job.device, bounds, outline.layout)
+        needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
+        self.sketches[entry.number] = replace(
+            blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
+            done=complete,
+        )  # fmt: skip
+
+    def _shares(self, folder: Path, base: Path) -> bool:
+        """Asked once for thousands of jobs."""
+        if (folder, base) not in self.shares:
+            self.shares[folder, base] = share_blocks(folder, base)
+        return self.shares[folder, base]
+
+    def _running(self, maker: Entry | None) -> Entry | None:
+        return maker if maker is not None and not self.sketches[maker.number].done else None
+
+    def _grounded(self, job: Job) -> Job:
+        """The job on a base that is there: on what the output that it reads will be made from."""
+        maker = self._running(self.outputs.maker(job.base))
+        if maker is None:
+            return job
+        error = self.sketches[maker.number].error
+        if error is not None:
+            raise UsageError("the base is the output of a job that cannot run", f"{job.base}, made by {maker.where}",
+                             "correct that job first")  # fmt: skip
+        made = self.grounded[maker.number]
+        return replace(job, base=made.base, dtype=made.dtype if job.dtype == "keep" else job.dtype)
+
+    def _outline(self, job: Job) -> _Outline:
+        """Planned once for all jobs of a kind. Strengths 0 and 1 are kinds of their own: they may copy as a whole."""
+        for path in (*(ref.path for ref in job.adapters), *([job.map] if job.map else [])):
+            maker = self.outputs.maker(path)
+            if maker is not None:
+                raise UsageError(f"{'a name table' if path == job.map else 'an adapter'} is the output of another job",
+                                 f"{path}, made by {maker.where}",
+                                 "outputs are checkpoints; they can be a base only")  # fmt: skip
+        kind = replace(job, output=Path(), overwrite=False, device="auto", adapters=tuple(
+            a if a.parts or a.strength in (0, 1) else replace(a, strength=0.5) for a in job.adapters
+        ))  # fmt: skip
+        if kind not in self.outlines:
+            self.outlines[kind] = self._planned(job)
+        found = self.outlines[kind]
+        if isinstance(found, MergeError):
+            raise found
+        return found
+
+    def _planned(self, job: Job) -> _Outline | MergeError:
+        try:
+            plan = draw(replace(job, max_memory=job.max_memory // self.workers), self.opened)
+            unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
+            window_bytes(plan)
+        except ResourceError as e:
+            share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
+            return ResourceError(e.what, e.where + share, e.fix)
+        except MergeError as e:
+            return e
+        return _Outline(
+            plan.size, unshared, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan))
+        )
+
+
+def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:
+    """A path on every disk that is written to, and the bytes needed there; what is replaced stays until it is."""
+    by_disk: dict[int, list[Sketch]] = {}
+    disks: dict[Path, int] = {}
+    for s in (s for s in sketches if s.runs):
+        folder = s.entry.job.output.parent
+        if folder not in disks:
+            disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
+        by_disk.setdefault(disks[folder], []).append(s)
+    for some in by_disk.values():
+        kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
+        yield some[0].entry.job.output, sum(s.needs_disk - s.replaces for s in some) + sum(kept)
+
+
+def check_space(sketches: Sequence[Sketch], workers: int) -> None:
+    """ResourceError unless every disk can hold all that will be written."""
+    for path, size in disk_needs(sketches, workers):
+        require_space(path, size)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    files = [path / name for name in files_under(path)] if path.is_dir() else [path]
+    return sum(p.stat().st_size for p in files if p.exists())
+
+
+def _listed(lines: Sequence[str]) -> Lines:
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return Lines.of([*lines[:SHOWN], *more])

@@ -1,0 +1,63 @@
+"""`{name}` in a jobs file: filled in with one value of the matrix, in one pass.
+
+A value may not lead an output out of the place that the file names: `..`, an absolute path or `~` counts only where
+it is written in the template itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Final
+
+from .schema import nearest
+
+FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+PARTS: Final = ("stem", "name", "parent")
+"""What `{name.PART}` may ask of a value that is a path."""
+
+
+class NoSuchName(ValueError):
+    """Why a template cannot be filled in."""
+
+
+def render(template: str, values: Mapping[str, str]) -> str:
+    """The text with every `{name}` replaced; `{{` and `}}` are braces. NoSuchName if it cannot be."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        if match[1] is None:
+            raise NoSuchName(f"a single {match[0]!r} in {template!r}; write it twice if it is meant")
+        return _value(match[1], values, template)
+
+    return FIELD.sub(fill, template)
+
+
+def render_output(template: str, values: Mapping[str, str]) -> str:
+    """As `render`, for a path that is written to; NoSuchName if a value leads it elsewhere."""
+    path = render(template, values)
+    literal = render(template, dict.fromkeys(values, "x"))
+    if "\0" in literal:
+        raise NoSuchName(f"a NUL character in {template!r}")
+    escapes = PurePath(path).parts.count("..") != PurePath(literal).parts.count("..")
+    absolute = PurePath(path).is_absolute() != PurePath(literal).is_absolute()
+    home = path.startswith("~") != literal.startswith("~")
+    if escapes or absolute or home or "\0" in path:
+        raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
+    return path
+
+
+def _value(name: str, values: Mapping[str, str], template: str) -> str:
+    plain, dot, part = name.partition(".")
+    if plain not in values:
+        there = nearest(plain, values) if values else "; the job has no matrix"
+        raise NoSuchName(f"no value for {{{name}}} in {template!r}{there}")
+    if not dot:
+        return values[plain]
+    if part not in PARTS:
+        raise NoSuchName(
+            f"{{{name}}} in {template!r}: a value has {', '.join(PARTS)}{nearest(part, PARTS, every=False)}"
+        )
+    return str(getattr(PurePath(values[plain]), part))

@@ -1,0 +1,94 @@
+"""A worker process of a batch: takes passes on stdin, gives reports on stdout, both pickled; see executors.py.
+
+Started anew (see child.py), and not forked: torch and CUDA do not survive a fork, and a program that
+calls `run_batch` need not guard its main module.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..collecting import collect_rarely
+from ..stopping import heed, heeding, on_stop
+
+if TYPE_CHECKING:
+    from .groups import Pass
+    from .jobs_file import Entry
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pass for a certain worker of several."""
+
+    this: Pass
+    number: int  # of the worker, from 0
+
+
+def main() -> None:
+    """Work until stdin ends, or a signal ends it."""
+    on_stop(_stop)
+    with heeding():
+        _work()
+
+
+def _work() -> None:
+    """What anything prints goes to stderr, so that stdout carries reports alone."""
+    from ..engine.torch_preload import preload
+    from ..planning.cache import Opened
+    from .groups import carry_out
+
+    collect_rarely()
+    preload()
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    opened = Opened()
+    while True:
+        heed()
+        try:
+            task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
+        except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
+            return
+        for report in carry_out(spread(task), opened, lambda n: _send(reports, n)):
+            _send(reports, report)
+        _send(reports, None)
+
+
+def spread(task: Task) -> Pass:
+    """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
+    if task.this.workers > 1:
+        from ..engine.parallelism import share_cores
+
+        share_cores(task.this.workers)
+    entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)
+    return replace(task.this, entries=entries)
+
+
+def _on_gpu(entry: Entry, number: int) -> Entry:
+    from ..engine.devices import nth_device
+
+    return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
+
+
+def _send(reports: BinaryIO, message: Any) -> None:
+    """To the parent; when it is gone, that ends the pass and with it this process, which removes what it has begun."""
+    try:
+        pickle.dump(message, reports)
+        reports.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:  # what was not sent goes there on closing
+            os.dup2(nowhere.fileno(), reports.fileno())
+        raise SystemExit(1) from None
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Whether this machine can merge, and how fast: versions, devices, a test of every formula, the disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .. import __version__
+from ..algorithms import ALGORITHMS
+from ..disk.pages import aligned_buffer
+from ..disk.system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
+from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
+from ..disk.writer import Writer, failure
+from ..engine.devices import place, precise, present, unusable
+from ..engine.placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
+from ..engine.torch_state import undisturbed
+from ..errors import MergeError
+from ..job import exists
+from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
+from ..proof.reference import REFERENCE
+from ..proof.reference.floats import Array
+
+PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))
+"""Stored dtypes of base and adapter, in turn from one algorithm to the next."""
+
+TOLERANCE: Final = {"F64": 1e-9, "F32": 2e-4}
+"""Largest deviation from float64, as a share of the largest number; SVDs and small test weights cost digits."""
+
+DISK_BYTES: Final = 256 << 20  # written and read for each rate
+BLOCK: Final = 32 << 20
+
+
+def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
+    """All that is found out; `problems` is empty if all is well. Leaves nothing in the folder."""
+    auto = place("auto", "F32")
+    devices = [_device(name) for name in present()]
+    disk = _disk(folder, disk_bytes)
+    problems = [f"{d['device']}: {p}" for d in devices for p in d["problems"]] + disk["problems"]
+    return {
+        "version": __version__, "python": platform.python_version(), "platform": platform.platform(),
+        "packages": {name: _version(name) for name in ("torch", "safetensors", "numpy", "typer", "tqdm", "PyYAML")},
+        "cpus": os.cpu_count(), "memory": _memory(), "devices": devices, "disk": disk,
+        "auto": {"device": str(auto.device), "compute_dtype": "fp32", "writes": disk.pop("writes")},
+        "problems": problems,
+    }  # fmt: skip
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _memory() -> int:
+    """Bytes of the machine's memory; 0 where that is not told."""
+    if sys.platform == "win32" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device(name: str) -> dict[str, Any]:
+    """One device: its memory, the dtypes it can hold and cast, and the test of every formula in fp32 and fp64."""
+    started = time.monotonic()
+    why = unusable(torch.device(name))
+    problems = [why] if why else []
+    dtypes = [d for d in PROBED if not why and _holds(name, d)]
+    worst: dict[str, float] = {}
+    for compute in ("F32", "F64"):
+        if compute not in dtypes:
+            continue
+        for n, algorithm in enumerate(ALGORITHMS):
+            try:
+                error = deviation(algorithm, place(name, compute), MIXTURES[n % len(MIXTURES)])
+            except (RuntimeError, NotImplementedError, TypeError, MergeError) as e:
+                problems.append(f"{algorithm} in {compute} fails: {str(e).splitlines()[0]}")
+                continue
+            worst[compute] = max(worst.get(compute, 0.0), error)
+            if not error <= TOLERANCE[compute]:
+                problems.append(f"{algorithm} in {compute} is off by {error:.2g} of its largest number")
+    return {
+        "device": name, "name": "unusable" if why else _name(name),
+        "memory": {"free": 0, "total": 0} if why else _device_memory(name), "dtypes": dtypes,
+        "algorithms": len(ALGORITHMS), "worst": worst, "seconds": time.monotonic() - started, "problems": problems,
+    }  # fmt: skip
+
+
+def _holds(device: str, dtype: str) -> bool:
+    """Whether the device can hold a dtype and cast from and to it."""
+    try:
+        there = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
+        return bool((host(there, torch.float32) == 1).all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _name(device: str) -> str:
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.xpu.get_device_name(device) if kind == "xpu" else platform.processor() or platform.machine()
+
+
+def _device_memory(device: str) -> dict[str, int]:
+    """Bytes free and in all."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return {"free": free, "total": total}
+    if kind == "xpu":
+        return {"free": 0, "total": torch.xpu.get_device_properties(device).total_memory}
+    return {"free": 0, "total": _memory()}
+
+
+def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
+    """Largest difference between the formula there and the reference, as a share of the largest number.
+
+    Base and adapter are stored in two dtypes first; both sides then start from the same stored numbers.
+    """
+    example = EXAMPLES[algorithm]
+    base = _stored(weight(example), stored[0])
+    kept = {slot: _stored(value, stored[1]) for slot, value in tensors(algorithm, example).items()}
+    want = REFERENCE[algorithm].formula(given(algorithm, example, base, stored=kept))
+    got = computed(algorithm, example, base, at, kept, stored)
+    return float(abs(got - want).max() / max(abs(want).max(), abs(base).max()))
+
+
+def _stored(values: Array, dtype: str) -> Array:
+    """Floating-point numbers after a trip through a dtype; integers as they are."""
+    if values.dtype.kind != "f":
+        return values
+    once: Array = host(host(torch.from_numpy(values), TORCH_DTYPES[dtype]), torch.float64).numpy()
+    return once
+
+
+@undisturbed()
+def computed(  # noqa: PLR0913, PLR0917
+    name: str, example: Example, base: Array, at: Placement, kept: dict[str, Array] | None = None,
+    stored: tuple[str, str] = ("F64", "F64"),
+) -> Array:  # fmt: skip
+    """The production formula's ΔW [out, cols] for an example, computed at a placement, from dtypes as stored."""
+    row = ALGORITHMS[name]
+    at = precise(at) if row.decomposes else at
+    to = precise(at) if row.prepare is not None else at
+    given_tensors = tensors(name, example) if kept is None else kept
+    slots = {
+        slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])
+        for slot, v in given_tensors.items()
+    }
+    slots |= row.derived(shapes(example), example.shape, example.settings)
+    fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}
+    scalars = {n: numbers([example.numbers.get(n, 1.0)], to) for n in row.scalars}
+    with torch.no_grad():
+        there = stage([host(torch.from_numpy(base), TORCH_DTYPES[stored[0]])], at)
+        given = row.prepared(row.tensors(**fields, **scalars, **example.settings))
+        change = row.delta(there, given if to == at else move(given, at))
+    found: Array = host(change[0], torch.float64).numpy()
+    return found
+
+
+def _disk(folder: Path, size: int) -> dict[str, Any]:
+    """Rates of the folder's disk in bytes per second, through the cache and past it; what `auto` would do."""
+    found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "writes": "cached", "problems": []}
+    if not (exists(folder) and folder.is_dir()):
+        return found | {"problems": [f"{folder} is no folder"]}
+    kind = file_system(folder)
+    found |= {"file_system": kind, "free": free_bytes(folder), "writes": "direct" if kind in DIRECT_ON else "cached"}
+    if found["free"] < 2 * size:
+        return found | {"problems": [f"{folder}: only {found['free'] >> 20} MiB are free"]}
+    path = folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
+    modes: tuple[Mode, ...] = ("direct", "buffered")
+    try:
+        for mode in modes:
+            found[mode] = _rates(path, size, mode)
+    except MergeError as e:
+        found["problems"].append(f"{e.what} ({e.where})")
+    finally:
+        with suppress(OSError):  # it could not be made
+            path.unlink()
+    return found
+
+
+def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
+    """Write a file, flush it, and read it back from the disk."""
+    block = aligned_buffer(BLOCK)
+    block[:] = secrets.token_bytes(1 << 16) * (BLOCK >> 16)
+    try:
+        path.write_bytes(b"")
+    except OSError as e:
+        raise failure(e, path, size) from e
+    started = time.perf_counter()
+    with Writer(path, size, mode) as writer:
+        direct = writer.direct
+        for low in range(0, size, BLOCK):
+            writer.write(block[: min(BLOCK, size - low)], low)
+        writer.finish()
+    written = time.perf_counter()
+    flags = DIRECT_FLAG if direct else 0
+    fd = os.open(path, os.O_RDONLY | flags)
+    try:
+        advise(fd, 0, 0, DO_NOT_NEED)
+        at = 0
+        while at < size and (got := read_at(fd, block, at)):
+            at += got
+    finally:
+        os.close(fd)
+    read = time.perf_counter() - written
+    return {"write": size / max(written - started, 1e-9), "read": size / max(read, 1e-9), "direct": direct}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The findings for people."""
+    packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
+    text = [f"lora-merge {found['version']}, Python {found['python']}, {packages}",
+            f"machine  {found['platform']}, {found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB"]  # fmt: skip
+    for d in found["devices"]:
+        worst = ", ".join(f"{k.lower()} within {v:.1g}" for k, v in d["worst"].items())
+        text.append(f"{d['device']:8} {d['name']}, {d['memory']['total'] / 2**30:.1f} GiB, {' '.join(d['dtypes'])}; "
+                    f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}")  # fmt: skip
+    disk = found["disk"]
+    text.append(f"disk     {disk['folder']} ({disk['file_system'] or 'unknown'}), {disk['free'] / 1e9:.1f} GB free")
+    for mode in ("direct", "buffered"):
+        if disk.get(mode):
+            how = "past the cache" if disk[mode]["direct"] else "through the cache"
+            rates = ", ".join(f"{verb}s {disk[mode][verb] / 1e6:.0f} MB/s" for verb in ("write", "read"))
+            text.append(f"         {how}: {rates}")
+    auto = found["auto"]
+    text.append(f"auto     device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes")
+    text += [f"problem  {p}" for p in found["problems"]] or ["all is well"]
+    return text

@@ -1,0 +1,277 @@
+"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. No decisions here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..arguments import DEVICES
+from ..collecting import collect_rarely
+from ..errors import MergeError, UsageError
+from ..lines import Lines, one_line
+from ..scarcity import scarcity
+from ..stopping import heeding, on_stop
+from .batch import batch
+from .proof import add_to
+from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
+from .values import named_adapter, one_setting, one_strength, part
+
+if TYPE_CHECKING:
+    from ..job import Job
+    from ..planning.plan import Plan
+    from .streams import ReportFile
+
+ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
+
+FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--debug", "--overwrite", "--dry-run")
+"""Options without a value, after which a command may stand by mistake."""
+
+
+class Commands(TyperGroup):
+    """Runs `merge` when no subcommand is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`lora-merge BASE ADAPTER` means `lora-merge merge BASE ADAPTER`."""
+        if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
+            self._suggest(args)
+            args = ["merge", *args]
+        _take_text(self, ctx)
+        return super().parse_args(ctx, args)
+
+    def _suggest(self, args: list[str]) -> None:
+        """UsageError for what is no file but nearly a command, or for a command after its options."""
+        from ..job import exists
+
+        word = next((a for a in args if a not in FLAGS), "")
+        if word != args[0] and word in self.commands and not exists(word):
+            raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
+        if word.isalpha() and not exists(word):
+            from difflib import get_close_matches
+
+            if near := get_close_matches(word, self.commands, 1, 0.7):
+                raise UsageError("there is neither such a command nor such a file", word, f"lora-merge {near[0]} …")
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by its name."""
+        return _take_text(super().get_command(ctx, cmd_name), ctx)
+
+
+def _take_text(command: Any, ctx: Any) -> Any:
+    """The command, whose parameters take text as it is.
+
+    Typer 0.29 has pydantic do that, whose import alone takes 0.1 s; earlier versions have no such attribute.
+    """
+    for parameter in command.get_params(ctx) if command else ():
+        if getattr(parameter, "_runtime_param", command) is None:
+            parameter._runtime_param = _Text()
+    return command
+
+
+class _Text:
+    """Lets text through, and leaves everything else to typer."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        many = param.multiple or param.nargs == -1
+        if value is None:
+            return () if many else None
+        if param.type_descriptor.annotation in (str, list[str]):
+            return value
+        param._runtime_param = None
+        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "color": False},
+    help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
+    "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.",
+)  # fmt: skip
+
+app.command("batch")(batch)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options of the program itself."""
+    if version:
+        from .. import __version__
+
+        echo(f"lora-merge {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def merge(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
+    ],
+    output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
+    dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
+    compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help=f"{DEVICES}; or cuda:0,cuda:1.")] = "auto",
+    strength: Annotated[
+        list[str] | None, typer.Option("-s", "--strength", metavar="FLOAT", help="One per adapter, in order.")
+    ] = None,
+    strength_for: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART=FLOAT", help="unet, te, te1, te2, vae … or re:REGEX; multiplies."),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="How adapters meet: sum, or compose (one after the other, as PEFT merges).")
+    ] = "sum",
+    unmatched: Annotated[str, typer.Option(help="error, or skip what has no place in the base.")] = "error",
+    on_overflow: Annotated[
+        str, typer.Option(help="error, or saturate: cut numbers too large for the output's dtype to its largest.")
+    ] = "error",
+    map_file: Annotated[
+        str | None, typer.Option("--map", help="Name table (YAML) for a model that is not known.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune)."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
+    max_memory: Annotated[str, typer.Option(help="Bound on weights in flight, e.g. 512MiB.")] = "1GiB",
+    max_vram: Annotated[str | None, typer.Option(help="Bound on a device's memory in use, e.g. 4GiB.")] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Prove the written file.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """Merge adapters into a base model and write the result."""
+    from ..disk.destination import sources
+    from ..job import make_job
+    from .streams import reporting
+
+    named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]
+    with reporting(report) as told:
+        job = make_job(
+            base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
+            compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
+            method=method, unmatched=unmatched, on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory,
+            max_vram=max_vram, verify=verify, map=map_file, setting=[one_setting(s) for s in setting or []],
+        )  # fmt: skip
+        if told is not None:
+            told.spare(sources(job), [job.output])
+        _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+    from ..engine.torch_preload import preload
+    from ..planning.make_plan import make_plan
+
+    if not dry_run:
+        preload()
+    plan = make_plan(job)
+    if told is not None:
+        told.spare(plan.inputs)
+        told.begin()
+    say = silent if as_json or quiet else echo
+    describe(plan, say, verbose=verbose)
+    if dry_run:
+        _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
+        return
+    done = carry_out(plan, quiet=quiet)
+    if told is not None:
+        told.replace(done.to_json())
+    conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)
+
+
+def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
+    """What a dry run says below the plan's own lines."""
+    from ..engine.bounds import require_device
+    from ..planning.plan import coverage
+
+    require_device(plan.job)
+    say(needs(plan))
+    for remark in remarks(coverage(plan), plan.base.notes) if quiet else ():
+        echo(remark, err=True)
+    found = json.dumps(dry(plan), ensure_ascii=False)
+    if told is not None:
+        told.replace(found)
+    if as_json:
+        echo(found)
+
+
+@app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(metavar="FILE_OR_FOLDER", help="A checkpoint or an adapter.")],
+    adapter: Annotated[str | None, typer.Argument(help="An adapter: show how it fits.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+) -> None:
+    """Say what a file is, or how an adapter fits a base. Reads headers only."""
+    from ..job import expand
+    from .inspect import inspect as look
+    from .inspect import lines
+
+    facts = look(expand(file), expand(adapter) if adapter else None)
+    echo(json.dumps(facts, ensure_ascii=False) if as_json else Lines.of(lines(facts)))
+
+
+@app.command()
+def demo(
+    folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
+) -> None:
+    """Make a small model and three adapters, merge them, check the result. Offline, seconds."""
+    from ..job import expand
+
+    where = expand(folder)
+    leave_lost_folder()
+    from .demo import demo as run_demo
+
+    run_demo(where, echo)
+
+
+add_to(app)
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM arrived; unwinds everything, so that everything is cleaned up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+def main() -> None:
+    """Entry point; the only place that turns failures into text and exit codes."""
+    on_stop(_stop)
+    collect_rarely()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
+    try:
+        with heeding():
+            app()
+    except _Stopped as stop:
+        _fail(f"{stop}; nothing was left behind", stop.exit_code)
+    except Exception as error:
+        told = scarcity(error) or error
+        if isinstance(told, MergeError):
+            _fail(str(told), told.exit_code)
+        if not isinstance(error, OSError):
+            raise
+        where = one_line(str(error.filename or "an input or output"))
+        _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
+
+
+def _fail(text: str, code: int) -> None:
+    if "--debug" in sys.argv:
+        import traceback
+
+        traceback.print_exc()
+    print(f"error: {text}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(code)

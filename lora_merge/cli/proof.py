@@ -1,0 +1,103 @@
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor. No decisions here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ..arguments import DEVICES
+from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
+from .values import named_adapter, one_setting, part
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make them commands of the application."""
+    for command in (verify, replay, unmerge, doctor):
+        app.command()(command)
+
+
+def verify(
+    output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base it was made from, if its recipe is not to be used.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
+    ] = None,
+    strength_for: Annotated[
+        list[str] | None, typer.Option(metavar="PART=FLOAT", help="As for merge, where there is no recipe.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="The same.")] = None,
+    unmatched: Annotated[str | None, typer.Option(help="The same.")] = None,
+    on_overflow: Annotated[str | None, typer.Option(help="The same.")] = None,
+    map_file: Annotated[str | None, typer.Option("--map", help="The same.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="The same.")] = None,
+    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+) -> None:
+    """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
+    from ..job import expand
+    from ..proof.replay import prove
+
+    pairs = [named_adapter(a) for a in adapter or []]
+    options = {
+        "strength_for": [part(p) for p in strength_for or []], "method": method, "unmatched": unmatched,
+        "on_overflow": on_overflow, "map": map_file, "setting": [one_setting(s) for s in setting or []],
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value}
+    proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)
+    if as_json:
+        echo(json.dumps(proof, ensure_ascii=False))
+    else:
+        show_proof(proof, echo)
+
+
+def replay(
+    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="File or folder to write.")],
+    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the inputs.")] = None,
+    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+) -> None:
+    """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
+    from ..job import expand
+    from ..proof.replay import plan_again
+
+    folders = [expand(p) for p in search or []]
+    plan = plan_again(expand(made), output, folders, device=device, overwrite=overwrite)
+    say = silent if as_json or quiet else echo
+    describe(plan, say, verbose=False)
+    conclude(carry_out(plan, quiet=quiet), say, plan.base.notes, as_json=as_json)
+
+
+def unmerge(
+    made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
+    base: Annotated[str | None, typer.Option(help="Its base.")] = None,
+) -> None:
+    """Refused: a merge cannot be taken back. Says what to do instead."""
+    from ..job import expand
+    from ..proof.replay import refuse_to_unmerge
+
+    refuse_to_unmerge(expand(made))
+
+
+def doctor(
+    folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+) -> None:
+    """Say whether this machine can merge: versions, devices, every formula, the disk. Exit 0 if all is well."""
+    from ..job import expand
+
+    where = expand(folder)
+    leave_lost_folder()
+    from .doctor import examine, lines
+
+    found = examine(where)
+    for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
+        echo(line)
+    raise typer.Exit(1 if found["problems"] else 0)

@@ -1,0 +1,148 @@
+"""Standard output and error that nobody may be listening to, and report files: telling never undoes what was done."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.volumes import same
+from ..errors import UsageError, error_dict
+from ..lines import CONTROLS, one_line
+from ..scarcity import scarcity
+
+ELSEWHERE: Final = "choose another file"
+ESCAPED: Final = "lora_merge.escaped"
+REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
+"""How the reports of merges begin."""
+
+
+def _escaped(e: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, as JSON escapes it: JSON stays JSON, and text can be read."""
+    assert isinstance(e, UnicodeEncodeError), "used for writing alone"
+    units = struct.iter_unpack(">H", e.object[e.start : e.end].encode("utf-16-be", "surrogatepass"))
+    return "".join(f"\\u{unit:04x}" for (unit,) in units), e.end
+
+
+codecs.register_error(ESCAPED, _escaped)
+
+
+class Teller:
+    """A text stream that goes on when it cannot be written: a closed pipe, a full disk, letters it does not have.
+
+    What it is told commands no terminal.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(errors=ESCAPED)
+        self.lost: OSError | None = None
+        """Why something could not be written; nobody reading any more is no reason."""
+
+    def write(self, text: str) -> int:
+        """Write, or leave it."""
+        try:
+            self._stream.write(text.translate(CONTROLS))
+        except OSError as e:
+            self._note(e)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or leave it."""
+        try:
+            self._stream.flush()
+        except OSError as e:
+            self._note(e)
+
+    def _note(self, e: OSError) -> None:
+        if e.errno != errno.EPIPE:
+            self.lost = e
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_descriptors() -> None:
+    """Give descriptors 0 to 2 a place if they were closed; the first files to be opened would be taken for them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+class ReportFile:
+    """`--report`: looked at before the work begins, so that it is not the work that fails."""
+
+    def __init__(self, text: str) -> None:
+        """UsageError if it can be no report."""
+        from ..job import expand
+
+        self.path, self._spares = expand(text), False
+        if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
+            raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
+
+    def spare(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
+        """UsageError if one of these is meant."""
+        for role, paths in (("an input", inputs), ("an output", outputs)):
+            if any(self._hits(path, new=role == "an output") for path in paths):
+                raise UsageError(f"the report would be written over {role}", f"--report {self.path}", ELSEWHERE)
+        self._spares = True
+
+    def _hits(self, path: Path, *, new: bool) -> bool:
+        """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
+        here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
+        inside = there in here.parents and (new or present)
+        return here == there or inside or (present and same(self.path, path))
+
+    def begin(self) -> None:
+        """What an earlier run reported goes, should this one be killed."""
+        if self.path.is_file():
+            self._put("", "w")
+
+    def fail(self, e: BaseException) -> None:
+        """Report a failure, unless something else than a report is there, or may get there: an input, the output."""
+        with suppress(OSError):
+            if self._is_report() if self.path.is_file() else self._spares and not self.path.exists():
+                self.replace(json.dumps({"error": error_dict(e)}, ensure_ascii=False))
+
+    def _is_report(self) -> bool:
+        with self.path.open("rb") as f:
+            start = f.read(20)
+        return not start or start.startswith(REPORTS)
+
+    def replace(self, line: str) -> None:
+        """The line is all of the report."""
+        self._put(line, "w")
+
+    def append(self, line: str) -> None:
+        """One more line, on its way to the disk on return."""
+        self._put(line, "a")
+
+    def _put(self, line: str, mode: str) -> None:
+        try:
+            with self.path.open(mode, encoding="utf-8", errors=ESCAPED) as f:
+                f.write(line and line + "\n")
+        except OSError as e:
+            where = one_line(str(self.path))
+            print(f"warning: the report could not be written: {e.strerror} ({where})", file=sys.stderr)  # noqa: T201
+
+
+@contextmanager
+def reporting(text: str | None) -> Iterator[ReportFile | None]:
+    """The file for the report of what is done in the block, if one is wanted; a failure is reported there too."""
+    told = None if text is None else ReportFile(text)
+    try:
+        yield told
+    except BaseException as e:
+        if told is not None:
+            told.fail((isinstance(e, Exception) and scarcity(e)) or e)
+        raise

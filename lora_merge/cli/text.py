@@ -1,0 +1,180 @@
+"""Text for people: what a job will do, its progress, what it did and what was proven."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..files.layouts import listed
+from ..lines import shown
+
+if TYPE_CHECKING:
+    from ..engine.merge import Progress
+    from ..planning.plan import Plan
+    from ..report import Report
+
+
+COUNT: Final = (1000, ("", "K", "M", "G", "T"))
+"""For `size`: things are counted in thousands."""
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """A line for whoever listens. Typer would go around a stream that is ASCII, and write ? for other letters."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(f"{shown(text)}\n")
+    stream.flush()
+
+
+def silent(_: str) -> None:
+    """Say nothing but what `conclude` has to."""
+
+
+def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
+    """A few lines before the work: what was recognised, what matched, what will be written."""
+    say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
+    for note in plan.base.notes:
+        say(f"  note: {note}")
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
+        what = ", ".join(m.algorithms) or "nothing"
+        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
+        for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
+            say(f"  left out: {name}: {why}")
+        for note in (*m.adapter.notes, *m.notes):
+            say(f"  note: {note}")
+    say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
+    if verbose:
+        for file in plan.files:
+            for t in file.targets:
+                say(
+                    f"  {t.name} {t.dtype} {list(t.shape)}"
+                    + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
+                )
+
+
+def leave_lost_folder() -> None:
+    """Go to the root if the current folder was deleted: MKL ends the process when it is loaded there.
+
+    Called when every path is absolute already, and torch not there yet.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir(os.path.sep)
+
+
+def carry_out(plan: Plan, *, quiet: bool) -> Report:
+    """Run a plan, with a progress bar on a terminal."""
+    leave_lost_folder()
+    from ..engine.merge import run
+
+    with bar(plan.size, "merging", quiet=quiet) as progress:
+        return run(plan, progress)
+
+
+@contextmanager
+def bar(total: int, what: str, *, quiet: bool) -> Iterator[Progress]:
+    """A bar over so many bytes, on a terminal; to be told of those that were just written."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, file=sys.stderr) as drawn:
+        yield drawn.update
+
+
+def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
+    """What the user should know of a merge whose lines are not shown: a line for each note, one for what was left."""
+    yield from (f"note: {note}" for note in notes)
+    for name, found in coverage.items():
+        if left := [*found["skipped"], *found["ignored"]]:
+            yield f"{name}: left out {len(left)}: {listed(left)}"
+        yield from (f"{name}: note: {note}" for note in found["notes"])
+
+
+def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
+    """The report, or a few lines, without the notes that were `said` before it. Where nothing is said: what matters."""
+    if as_json:
+        echo(done.to_json())
+        return
+    for remark in remarks(done.coverage, done.notes) if say is silent else ():
+        echo(remark, err=True)
+    rate = size(int(done.written / max(done.seconds, 1e-9)))
+    say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
+    for note in [n for n in done.notes if n not in said]:
+        say(f"note     {note}")
+    if done.saturated:
+        say(saturated(done.saturated))
+    if done.verified is not None:
+        show_proof(done.verified, say, verbose=verbose)
+
+
+def saturated(found: Mapping[str, int]) -> str:
+    """The line about numbers that were cut, per tensor."""
+    most = sorted(found, key=lambda name: (-found[name], name))
+    return f"cut      {sum(found.values())} numbers too large for the output's dtype: " + listed(
+        [f"{found[name]} of {name}" for name in most]
+    )
+
+
+def needs(plan: Plan) -> str:
+    """The line about memory and disk of a dry run."""
+    from ..disk.volumes import free_bytes
+    from ..engine.windows import buffer_bytes, disk_bytes
+
+    memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
+    return f"needs    {memory}; {size(disk_bytes(plan))} of disk, of {size(free_bytes(plan.job.output))} free"
+
+
+def dry(plan: Plan) -> dict[str, Any]:
+    """What --dry-run --json prints."""
+    from .. import __version__
+    from ..engine.windows import buffer_bytes
+    from ..planning.plan import coverage
+
+    return {
+        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
+        "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
+        "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
+        "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
+    }  # fmt: skip
+
+
+def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB")) -> str:
+    """ "6.46 GiB"; with COUNT "6.94 G"."""
+    value, at = float(n), 0
+    while value >= step and at + 1 < len(units):
+        value, at = value / step, at + 1
+    return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
+
+
+def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
+    """What was proven, in two or three lines; warnings go to stderr."""
+    same, how = proof["untouched"], " (every byte)" if proof["full"] else ""
+    say(
+        f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
+        f"worst deviation {proof['worst_ulp']:.2f} ulp; {size(same['bytes'])} of {size(same['of'])} untouched bytes "
+        f"compared{how}"
+    )
+    if proof["saturated"]:
+        say(f"cut      {proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for")
+    shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
+    if shares:
+        say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
+    if (matching := proof["matching"])["alone"] or verbose:
+        say(f"matching {matched(matching)}")
+    for warning in proof["warnings"]:
+        echo(f"warning: {warning}", err=True)
+
+
+def matched(matching: Mapping[str, Any]) -> str:
+    """For how many modules a second reading of the adapters found the plan's place and numbers, and the others."""
+    left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
+    names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
+    more = f"; {left} by the plan alone: {names}" if left else ""
+    return f"proven a second way for {matching['proven']} of {matching['modules']} modules{more}"

@@ -1,0 +1,163 @@
+"""Which devices are here, what they can, and which one to take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from threading import Lock
+from typing import Final
+
+import torch
+
+from ..arguments import DEVICES
+from ..errors import ResourceError
+from .placement import TORCH_DTYPES, WHOLE, Placement
+
+KINDS: Final = ("cpu", "cuda", "mps", "xpu")
+FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
+
+
+def places(devices: str, dtype: str) -> tuple[Placement, ...]:
+    """The placements for `--device`, one or a list with commas, of one kind; ResourceError if one is not here."""
+    found = tuple(place(d.strip(), dtype) for d in devices.split(","))
+    if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
+        raise ResourceError(f"{devices!r} is no list of devices to share the work", "--device", "write cuda:0,cuda:1")
+    return found
+
+
+def place(device: str, dtype: str) -> Placement:
+    """The placement for `--device` and a dtype by its name in files; ResourceError if there is no such device, or it
+    does not compute."""
+    found = _tried(dtype)[-1][0] if device == "auto" else device
+    try:
+        where = torch.device(found)
+    except RuntimeError as e:
+        raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
+    if (where.index or 0) >= _count(where.type):
+        names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
+        raise ResourceError(f"no device {found!r} here", f"--device: {why}" if why else "--device",
+                            f"use one of: auto, {names}")  # fmt: skip
+    if dtype == "F64" and not _doubles(where):
+        raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+    if device != "auto" and (why := unusable(where)):
+        raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
+    return Placement(_numbered(where), TORCH_DTYPES[dtype])
+
+
+def _numbered(where: torch.device) -> torch.device:
+    """The device with its number: without one torch takes the current device, and each thread has its own."""
+    if where.index is None and where.type in {"cuda", "xpu"}:
+        return torch.device(where.type, torch.get_device_module(where.type).current_device())
+    return where
+
+
+def passed_over(device: str, dtype: str) -> list[str]:
+    """What `auto` would have taken if it worked, and why it does not."""
+    return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
+
+
+def spare(device: str, at: Sequence[Placement]) -> Placement | None:
+    """Where `auto` folds what does not fit a GPU's memory; who names a device is to get it, or an error."""
+    return Placement(torch.device("cpu"), at[0].dtype) if device == "auto" and at[0].device.type != "cpu" else None
+
+
+def _tried(dtype: str) -> list[tuple[str, str]]:
+    """What `auto` looks at, the fastest first, and what is wrong with it; the last one is taken."""
+    tried = []
+    for kind in FAST:
+        if _count(kind):
+            where = torch.device(kind)
+            why = f"{kind} computes no fp64" if dtype == "F64" and not _doubles(where) else unusable(where)
+            tried.append((kind, why))
+            if not why:
+                return tried
+        elif why := _refusal(kind):
+            tried.append((kind, why))
+    return [*tried, ("cpu", "")]
+
+
+@cache
+def _refusal(kind: str) -> str:
+    """Why CUDA finds no device where it is not for want of one: its driver is too old, or broken. torch only warns of
+    that, once in a process."""
+    if kind != "cuda" or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.is_available()
+    return next((str(w.message).splitlines()[0].partition(" (Triggered")[0] for w in said), "")
+
+
+def unusable(where: torch.device) -> str:
+    """Why nothing can be computed there; nothing if it can. A driver may see a GPU that this torch was not built for,
+    or whose memory others fill."""
+    if where.type == "cpu":
+        return ""
+    try:
+        torch.ones(1, device=where).add_(1).item()
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as e:  # the last two as CUDA is started
+        return next(iter(str(e).splitlines()), type(e).__name__)
+    return ""
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind are here."""
+    _refusal(kind)  # before torch warns of it
+    if kind in ("cuda", "xpu"):
+        module = torch.cuda if kind == "cuda" else torch.xpu
+        return module.device_count() if module.is_available() else 0
+    return 1 if kind == "cpu" else int(kind == "mps" and torch.backends.mps.is_available())
+
+
+def _doubles(where: torch.device) -> bool:
+    """Whether it computes fp64."""
+    if where.type == "xpu":
+        return bool(torch.xpu.get_device_properties(where).has_fp64)
+    return where.type != "mps"
+
+
+def precise(at: Placement) -> Placement:
+    """Where inverses and decompositions are computed: in fp64, on the CPU for a device that may not have them.
+
+    In fp32 they would round up to 1 % of an fp16 output's elements differently.
+    """
+    if at.device.type not in WHOLE:
+        return Placement(torch.device("cpu"), torch.float64)
+    if at.device.type == "cuda" and torch.cuda.is_available():
+        _load_decompositions(at.device)
+    return Placement(at.device, torch.float64)
+
+
+def _load_decompositions(device: torch.device) -> None:
+    """torch loads what it has of them for CUDA at the first call, and fails if two threads make it at a time."""
+    with _loading:
+        if not _loaded:
+            torch.linalg.inv(torch.ones(1, 1, device=device))
+            _loaded.append(device)
+
+
+_loading = Lock()
+_loaded: list[torch.device] = []
+
+
+def release(at: Sequence[Placement]) -> None:
+    """Give memory that nobody uses any more back to the devices, and pinned memory to the system."""
+    for kind in {p.device.type for p in at} & set(KINDS[1:]):
+        torch.get_device_module(kind).empty_cache()
+        if kind == "cuda" and hasattr(torch._C, "_host_emptyCache"):  # newer ones have a public name for it
+            torch._C._host_emptyCache()
+
+
+def present() -> list[str]:
+    """Every device here, as --device takes it."""
+    numbered = [f"{kind}:{n}" for kind in ("cuda", "xpu") for n in range(_count(kind))]
+    return ["cpu", *numbered] + ["mps"] * _count("mps")
+
+
+def nth_device(device: str, number: int) -> str:
+    """The device for the n-th of several workers: GPUs go round, whatever names one device stays. `auto` takes its own
+    way where this one's GPU is of no use."""
+    count = _count("cuda") if device in {"auto", "cuda"} else 0
+    own = f"cuda:{number % count}" if count > 1 else device
+    return device if own != device and device == "auto" and unusable(torch.device(own)) else own

@@ -1,0 +1,83 @@
+"""The rules of `--method`, for n weights of equal shape at once.
+
+The default is W' = W + Σ sᵢ ΔWᵢ, every ΔWᵢ taken on the untouched W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from ..algorithms import Algorithm, dora
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One formula for n weights: its tensors on the compute device, and where its rows go."""
+
+    algorithm: Algorithm
+    tensors: Any  # the algorithm's dataclass, stacked and prepared
+    strength: Tensor  # [n, 1, 1]
+    rows: slice  # rows of the block that it changes
+    adapter: int = 0  # whose formula it is; stacks are in the order of their adapters
+    transposed: bool = False  # the formula sees these rows as columns
+    view: Tensor | None = None  # [n, out, cols] what the formula was trained on, where that is more than `rows`
+    taken: slice | None = None  # the rows of the whole ΔW that belong to this block
+    whole: tuple[int, int] | None = None  # (out, cols) of that ΔW, where it is more than `rows`
+    magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether ΔW depends on W."""
+        return self.algorithm.reads_base or self.magnitude is not None
+
+    def region(self, block: Tensor) -> Tensor:
+        """The part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
+        part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
+        return part.transpose(1, 2) if self.transposed else part
+
+
+def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the first one,
+    whose ΔW is formed before anything is added."""
+    merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
+    for number, s in enumerate(stacks):
+        target = s.region(merged)
+        plain = s.magnitude is None and s.view is None and s.taken is None
+        if plain and s.algorithm.accumulate is not None and not (s.algorithm.reads_base and number):
+            s.algorithm.accumulate(target, s.tensors, s.strength)
+            continue
+        target.addcmul_(s.strength, change(s, base))
+    return merged
+
+
+def in_turn(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    """Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ [n, rows, cols], adapter by adapter, every ΔWᵢ taken on Wᵢ₋₁. `base` is overwritten as by
+    `fold`."""
+    for _, own in groupby(stacks, key=lambda s: s.adapter):
+        base = fold(base, tuple(own))
+    return base
+
+
+RULES: Final[Mapping[str, Callable[[Tensor, Sequence[Stack]], Tensor]]] = MappingProxyType(
+    {"sum": fold, "compose": in_turn}
+)
+"""One rule for every row of METHODS: (base values, which may be overwritten; stacks) → merged values."""
+
+
+def change(s: Stack, base: Tensor) -> Tensor:
+    """F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
+    seen = s.region(base) if s.view is None else s.view
+    if s.view is None and s.whole is not None:  # its values are not read, but its shape may be
+        seen = base.new_zeros(()).expand(len(base), *s.whole)
+    change = s.algorithm.delta(seen, s.tensors)
+    if s.magnitude is not None:
+        axis, magnitude = s.magnitude
+        change = dora.rescale(seen, change, magnitude, axis)
+    return change if s.taken is None else change.narrow(1, s.taken.start, s.taken.stop - s.taken.start)

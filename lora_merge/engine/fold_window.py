@@ -1,0 +1,98 @@
+"""Makes a window's output bytes of its base bytes, in memory: folds, conversions, and what stays as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ..disk.reader import Reader
+from ..job import COMPUTE_DTYPES
+from ..planning.plan import Plan
+from .buffers import Turn
+from .devices import passed_over, places, release, spare
+from .fold_blocks import Folder, Item, settled
+from .overflow import settle
+from .parallelism import one_core, threads
+from .placement import convert
+from .tensors import Factors, Kept, view_bytes
+from .windows import Change, Fold, Window
+
+
+class Making:
+    """The windows of plans of one layout and one placement; ResourceError where the device is not here."""
+
+    def __init__(self, plans: Sequence[Plan], reader: Reader) -> None:
+        self.plans, job = plans, plans[0].job
+        at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.device = ",".join(str(p.device) for p in at)
+        self.factors = Factors(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
+        self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
+        self.kept = Kept()
+        notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
+                             spare=spare(job.device, at), saturate=job.on_overflow == "saturate")  # fmt: skip
+        self.saturated: list[Counter[str]] = [Counter() for _ in plans]
+        """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
+
+    def begin(self, turn: Turn) -> None:
+        """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
+        image, base = turn.image.views(turn.window)
+        out = turn.own.out.view(turn.window.start, turn.window.size)
+        if not turn.last:
+            for low, high in _kept(turn.window, turn.change):
+                out[low:high] = image[low:high]
+        for c in turn.change.converts:
+            source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
+            into = view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,))
+            if not convert(source, into):
+                turn.saturated[c.name] += settle(c.name, source, into, saturate=self.folder.saturate)
+        kept = None if turn.last else image  # the last turn folds where the base values lie
+        for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in turn.change.folds]):
+            turn.under_way.append(future)
+
+    def settle(self, turn: Turn) -> None:
+        """Wait for what was begun."""
+        self.saturated[turn.plan] += turn.saturated + settled(turn.under_way)
+
+    def forget(self) -> None:
+        """Drop the factors of the window at hand, so that memory does not grow with the model."""
+        self.factors.forget()
+        self.kept.clear()
+
+    def close(self) -> None:
+        """End the threads, and give back what they have used: other streams than theirs could not use it again."""
+        self.pool.shutdown()
+        self.forget()
+        release(self.folder.at)
+
+
+def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
+    """The ranges of the window that are read into the output buffer and not folded."""
+    folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
+    low, high = next(folds, (window.size, window.size))
+    for r in window.direct:
+        at, end = r.at, r.at + r.nbytes
+        while low < end:
+            if at < low:
+                yield at, low
+            at = high
+            low, high = next(folds, (window.size, window.size))
+        if at < end:
+            yield at, end
+
+
+def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
+    """The block's base values and the place of its result, as tensors on the buffers that hold them.
+
+    Without `base` the values lie where the result goes.
+    """
+    block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
+    into = view_bytes(out[f.at : f.at + f.nbytes], block.target.dtype, shape)
+    source = block.target.source
+    if source is None:
+        return Item(block, None, into)
+    if base is None:
+        return Item(block, into, into)
+    values = view_bytes(base[f.source : f.source + f.source_bytes], source.dtype, (-1,) if block.reshaped else shape)
+    return Item(block, values, into)

@@ -1,0 +1,228 @@
+"""Writes the outputs of plans that share a base: reader, hasher, folder and writer work on different windows at a time.
+
+The base is read once. Each window makes one turn per plan: its base bytes, the image, are folded and written plan
+by plan, the last one in place. With one plan, every turn is the last.
+
+Importing torch takes a second or more. The disk does not wait for it: what the merge leaves as it is goes out first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from ..disk.hashes import Digests
+from ..disk.pages import PAGE
+from ..disk.volumes import CLONES, SPARSE, file_system
+from ..disk.writer import Writer, amend
+from ..planning.headings import headings
+from ..planning.plan import Plan
+from ..stopping import heed
+from .bounds import SLOTS
+from .buffers import Slot, Turn
+from .ring import Pool, drive
+from .windows import Window, sharable, window_bytes, windows
+
+if TYPE_CHECKING:
+    from .fold_window import Making
+
+HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
+
+
+class Writing:
+    """One run of plans, of one layout and one placement, into the folders or files `parts`."""
+
+    def __init__(
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, progress: Callable[[int], object],
+    ) -> None:  # fmt: skip
+        self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
+        self.reader, self.opened = digests.reader, ExitStack()
+        self.pool = Pool(Slot() for _ in range(SLOTS))
+        self.writers: dict[tuple[int, int], Writer] = {}
+        self.clock = Lock()
+        self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
+        """Stage → seconds busy; they work side by side. `start`: until torch is there. `wait`: what the whole took
+        beyond the busiest of them."""
+        self.shares = file_system(parts[0]) in CLONES
+        """Whether untouched bytes need not be copied; until the system says that they do."""
+        self.image_used: list[Future[Counter[str]]] = []  # folds that read the image at hand
+        self.failed: dict[int, Exception] = {}
+        """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
+
+    def run(self) -> None:
+        """All windows, flushed to the disk, then the headers with the inputs' hashes."""
+        began = time.perf_counter()
+        first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
+        stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="start") as starter:
+                self._made = starter.submit(self._make)
+                drive(self._turns(), stages, self._give_back)
+            self._made.result()  # also where no window asked for it: there may be no such device
+            for number in self._alive():
+                self._alone(number, self._finish)
+            busiest = max(self.seconds[stage] for stage in ("read", "hash", "fold", "write"))
+            self.seconds["wait"] = max(0.0, time.perf_counter() - began - busiest)
+        finally:
+            self.opened.close()
+
+    def _turns(self) -> Iterator[Turn]:
+        limit = min(window_bytes(p) for p in self.plans)
+        for window in self._ordered(windows(self.plans, limit)):
+            heed()
+            alive = self._alive()
+            if not alive:
+                return
+            image, shared = self.pool.take(), self.shares and sharable(window)
+            for number in alive:
+                last = number == alive[-1]
+                own = image if last else self.pool.take()
+                yield Turn(window, number, image, own, number == alive[0], last, shared)
+
+    def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
+        """Windows of the same file change places as long as torch is not there: those that need nothing of it go first.
+
+        Not where the base is hashed, in the order of its bytes, or made into several outputs: they have enough to do.
+        """
+        in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE
+        held: deque[Window] = deque()
+        for window in found:
+            while held and (self._made.done() or len(held) == HELD or held[0].file != window.file):
+                yield held.popleft()
+            if window.untouched or in_order or self._made.done():
+                yield window
+            else:
+                held.append(window)
+        yield from held
+
+    def _give_back(self, turn: Turn) -> None:
+        self.pool.give(turn.own)  # the last turn's own is the image
+
+    def _alive(self) -> list[int]:
+        return [n for n in range(len(self.plans)) if n not in self.failed]
+
+    @property
+    def making(self) -> Making:
+        """What works on the numbers; waits until it is there."""
+        return self._made.result()
+
+    def _make(self) -> Making:
+        from .fold_window import Making
+
+        made = Making(self.plans, self.reader)
+        self.opened.callback(made.close)
+        return made
+
+    def read(self, turn: Turn) -> None:
+        """Base bytes into the image."""
+        if turn.first and (self.digests.hashing or not turn.shared):
+            out, base = turn.image.views(turn.window)
+            for view, reads in ((out, turn.window.direct), (base, turn.window.apart)):
+                for r in reads:
+                    self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
+
+    def hash(self, turn: Turn) -> None:
+        """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
+        if turn.first and (self._made.done() or not self.digests.ahead):
+            out, base = turn.image.views(turn.window)
+            reads = [(r, out) for r in turn.window.direct] + [(r, base) for r in turn.window.apart]
+            for r, view in sorted(reads, key=lambda pair: pair[0].offset):
+                self.digests.feed(r.file, r.offset, view[r.at : r.at + r.nbytes])
+
+    def start(self, turn: Turn) -> None:
+        """Wait for what the first fold needs."""
+        if not turn.ready:
+            self._made.result()
+
+    def fold(self, turn: Turn) -> None:
+        """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
+        if turn.last:
+            wait(self.image_used)  # it is folded in place, where earlier turns take their base values
+            self.image_used.clear()
+        if turn.plan not in self.failed and not turn.ready:
+            self._alone(turn.plan, lambda _: self.making.begin(turn))
+        if not turn.last:
+            self.image_used += turn.under_way
+
+    def settle(self, turn: Turn) -> None:
+        """The turn's folds complete."""
+        if turn.ready:
+            return
+        self._alone(turn.plan, lambda _: self.making.settle(turn))
+        if turn.last:
+            self.making.forget()
+
+    def write(self, turn: Turn) -> None:
+        """The finished window to the disk."""
+        if turn.plan not in self.failed:
+            self._alone(turn.plan, lambda n: self._put(self._writer(n, turn.window.file), turn))
+        self.progress(turn.window.size)
+
+    def _put(self, writer: Writer, turn: Turn) -> None:
+        at, out = turn.window.start + self._shift(turn), turn.own.out
+        if not turn.shared:
+            writer.write(out.view(turn.window.start, turn.window.size), at)
+            return
+        for r in turn.window.direct:
+            low, high = writer.share(self.reader.descriptor(r.file), r.offset, at + r.at, r.nbytes)
+            if not high and r.nbytes >= 2 * PAGE:
+                self.shares = False
+            for start, stop in ((0, low), (high, r.nbytes)):
+                if start < stop:
+                    rest = out.view(at + r.at + start, stop - start)
+                    self.reader.read_into(rest, r.file, r.offset + start)
+                    writer.write(rest, at + r.at + start)
+
+    def _finish(self, number: int) -> None:
+        plan = self.plans[number]
+        self._leave(number, len(plan.files) - 1)
+        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs))):
+            amend(self.writers[number, n].path, header)
+
+    def _leave(self, number: int, file: int) -> None:
+        """Finish a plan's file: of many shards, times many plans, only one a plan is open."""
+        writer = self._writer(number, file)
+        writer.finish()
+        writer.close()
+
+    def _writer(self, number: int, file: int) -> Writer:
+        """The writer of a plan's output file, its header written first. They come one after the other."""
+        if (number, file) not in self.writers:
+            if file:
+                self._leave(number, file - 1)
+            planned, part = self.plans[number].files[file], self.parts[number]
+            writer = Writer(part / planned.name if planned.name else part, planned.size)
+            self.writers[number, file] = writer
+            self.opened.callback(writer.close)
+            writer.write(memoryview(planned.header), 0)
+            self.progress(len(planned.header))
+        return self.writers[number, file]
+
+    def _shift(self, turn: Turn) -> int:
+        """How much further back a plan's bytes lie than those of the first, whose header may be shorter."""
+        first, own = (self.plans[n].files[turn.window.file].header for n in (0, turn.plan))
+        return len(own) - len(first)
+
+    def _alone(self, number: int, act: Callable[[int], None]) -> None:
+        """Act for one plan; a failure is kept as its own, whatever it is, for `run.py` to raise or report."""
+        try:
+            act(number)
+        except Exception as e:  # noqa: BLE001
+            self.failed.setdefault(number, e)
+
+    def _timed(self, stage: Callable[[Turn], None], kind: str) -> Callable[[Turn], None]:
+        def timed(turn: Turn) -> None:
+            started = time.perf_counter()
+            stage(turn)
+            took = time.perf_counter() - started
+            with self.clock:  # two stages may count as one kind
+                self.seconds[kind] += took
+
+        timed.__name__ = stage.__name__
+        return timed

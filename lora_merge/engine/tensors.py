@@ -1,0 +1,96 @@
+"""Stored tensors as torch tensors: adapters' factors, checked for NaN, base tensors that are gathered, and what is
+made of them once for many blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..disk.reader import Reader
+from ..errors import InputError
+from ..files.safetensors import TensorInfo
+from .placement import TORCH_DTYPES, odd
+
+KEPT: Final = 2**24
+"""Numbers of all factors that may be kept at their placement while a window is made."""
+
+
+class Factors:
+    """Reads tensors from files on demand and keeps those of the window at hand; safe from several threads."""
+
+    def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
+        self._reader, self._adapters = reader, adapters
+        self._kept: dict[tuple[Path, int, int], Tensor] = {}
+
+    def fetch(self, info: TensorInfo) -> Tensor:
+        """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
+        key = (info.file, info.offset, info.nbytes)  # one without elements lies where the next one does
+        tensor = self._kept.get(key)
+        if tensor is None:
+            tensor = view_bytes(memoryview(self._reader.read(info)), info.dtype, info.shape)
+            if info.file in self._adapters:
+                check_finite(tensor, info)
+            self._kept[key] = tensor
+        return tensor
+
+    def forget(self) -> None:
+        """Drop what was kept; called after each window, so that memory does not grow with the model."""
+        self._kept.clear()
+
+
+class Kept:
+    """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+        self._numbers = 0
+        self._lock = Lock()
+
+    def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
+        """The tensor of this key: made once, also where two threads ask at a time, and settled before it is shared."""
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        if self._numbers > KEPT:
+            return make()
+        with self._lock:
+            if key not in self._made:
+                made = make()
+                settle()
+                self._made[key] = made
+                self._numbers += made.numel()
+            return self._made[key]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._made.clear()
+            self._numbers = 0
+
+
+def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The bytes as a tensor that shares them."""
+    kind = TORCH_DTYPES[dtype]
+    if not raw.nbytes:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def check_finite(tensor: Tensor, info: TensorInfo) -> None:
+    """InputError naming the tensor if it holds NaN or infinite values."""
+    if not tensor.is_floating_point():
+        return
+    if tensor.dtype.itemsize == 1:  # no isfinite for fp8: compare exponent and mantissa bits
+        bits = tensor.view(torch.uint8) & 0x7F
+        bad = bits == 0x7F if tensor.dtype == torch.float8_e4m3fn else bits >= 0x7C
+        finite = not bool(bad.any())
+    else:
+        finite = not odd(tensor)
+    if not finite:
+        raise InputError("the adapter holds NaN or infinite values", f"{info.file}: {info.name}",
+                         "training broke down; use an earlier save of the adapter")  # fmt: skip

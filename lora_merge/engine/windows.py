@@ -1,0 +1,291 @@
+"""Cuts outputs into windows: runs of consecutive bytes, with what is read and what is folded for each.
+
+A window's base bytes are read straight into a reusable aligned buffer, changed tensors are folded there, and the
+buffer is written out as it is. Plans that share base and layout share their windows: one read, one fold per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.pages import PAGE
+from ..disk.reader import MEMORY
+from ..disk.volumes import share_blocks
+from ..files.safetensors import ITEM_BYTES, TensorInfo
+from ..planning.plan import Plan, Target
+from .blocks import Block, blocks
+from .bounds import SLOTS, SMALLEST_WINDOW, window_room
+
+STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes of an input file that belong at `at` in the window's output (or input) buffer."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Elements of a tensor that change their dtype only: from `source` in the input buffer to `at` in the output."""
+
+    name: str
+    source: int
+    at: int
+    count: int
+    from_dtype: str
+    to_dtype: str
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes in the input buffer."""
+        return self.count * ITEM_BYTES[self.from_dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output buffer."""
+        return self.count * ITEM_BYTES[self.to_dtype]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A block: base values at `source` (in the input buffer if dtypes or shapes differ), result at `at`."""
+
+    block: Block
+    source: int
+    at: int
+    apart: bool  # whether base values lie in the input buffer
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the base values; a block that is padded has its whole base tensor there."""
+        source = self.block.target.source
+        if source is None:
+            return 0
+        return source.nbytes if self.block.reshaped else self.block.elements * ITEM_BYTES[source.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return self.block.elements * ITEM_BYTES[self.block.target.dtype]
+
+
+@dataclass
+class Change:
+    """What one plan does in a window, beside the bytes that go out as they were read."""
+
+    converts: list[Convert] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+
+@dataclass
+class Window:
+    """Output bytes [start, start + size) of one file of every plan, and what makes them.
+
+    `start` counts in the first plan's file; in the others' it differs by whole pages, as their headers do.
+    """
+
+    file: int
+    start: int
+    changes: tuple[Change, ...]  # one per plan
+    size: int = 0
+    input_size: int = 0
+    direct: list[Read] = field(default_factory=list)  # into the output buffer
+    apart: list[Read] = field(default_factory=list)  # into the input buffer
+
+    @property
+    def untouched(self) -> bool:
+        """Whether every plan's bytes go out as they were read."""
+        return not any(c.folds or c.converts for c in self.changes)
+
+    def read(self, info: TensorInfo, skip: int, nbytes: int) -> None:
+        """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
+        _append(self.direct, Read(info.file, info.offset + skip, nbytes, self.size))
+
+    def read_apart(self, info: TensorInfo, skip: int, nbytes: int) -> int:
+        """Plan to read bytes into the input buffer; returns where, at a multiple of 64."""
+        at = -(-self.input_size // 64) * 64
+        _append(self.apart, Read(info.file, info.offset + skip, nbytes, at))
+        self.input_size = at + nbytes
+        return at
+
+
+def window_bytes(plan: Plan) -> int:
+    """How large a window may be under the job's memory bound; ResourceError if nothing fits."""
+    return max(SMALLEST_WINDOW, int(window_room(plan.job) / _widening(plan)))
+
+
+def unshared_bytes(plan: Plan) -> int:
+    """Bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
+    untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
+    return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
+
+
+def disk_bytes(plan: Plan) -> int:
+    """How much space the output takes where it goes."""
+    return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
+
+
+def buffer_bytes(plan: Plan) -> int:
+    """How much host memory windows may take at once."""
+    slots = min(SLOTS * window_bytes(plan), plan.size)
+    return int(slots * (1 + _widening(plan)))
+
+
+def _widening(plan: Plan) -> float:
+    """Bytes read for a byte written, where a dtype shrinks most; at least 1."""
+    changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if t.source and not t.copied}
+    return max([1.0, *(ITEM_BYTES[old] / ITEM_BYTES[new] for old, new in changes)])
+
+
+def layout_key(plan: Plan) -> tuple[Any, ...]:
+    """Equal for plans that can go through the windows together: same tensors from the same bytes to the same places."""
+    return tuple(
+        (f.name, len(f.header) % PAGE, *((t.name, t.dtype, t.shape, t.source) for t in f.targets)) for f in plan.files
+    )
+
+
+def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
+    """The whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger.
+
+    Long untouched stretches have windows of their own: those can go out before torch is there.
+    """
+    for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
+        window = _window(number, len(files[0].header), len(plans))
+        for targets in zip(*(f.targets for f in files), strict=True):
+            for size, part in _parts(targets, limit):
+                if window.size and (window.size + size > limit or _turns(window, part)):
+                    yield window
+                    window = _window(number, window.start + window.size, len(plans))
+                part.add_to(window)
+                window.size += size
+        if window.size:
+            yield window
+
+
+def sharable(window: Window) -> bool:
+    """Whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
+    places = [(r.offset, window.start + r.at) for r in window.direct]
+    return window.untouched and all(offset < MEMORY and (offset - at) % PAGE == 0 for offset, at in places)
+
+
+def _turns(window: Window, part: _Copied | _Folded) -> bool:
+    """Whether a long untouched stretch ends, or begins, between them."""
+    if window.untouched:
+        return window.size >= STRETCH and not part.untouched
+    return part.untouched and part.target.nbytes >= STRETCH
+
+
+def _window(file: int, start: int, plans: int) -> Window:
+    return Window(file, start, tuple(Change() for _ in range(plans)))
+
+
+def _parts(targets: Sequence[Target], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
+    """One tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
+    target = targets[0]
+    if not target.nbytes:
+        return  # no elements, whatever was to be added to them
+    if any(t.uses for t in targets):
+        for run in _runs(targets):
+            yield run.count * ITEM_BYTES[target.dtype], run
+        return
+    unit = 1 if target.copied else ITEM_BYTES[target.dtype]  # bytes are copied, elements converted
+    step = max(1, limit // (4 * unit))
+    for low in range(0, target.nbytes // unit, step):
+        count = min(step, target.nbytes // unit - low)
+        yield count * unit, _Copied(target, low, count)
+
+
+def _runs(targets: Sequence[Target]) -> Iterator[_Folded]:
+    """The shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has none."""
+    own = [list(blocks(t)) if t.uses else [] for t in targets]
+    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
+    for low, high in pairwise(sorted(cuts)):
+        inside = (tuple(b for b in of if low <= b.first * b.cols < high) for of in own)
+        yield _Folded(targets[0], low, high - low, tuple(inside))
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Bytes or, where the dtype changes, elements [low, low + count) of a tensor that no plan changes."""
+
+    target: Target
+    low: int
+    count: int
+
+    @property
+    def untouched(self) -> bool:
+        return self.target.copied
+
+    def add_to(self, window: Window) -> None:
+        source = self.target.source
+        assert source is not None, "what starts from zeros is changed"
+        if self.target.copied:
+            window.read(source, self.low, self.count)
+            return
+        width = ITEM_BYTES[source.dtype]
+        at = window.read_apart(source, self.low * width, self.count * width)
+        convert = Convert(self.target.name, at, window.size, self.count, source.dtype, self.target.dtype)
+        for change in window.changes:
+            change.converts.append(convert)
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """Elements [low, low + count) of a tensor that at least one plan changes, with the blocks of every plan."""
+
+    target: Target
+    low: int
+    count: int
+    blocks: tuple[tuple[Block, ...], ...]  # per plan
+    untouched = False
+
+    def add_to(self, window: Window) -> None:
+        """Plan one read of the elements, and for every plan its folds."""
+        source = self.target.source
+        if source is None:
+            self._fold(window, 0, apart=True)
+            return
+        width = ITEM_BYTES[source.dtype]
+        skip, nbytes = self.low * width, self.count * width
+        if source.shape != self.target.shape:
+            self._fold(window, window.read_apart(source, 0, source.nbytes), apart=True)
+        elif source.dtype == self.target.dtype:
+            window.read(source, skip, nbytes)
+            self._fold(window, window.size, apart=False)
+        else:
+            self._fold(window, window.read_apart(source, skip, nbytes), apart=True)
+
+    def _fold(self, window: Window, start: int, *, apart: bool) -> None:
+        """Every plan's blocks, with base values from `start` on; what it leaves alone is converted, if `apart`."""
+        name, source, width = self.target.name, self.target.source, ITEM_BYTES[self.target.dtype]
+        for change, own in zip(window.changes, self.blocks, strict=True):
+            for b in own:
+                before = b.first * b.cols - self.low
+                values = start if source is None or b.reshaped else start + before * ITEM_BYTES[source.dtype]
+                if b.slices or b.reshaped:
+                    change.folds.append(Fold(b, values, window.size + before * width, apart))
+                elif apart and source is not None:
+                    at = window.size + before * width
+                    change.converts.append(Convert(name, values, at, b.elements, source.dtype, self.target.dtype))
+            if not own and apart:
+                assert source is not None, "what starts from zeros is changed by every plan of the layout"
+                change.converts.append(Convert(name, start, window.size, self.count, source.dtype, self.target.dtype))
+
+
+def _append(reads: list[Read], new: Read) -> None:
+    """Add a read, joined with the one before where both sides are consecutive."""
+    if reads:
+        last = reads[-1]
+        if (last.file, last.offset + last.nbytes, last.at + last.nbytes) == (new.file, new.offset, new.at):
+            reads[-1] = Read(last.file, last.offset, last.nbytes + new.nbytes, last.at)
+            return
+    reads.append(new)

@@ -1,0 +1,287 @@
+"""Opens checkpoints: one file, shards, folders, whole pipelines; as one table of tensors, from headers alone.
+
+No torch here (but for pickled files, see pickles.py): plans and `inspect` work from headers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import InputError
+from ..json_text import from_json
+from ..models.prefixes import PEFT
+from .layouts import Weights, choose, components, entries, listed, require_all, shard_of, unnamed, weights_in
+from .lookalikes import quoted
+from .quantised import Quantised, quantised, together
+from .safetensors import FileState, Header, TensorInfo, open_regular, parse_file
+
+PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
+CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
+TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
+"""Where LLaVA's and LongLoRA's trainers put what else they trained, beside the adapter: whole parameters."""
+
+JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
+PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """All tensors of one checkpoint, in the order of their bytes; the headers of all its files."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    files: tuple[Path, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, adapter_config.json or model_index.json beside the files."""
+    headers: Mapping[Path, Header] = field(default_factory=dict, repr=False)
+    index_files: tuple[Path, ...] = ()
+    """The `*.index.json` of each sharded set."""
+    components: Mapping[str, Index] = field(default_factory=dict)
+    """Sub-folder → its own checkpoint, for a pipeline; `tensors` then says `<component>.<stored name>`."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: a variant that was passed over, entries that are no tensors …"""
+    unnamed: tuple[Path, ...] = ()
+    """Shards of this model that its index does not name: copied, never changed."""
+
+    @cached_property
+    def quantised(self) -> Quantised:
+        """What of it is quantised."""
+        if self.components:
+            return together({name: part.quantised for name, part in self.components.items()})
+        return quantised(self.tensors, self.metadata, self.config)
+
+
+def open_checkpoint(path: Path) -> Index:
+    """The checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
+
+    InputError for what is missing, damaged, malicious or of no known kind. Links are followed, as model
+    caches are made of them; text inside files (index entries, component names) is never used as a path.
+    """
+    try:
+        return _opened(path)
+    except OSError as e:  # a name that is too long, a folder that may not be searched …
+        raise InputError(f"cannot be read: {e.strerror}", str(path), "check the path and its permissions") from e
+
+
+def _opened(path: Path) -> Index:
+    if not path.exists():
+        raise _missing(path)
+    if path.is_dir():
+        return _nonempty(_folder(path))
+    if path.name.endswith(".json") and ".index." in path.name:
+        found = next((w for w in weights_in(path.parent) if w.index == path), None)
+        if found is None:
+            raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
+        return _nonempty(replace(_sharded(path.parent, found), path=path.parent))
+    notes: tuple[str, ...] = ()
+    shard = shard_of(path)
+    if shard and shard[1] > 1:
+        notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
+    if path.name in PEFT_FILES and (whole := _trained_whole(path.parent)):
+        raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
+                         f"give the folder, {path.parent}, which is all of it")  # fmt: skip
+    beside = configuration(path)
+    if beside and not _is_called_trained(path):
+        notes = (*notes, f"read with the {beside.name} beside it")
+    return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes))
+
+
+def configuration(path: Path) -> Path | None:
+    """The configuration that is read with the folder or PEFT file at `path`; None where there is none.
+
+    PEFT's tensors tell no alpha, whatever their file is called: DeepSpeed's zero_to_fp32 writes pytorch_model.bin.
+    """
+    folder = path if path.is_dir() else path.parent
+    found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
+    if path.is_dir() or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
+        return next(iter(found), None)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _holds_peft(path: Path, _: FileState | None) -> bool:
+    """Whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to open."""
+    return any(PEFT in key for key in _header(path).tensors)
+
+
+def _is_called_trained(path: Path) -> bool:
+    return path.name in PEFT_FILES or path.name.endswith(MLX_FILE)
+
+
+def _trained_whole(folder: Path) -> list[Path]:
+    return [folder / name for name in TRAINED_WHOLE if (folder / name).exists()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
+    value = json_value(path)
+    if not isinstance(value, dict):
+        raise InputError("not a JSON object", str(path), "download or write it again")
+    return value
+
+
+def json_value(path: Path) -> Any:
+    """The JSON in a side file; InputError if it is none, or absurdly long or deep."""
+    with open_regular(path) as f:
+        if FileState.of(f.fileno()).size > JSON_LIMIT:
+            raise InputError("JSON file of absurd length", str(path), "download it again")
+        raw = f.read()
+    try:
+        return from_json(raw)
+    except ValueError as e:
+        raise InputError("not a valid JSON file", f"{path}: {e}", "download or write it again") from e
+
+
+def _missing(path: Path) -> InputError:
+    near: list[str] = []
+    if path.parent.is_dir():
+        near = difflib.get_close_matches(path.name, [p.name for p in entries(path.parent)], n=3, cutoff=0.6)
+    fix = f"did you mean {', '.join(near)}?" if near else "check the path"
+    if path.is_symlink():
+        return InputError("a link that points nowhere", str(path), "download the model again")
+    return InputError("file not found", str(path), fix)
+
+
+def _nonempty(index: Index) -> Index:
+    if not index.tensors:
+        raise InputError("the file holds no tensors", str(index.path), "export the model again")
+    return index
+
+
+def _folder(path: Path) -> Index:
+    file = configuration(path)
+    config = read_json(file) if file else {}
+    if file and file.name in _KINDS:
+        return _KINDS[file.name](path, config)
+    return replace(_component(path), config=config)
+
+
+def _component(path: Path) -> Index:
+    found = weights_in(path)
+    if not found:
+        inside = [p.name for p in entries(path) if p.is_dir() and weights_in(p)]
+        fix = (
+            f"give one of its sub-folders: {listed(inside)}"
+            if inside
+            else "give the folder with the .safetensors files"
+        )
+        raise InputError("the folder holds no weights", str(path), fix)
+    weights, notes = choose(path, found)
+    return _sharded(path, weights, notes)
+
+
+def _peft(path: Path, config: Mapping[str, Any]) -> Index:
+    """An adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
+    for name in (*PEFT_FILES, MLX_FILE):
+        if (path / name).exists():
+            return _of_files(path, [path / name, *_trained_whole(path)], config=config)
+    others = listed(weights.label for weights in weights_in(path))
+    fix = f"if {others} is the adapter, name that file; if it is a whole model, take adapter_config.json away"
+    fix = fix if others else "download the folder again"
+    raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
+
+
+def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
+    """A diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
+    parts = {p.name: _folder(p) for p in components(path, config)}
+    if not parts:
+        raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
+    tensors = {
+        f"{part}.{name}": replace(info, name=f"{part}.{name}", stored=info.stored or name)
+        for part, index in parts.items()
+        for name, info in index.tensors.items()
+    }
+    if len(tensors) < sum(len(index.tensors) for index in parts.values()):
+        raise InputError("two components use the same tensor name", str(path), "rename one sub-folder")
+    return Index(
+        path,
+        tensors,
+        {k: v for index in parts.values() for k, v in index.metadata.items()},
+        tuple(f for index in parts.values() for f in index.files),
+        config,
+        {f: h for index in parts.values() for f, h in index.headers.items()},
+        tuple(f for index in parts.values() for f in index.index_files),
+        parts,
+        tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
+        tuple(f for index in parts.values() for f in index.unnamed),
+    )
+
+
+_KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}
+
+
+def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Index:
+    """One file, or shards checked against their index."""
+    if weights.index is None:
+        require_all(weights)
+        return _of_files(folder, weights.files, notes=notes)
+    table = read_json(weights.index).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+        raise _bad_index(weights.index, "it has no weight_map of names to files")
+    present = {p.name: p for p in entries(folder) if not p.is_dir()}
+    for name in dict.fromkeys(table.values()):
+        if name not in present:
+            plain = name not in (".", "..") and not set(name) & set("/\\:\0")
+            why = f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is no plain file name"
+            raise _bad_index(weights.index, why)
+    index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
+    wrong = [n for n, file in table.items() if n not in index.tensors or index.tensors[n].file.name != file]
+    if wrong:
+        raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not where it says")
+    unlisted = [n for n in index.tensors if n not in table]
+    if unlisted:
+        index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
+    same, other = unnamed(weights, table.values())
+    if same and weights.suffix != "safetensors":
+        raise _bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
+    for shards, what in ((same, "copied as they are"), (other, "of another count, not copied")):
+        if shards:
+            note = f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}"
+            index = replace(index, notes=(*index.notes, note))
+    return replace(index, index_files=(weights.index,), unnamed=tuple(same))
+
+
+def _bad_index(path: Path, why: str) -> InputError:
+    return InputError("index and shards do not agree", f"{path}: {why}", "download the folder again, all files of it")
+
+
+def _of_files(
+    path: Path,
+    files: Iterable[Path],
+    *,
+    config: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Index:
+    """The union of some files; InputError where two hold the same name."""
+    headers: dict[Path, Header] = {}
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        header = headers[file] = _header(file)
+        for name, info in header.tensors.items():
+            other = tensors.setdefault(name, info)
+            if other is not info:
+                raise InputError(f"the tensor {quoted(name)} is in two files", f"{other.file} and {file.name}",
+                                 "keep the right one of them in the folder")  # fmt: skip
+        notes = (*notes, *header.notes)
+    metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+    return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)
+
+
+def _header(path: Path) -> Header:
+    """The header of one file of either kind; what it is, its first bytes say, not its name."""
+    with open_regular(path) as f:
+        start = f.read(9)
+    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after the length tells.
+    if start.startswith(PICKLED) and start[4:] != b"\0\0\0\0{":
+        from .pickles import read_pickled  # it needs torch
+
+        return read_pickled(path)
+    return parse_file(path)

@@ -1,0 +1,179 @@
+"""Which files of a folder are the checkpoint: shards, variants, components. Names only, nothing is opened.
+
+Layouts: transformers and diffusers `save_pretrained`; a variant infix stands before or after the shard
+number and before or after `index` in the many versions of those libraries.
+
+Where a folder holds more than one set of weights, the output holds what those libraries would load from the base:
+
+* One set is merged: a whole file before shards, the plain variant before `fp16`, `model` before `consolidated`, as
+  `_rank` has it. A folder with one variant alone gives that variant. The other sets are named in a note and not copied:
+  beside merged weights they would be the old ones.
+* Shards are those that the index names. A shard of the same count that it does not name is copied as it is, and named:
+  the libraries never load it, so no adapter changes it, but it belongs to the model. As a pickle it is refused.
+* Shards of another count beside an index (left by an earlier export) are named in a note and not copied. Without an
+  index nothing tells which count is the right one: that is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..errors import InputError
+
+STEMS: Final = (
+    "diffusion_pytorch_model",
+    "model",
+    "pytorch_model",
+    "consolidated",
+    "pytorch_lora_weights",
+)
+"""Names that say "this folder's weights", the preferred first."""
+
+PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
+"""Variants of the same weights; others, such as `ema`, are other ones. The preferred first."""
+
+SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt")  # the preferred first
+
+_SHARD: Final = r"-(?P<part>\d{5})-of-(?P<parts>\d{5})"
+_NAME: Final = re.compile(
+    rf"(?P<stem>{'|'.join(STEMS)})"
+    rf"(?:\.(?P<before>[\w-]+?))?(?:{_SHARD})?(?:\.(?P<after>[\w-]+?))?\.(?P<suffix>{'|'.join(SUFFIXES)})"
+    r"(?P<index>\.index(?:\.(?P<last>[\w-]+))?\.json)?"
+)
+_OTHER: Final = re.compile(rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(SUFFIXES)})(?P<index>\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One set of weights in a folder: a single file, or shards with or without an index file."""
+
+    stem: str
+    variant: str  # "" or fp16, ema, non_ema …
+    suffix: str
+    files: tuple[Path, ...]  # in shard order; beside an index all shards of this name, named by it or not
+    index: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """How to name it in a message."""
+        return (self.index or self.files[0]).name
+
+
+def shard_of(path: Path) -> tuple[int, int] | None:
+    """(2, 5) for `model-00002-of-00005.safetensors`; None for a whole file."""
+    found = re.search(_SHARD, path.name)
+    return (int(found["part"]), int(found["parts"])) if found else None
+
+
+def weights_in(folder: Path) -> list[Weights]:
+    """Every set of weights of this folder, the preferred first; InputError for shards that are missing."""
+    groups: dict[tuple[str, str, str, int], list[Path]] = {}
+    indexes: dict[tuple[str, str, str], Path] = {}
+    for path in entries(folder):
+        found = _NAME.fullmatch(path.name) or _OTHER.fullmatch(path.name)
+        if found is None or path.is_dir():
+            continue
+        row = found.groupdict()
+        variant = row.get("before") or row.get("after") or row.get("last") or ""
+        key = (row["stem"], variant, row["suffix"])
+        if row["index"]:
+            indexes[key] = path
+        else:
+            groups.setdefault((*key, int(row["parts"] or 0)), []).append(path)
+    sets: list[Weights] = []
+    for key, index in indexes.items():  # an index whose shards are all missing has none: said on opening
+        shards = [path for k in sorted(groups) if k[:3] == key and k[3] for path in groups.pop(k)]
+        sets.append(Weights(*key, tuple(shards), index))
+    sets += [Weights(*key[:3], tuple(files)) for key, files in groups.items()]
+    return sorted(sets, key=_rank)
+
+
+def require_all(weights: Weights) -> None:
+    """InputError unless the shards of a set without an index are complete by their own numbers."""
+    numbers = [n for n in (shard_of(f) for f in weights.files) if n]
+    if not numbers or weights.index:
+        return
+    total = numbers[0][1]
+    found = {i for i, _ in numbers}
+    first = next((i for i in range(1, total + 1) if i not in found), None)
+    if first is None and 0 not in found and len(found) == total:
+        return
+    more = f"-{first:05d}-of-{total:05d} is one of them" if first else "their numbers make no sense"
+    raise InputError(
+        f"shards are missing: {len(found)} of {total} are here",
+        f"{weights.files[0].parent}: {more}",
+        "download the folder again, all files of it",
+    )
+
+
+def _rank(w: Weights) -> tuple[int, int, int, int, str, bool]:
+    stem = STEMS.index(w.stem) if w.stem in STEMS else len(STEMS)
+    whole = w.index is None and shard_of(w.files[0]) is None
+    return (
+        stem == len(STEMS),
+        SUFFIXES.index(w.suffix),
+        stem,
+        PRECISIONS.index(w.variant) if w.variant in PRECISIONS else len(PRECISIONS),
+        w.variant + w.stem,
+        not whole,
+    )
+
+
+def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    """Shards that the index of this set does not name: of the same count as those it names, and of other counts."""
+    names = {*named}
+    counts = {shard[1] for path in weights.files if path.name in names and (shard := shard_of(path))}
+    left = [(path, shard_of(path)) for path in weights.files if path.name not in names]
+    same = [path for path, shard in left if shard and shard[1] in counts]
+    return same, [path for path, _ in left if path not in same]
+
+
+def _shards_of(w: Weights) -> tuple[str, str, str] | None:
+    """What shards without an index are shards of; None for other weights."""
+    return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
+
+
+def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]]:
+    """The set to use and what to tell the user about the others; InputError where only they can choose."""
+    first, others = found[0], found[1:]
+    if first.stem not in STEMS and others:
+        raise InputError(
+            "the folder holds several checkpoints",
+            f"{folder}: {listed(w.label for w in found)}",
+            "name the file itself",
+        )
+    if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):
+        raise InputError(
+            "the folder holds shards of two counts, and no index that says which are the model",
+            f"{folder}: {first.label}, {twin.label}",
+            "move away those of the older export",
+        )
+    rivals = [w.label for w in others if w.suffix == first.suffix]
+    if not rivals:
+        return first, ()
+    return first, (f"{folder.name} also holds {listed(rivals)}; used {first.label}",)
+
+
+def components(folder: Path, named: Iterable[str]) -> list[Path]:
+    """Sub-folders with weights among those that model_index.json names; its text is never used as a path."""
+    names = set(named)
+    return [p for p in entries(folder) if p.name in names and p.is_dir() and weights_in(p)]
+
+
+def entries(folder: Path) -> list[Path]:
+    """What the folder holds, sorted by name; hidden entries left out."""
+    try:
+        return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+    except OSError as e:
+        raise InputError(f"folder cannot be read: {e.strerror}", str(folder), "check its permissions") from e
+
+
+def listed(names: Iterable[str], limit: int = 5) -> str:
+    """`a, b, c and 7 more`."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more

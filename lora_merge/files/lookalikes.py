@@ -1,0 +1,120 @@
+"""What people pass instead of a .safetensors file, told by its first bytes, or instead of an adapter, by its keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from ..errors import InputError
+
+MAGIC: Final = (
+    # first bytes       what it is                         what to do
+    (b"PK\x03\x04", "a zip archive", "give the checkpoint inside it, or a torch file saved by torch.save"),
+    (b"\x80\x02", "a Python pickle", "give the .safetensors version of the model"),
+    (b"GGUF", "a GGUF file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
+    (b"ggjt", "a GGML file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
+    (b"version https://git-lfs", "a git-lfs pointer, not the model itself", "run `git lfs pull` in its folder"),
+    (b"<!DOCTYPE", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<!doctype", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<html", "a web page", "download it again; the site wanted a login or an agreement"),
+    (b"<?xml", "an XML document", "download the file again; the server sent an error message"),
+    (b"\x89HDF", "an HDF5 file (Keras)", "give the PyTorch version of the model, as .safetensors"),
+    (b"\x93NUMPY", "a NumPy array", "give a .safetensors checkpoint"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (b"7z\xbc\xaf", "a 7z archive", "unpack it first"),
+    (b"Rar!", "a RAR archive", "unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive", "unpack it first"),
+    (b"\x89PNG", "a picture", "give a .safetensors checkpoint"),
+    (b"\xff\xd8\xff", "a picture", "give a .safetensors checkpoint"),
+    (b"{", "a JSON file", "give the .safetensors file or its folder"),
+)  # fmt: skip
+"""What people pass instead of a checkpoint. Asked only after the bytes failed to be a header."""
+
+
+BESIDE: Final = (
+    "load it beside the model when that runs; it changes none of the model's weights, so nothing can be merged"
+)
+
+EMBEDDING: Final = "an embedding (textual inversion)"
+CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+BY_NUMBERS: Final = (
+    "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
+    "take a version of it with names"
+)
+
+TELLING: Final = 20_000  # names of what is no state dict that are looked at
+LONGEST: Final = 200  # characters of each
+
+FOREIGN: Final = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        # a key looks so                                                     what the file is
+        (r"lora_controlnet$",                                                "a Control-LoRA: factors of a ControlNet"),
+        (r"lllite_",                                                         "a ControlNet-LLLite"),
+        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",     "a ControlNet"),
+        (r"control_(?:layers|noise_refiner)\.",                              "a ControlNet"),
+        (r"(?:image_proj|ip_adapter(?:_proj_model)?)\.|.*\.ip_adapter_",     "an IP-Adapter"),
+        (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
+        (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
+        (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
+        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     EMBEDDING),
+        (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
+        (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
+    )
+)  # fmt: skip
+"""What people take for an adapter though it is a network of its own or no change of weights, the surer first. Asked
+only of a file in which nothing is an adapter's."""
+
+
+def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
+    """What a file without adapter tensors is, if its keys tell, and what to do with it."""
+    keys = [*keys]
+    what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
+    if what is None and keys and not any("." in key for key in keys):
+        what = EMBEDDING  # by its token's or its encoder's name alone
+    return (what, BY_NUMBERS if what == CLONEOFSIMO else BESIDE) if what else None
+
+
+def are_factors(loaded: Sequence[object]) -> bool:
+    """Whether a list of tensors is up, down, up, down …, as cloneofsimo's first files are."""
+    shapes = [tuple(getattr(t, "shape", ())) for t in loaded]
+    pairs = [*zip(shapes[::2], shapes[1::2], strict=False)]
+    return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
+
+
+def nested(value: object, depth: int = 3) -> Iterator[str]:
+    """Names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors; what lies there
+    more than once by one of its names, and no more names than tell what a file is."""
+    seen: set[int] = set()
+    return islice(_nested(value, "", depth, seen), TELLING)
+
+
+def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
+    entries = dict.items(value) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not depth or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in entries:
+        if isinstance(key, str | int):
+            yield f"{name}{str(key)[:LONGEST]}"
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST]}.", depth - 1, seen)
+
+
+def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
+    """The error for a file of `size` bytes that begins with `start` and is no safetensors file."""
+    if size == 0:
+        return InputError("the file is empty", str(path), "download or export it again")
+    if not any(start):
+        return InputError("the file holds zeros", str(path), "download it again; it was never completed")
+    for magic, what, fix in MAGIC:
+        if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # those are a damaged header's
+            return InputError(f"not a .safetensors file but {what}", str(path), fix)
+    return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
+
+
+def quoted(name: str) -> str:
+    """A name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
+    return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

@@ -1,0 +1,321 @@
+"""Reads `.pt .pth .bin .ckpt` files as headers: where each tensor's bytes lie, without loading them.
+
+Always `weights_only=True`: torch's unpickler then builds tensors and containers and calls nothing a file
+names. It runs under FakeTensorMode, so storages get an offset into the zip archive and no memory. What no
+file holds as consecutive bytes (transposed tensors, files from before torch 1.6) is made in memory and gets
+an offset behind `MEMORY`; all of it together is never more than the file's size.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import pickle
+import re
+import struct
+import threading
+import warnings
+import zipfile
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..disk.reader import MEMORY, read_bytes
+from ..errors import InputError
+from .layouts import listed
+from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested, quoted
+from .pickle_scan import NotRun, scan
+from .safetensors import ITEM_BITS, FileState, Header, TensorInfo, open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRAPPERS: Final = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "params_ema",
+    "params",
+    "ema",
+    "net",
+    "weights",
+)
+"""Keys that training programs put a state dict under; the preferred first."""
+
+FAILURES: Final = (
+    pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, ValueError,
+    AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError,
+    OSError, NotImplementedError, BufferError, Warning,
+)  # fmt: skip
+"""What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
+
+TELLS_PLACES: Final = (2, 7)
+"""The first torch that tells where a storage's bytes lie in the archive; up to 2.5 `weights_only` runs code
+(CVE-2025-32434)."""
+
+PICKLES: Final = 5
+"""At the start of a file without an archive: a magic number, a version, the machine, the content, names of storages."""
+
+NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
+"""Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
+
+FORMAT_NAMES: Final = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""torch's dtype → the format's."""
+
+
+@dataclass
+class _Loading:
+    """One file being read."""
+
+    path: Path
+    size: int
+    records: Mapping[int, int] | None  # start of a record → its bytes; None: no archive
+    memory: int = 0  # bytes of tensors made so far
+
+
+def read_pickled(path: Path) -> Header:
+    """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
+    import torch  # what fails here is no fault of the file
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < TELLS_PLACES:
+        raise InputError(f"torch {torch.__version__} is too old to read torch files as they are read here", str(path),
+                         "update torch to 2.7 or later, or take the .safetensors version of this file")  # fmt: skip
+    try:
+        return _read(path)
+    except FAILURES as e:  # the objects it made are odd enough to break what looks at them
+        raise _damaged(path, _reason(e)) from e
+
+
+def _read(path: Path) -> Header:
+    with open_regular(path) as f:
+        state = FileState.of(f.fileno())
+        zipped = f.read(2) == b"PK"
+    loading = _Loading(path, state.size, _records(path) if zipped else None)
+    table, notes = _state_dict(_load(path, fake=True), path)
+    values = dict(_tensors(table, path))
+    if loading.records is None:
+        storages = [v.untyped_storage() for v in values.values()]  # one object per storage, however often shared
+        if sum({id(s): s.nbytes() for s in storages}.values()) > state.size:
+            raise _damaged(path, "it describes more data than it holds")
+        values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
+    infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
+    infos.sort(key=lambda t: (t.offset, t.nbytes))
+    found = {t.name: t for t in infos}
+    if not found and (what := foreign(name for name in nested(table) if "." in name)):
+        raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
+    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
+    if left:
+        notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
+    return Header(found, {}, 0, state, notes)
+
+
+def _reason(e: BaseException) -> str:
+    """The first line; of torch's, what follows its advice to load the file with all that it wants to run."""
+    found = re.search(r"WeightsUnpickler error:\s+(.+)", str(e))
+    return found[1] if found else next(iter(str(e).strip().splitlines()), type(e).__name__)
+
+
+def _load(path: Path, *, fake: bool) -> Any:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        if fake:  # the first time
+            _look_through(path)
+        # An open file, for torch chooses another loader by the name.
+        with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
+            return torch.load(f, map_location="cpu", weights_only=True)
+    except FAILURES as e:
+        found = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
+        if isinstance(e, pickle.UnpicklingError) and found:
+            raise InputError(
+                "the file wants to run code on loading; it was not run",
+                f"{path}: it names {found[1].rstrip('.,')}",
+                "get the .safetensors version of this model",
+            ) from e
+        if "quantized" in _reason(e):  # torch has no empty ones to load them as
+            what = "the file holds quantised tensors, whose numbers are not the weights"
+            raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
+        raise _damaged(path, _reason(e)) from e
+
+
+def _look_through(path: Path) -> None:
+    """NotRun, or another of FAILURES, for pickles that are not to be run: that of an archive, or the five that a file
+    from before torch 1.6 begins with."""
+    import torch
+
+    with path.open("rb") as f:
+        if f.read(2) == b"PK":
+            f.seek(0)
+            scan(torch._C.PyTorchFileReader(f).get_record("data.pkl"))
+            return
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            at, most = 0, len(whole)
+            if whole[257:262] == b"ustar":
+                raise NotRun("a file of a torch before 0.1.10, which is a tar archive; save it again with torch.save")
+            for _ in range(PICKLES):
+                at, numbers = scan(whole, at)
+                if numbers > most:
+                    raise NotRun("it describes more data than it holds")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """FakeTensorMode logs what it raises, with a traceback; this thread's records are dropped, and a remark of torch's
+    on pickles that it did not write: an error says more."""
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(keep)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _records(path: Path) -> Mapping[int, int]:
+    """Start of the data → its bytes, for every record of the archive."""
+    records = {}
+    with zipfile.ZipFile(path) as z, open_regular(path) as f:
+        _refuse_other_archives(path, z)
+        for entry in z.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise InputError(  # torch.save never compresses; a small record could unpack to any size
+                    "a torch file whose records are compressed", str(path), "save it again with torch.save"
+                )
+            f.seek(entry.header_offset + 26)  # of the local header: the lengths of name and extra field
+            name, extra = struct.unpack("<HH", f.read(4))
+            records[entry.header_offset + 30 + name + extra] = entry.file_size
+            if entry.filename.endswith("byteorder") and (entry.file_size > 16 or z.read(entry) != b"little"):
+                raise InputError(  # torch 2.13 crashes on these when it loads no values
+                    "a torch file from a big-endian machine", str(path), "save it again on a usual machine"
+                )
+    return records
+
+
+def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
+    names = z.namelist()
+    if any(n.endswith("/constants.pkl") for n in names) and any("/code/" in n for n in names):
+        raise InputError("a TorchScript program, not a checkpoint", str(path), "give the weights as .safetensors")
+    if not any(n.endswith("/data.pkl") for n in names):
+        fix = "unpack it first" if any(n.endswith(".safetensors") for n in names) else "give a checkpoint"
+        raise InputError("a zip archive that torch.save did not write", str(path), fix)
+
+
+def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    """The dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
+    unwrapped: list[str] = []
+    while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
+        inner = next((w for w in WRAPPERS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None)
+        if inner is None:
+            break
+        loaded = dict.get(loaded, inner)
+        unwrapped.append(inner)
+    if isinstance(loaded, list) and are_factors(loaded):
+        raise InputError(f"not a state dict but {CLONEOFSIMO}", f"{path}: {len(loaded)} tensors in a list", BY_NUMBERS)
+    if not isinstance(loaded, dict):
+        raise InputError(
+            "not a state dict",
+            f"{path}: it holds a {type(loaded).__name__}",
+            "save the model's state_dict(), best as .safetensors",
+        )
+    return loaded, ((f"{path.name}: weights were under {'.'.join(unwrapped)!r}",) if unwrapped else ())
+
+
+def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors; InputError for those that a .safetensors file cannot hold."""
+    import torch
+
+    for name, value in dict.items(table):  # not table.items: a file can give its dicts attributes
+        if not isinstance(value, torch.Tensor) or not isinstance(name, str):
+            continue
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided or value.is_quantized or dtype not in FORMAT_NAMES:
+            layout = str(value.layout).removeprefix("torch.")
+            raise InputError(
+                f"a tensor that .safetensors cannot hold: {layout} {dtype}",
+                f"{path}: {quoted(name)}",
+                "convert the model",
+            )
+        if name == "__metadata__" or not name.isprintable():
+            raise InputError("a tensor name that cannot be stored", f"{path}: {quoted(name)}", "rename it")
+        yield name, value
+
+
+def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[TensorInfo]:
+    """Plain numbers that belong to a module of these tensors (sorted names), such as its α, as doubles of no axis."""
+    for name, value in dict.items(table):
+        match = NUMBER.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
+        if match is None or not name.isprintable():
+            continue
+        beside = bisect_left(tensors, match[1])
+        if beside < len(tensors) and tensors[beside].startswith(match[1]):
+            loading.memory += 8
+            data = memoryview(struct.pack("<d", value))
+            yield TensorInfo(name, "F64", (), loading.path, MEMORY + loading.memory - 8, 8, data=data)
+
+
+def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
+    """Where the bytes of one tensor lie; what lies nowhere in one piece is made."""
+    dtype, item = FORMAT_NAMES[str(value.dtype).removeprefix("torch.")], value.element_size()
+    shape, nbytes = tuple(value.shape), value.numel() * value.element_size()
+    assert ITEM_BITS[dtype] == 8 * item, "the two libraries agree on dtypes"
+    storage = value.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", None)
+    if loading.records is not None and nbytes:
+        backwards = value.storage_offset() < 0 or min(value.stride(), default=0) < 0
+        span = item * (
+            value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
+        )
+        if start is None or span > loading.records.get(start, -1) or backwards:  # torch 2.7 errs about storage.nbytes()
+            raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
+        if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+            offset = start + item * value.storage_offset()
+            return TensorInfo(name, dtype, shape, loading.path, offset, nbytes)
+    offset = MEMORY + loading.memory
+    loading.memory += nbytes
+    if loading.memory > loading.size:
+        raise _damaged(loading.path, "it describes more data than it holds")
+    data = _bytes(value) if loading.records is None else _gather(loading, value, start)
+    return TensorInfo(name, dtype, shape, loading.path, offset, nbytes, data=data)
+
+
+def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
+    """The bytes of a tensor that is strewn over its storage, which is read from the archive."""
+    import torch
+
+    if not value.numel() or start is None or loading.records is None:
+        return memoryview(b"")
+    nbytes = loading.records[start]
+    raw = bytearray(read_bytes(TensorInfo("", "U8", (nbytes,), loading.path, start, nbytes)))
+    stored = torch.frombuffer(raw, dtype=value.dtype)
+    real = stored.as_strided(value.shape, value.stride(), value.storage_offset())
+    return _bytes(real.conj() if value.is_conj() else real.neg() if value.is_neg() else real)
+
+
+def _bytes(value: Tensor) -> memoryview:
+    """The elements in order, as bytes; they share memory with the tensor where it is in order."""
+    import torch
+
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return memoryview(b"")
+    flat: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _damaged(path: Path, why: str) -> InputError:
+    return InputError("not a valid torch file", f"{path}: {why}", "download it again, best as .safetensors")

@@ -1,0 +1,124 @@
+"""Recognises quantised checkpoints, whose stored numbers are not the weights; plain fp8 is not one of them.
+
+Often that is a part of the model only: the experts of gpt-oss, a text encoder. Such a part stays as it is, and an
+adapter of the others can be merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import FitError, InputError
+from .safetensors import ITEM_BYTES, TensorInfo
+
+SIGNS: Final = (
+    # a tensor's last name    what stores it so
+    ("scaled_fp8",            "scaled fp8 (ComfyUI)"),
+    ("scale_weight",          "scaled fp8 (ComfyUI, musubi)"),
+    ("comfy_quant",           "ComfyUI's per-layer quantisation"),
+    ("weight_scale_inv",      "block-scaled fp8 (DeepSeek, Qwen)"),
+    ("weight_packed",         "compressed-tensors"),
+    ("weight_zero_point",     "compressed-tensors"),
+    ("weight_scale",          "scaled weights (compressed-tensors, FBGEMM, ModelOpt)"),
+    ("SCB",                   "bitsandbytes int8"),
+    ("absmax",                "bitsandbytes 4-bit"),
+    ("bitsandbytes__nf4",     "bitsandbytes nf4"),
+    ("bitsandbytes__fp4",     "bitsandbytes fp4"),
+    ("wscales",               "SVDQuant (nunchaku)"),
+    ("qweight",               "GPTQ or AWQ"),
+    ("W_q",                   "HQQ"),
+    ("codebooks",             "AQLM"),
+    ("gate_up_proj_blocks",   "MXFP4"),
+    ("weight_qdata",          "torchao"),
+    ("_data",                 "optimum-quanto"),
+    ("_packed_params",        "torch.ao quantised modules"),
+)  # fmt: skip
+"""Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
+transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
+
+CODES: Final = frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))
+SCALE: Final = "scale"
+"""What SDNQ calls the scales beside a `weight` of such numbers; https://github.com/Disty0/sdnq. Norms have one too."""
+
+METADATA: Final = {
+    "_quantization_metadata": "ComfyUI's quantisation",
+    "quantization_config": "SVDQuant (nunchaku)",
+}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What is quantised in a checkpoint, if anything is."""
+
+    how: str = ""  # in words, with what shows it
+    parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know where it is a part."""
+        return (f"a part of the base is quantised and stays as it is: {self.how}",) if self.parts else ()
+
+    def holds(self, key: str) -> bool:
+        """Whether a tensor is in one of the parts."""
+        while key and key not in self.parts:
+            key = key.rpartition(".")[0]
+        return key in self.parts
+
+    def check(self, path: Path, dtype: str, changed: Iterable[str]) -> None:
+        """InputError for a merge that changes quantised tensors: by an adapter, or by their conversion to a dtype."""
+        if not self.parts:
+            return
+        if any(map(self.holds, changed)):
+            raise self._refusal(path, "")
+        if dtype != "keep":
+            raise self._refusal(path, ", or with --dtype keep: what the adapter changes is not quantised")
+
+    @contextmanager
+    def blamed(self, path: Path) -> Iterator[None]:
+        """An adapter that does not fit meant what is quantised, for all we know."""
+        try:
+            yield
+        except FitError as e:
+            if not self.parts:
+                raise
+            raise self._refusal(path, "", f"; {e.what}: {e.where}") from e
+
+    def _refusal(self, path: Path, other: str, beside: str = "") -> InputError:
+        return InputError(
+            f"the base is quantised: {self.how}", f"{path}{beside}", f"merge into the unquantised model{other}"
+        )
+
+
+def together(parts: Mapping[str, Quantised]) -> Quantised:
+    """What is quantised in any component of a pipeline."""
+    inside = {f"{name}.{part}".removesuffix(".") for name, one in parts.items() for part in one.parts}
+    how = (f"{one.how}, in {name}" for name, one in parts.items() if one.parts)
+    return Quantised(next(how, ""), frozenset(inside))
+
+
+def quantised(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], config: Mapping[str, Any]) -> Quantised:
+    """What of one checkpoint is quantised."""
+    signs = dict(SIGNS)
+    found: dict[str, str] = {}
+    for name, info in tensors.items():
+        path, _, last = name.rpartition(".")
+        if last in signs:
+            module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
+            found.setdefault(module, f"{signs[last]}, it has {name}")
+        elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
+            found.setdefault("", f"{info.dtype} numbers, as in {name}")
+        elif last == SCALE and (weight := tensors.get(f"{path}.weight")) and weight.dtype in CODES:
+            found.setdefault(path, f"SDNQ, it has {name}")
+    if found:
+        return Quantised(next(iter(found.values())), frozenset(found))
+    for key, what in METADATA.items():
+        if key in metadata:
+            return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
+    how = config.get("quantization_config") or config.get("quantization")  # of transformers, of mlx
+    if isinstance(how, Mapping):
+        return Quantised(f"{how.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+    return Quantised()

@@ -1,0 +1,283 @@
+"""The safetensors header: a little-endian u64 length, that many bytes of JSON, then the data.
+
+Format: https://github.com/huggingface/safetensors#format. What is accepted here the `safetensors` library
+accepts, and the reverse; a test compares them on generated headers. The differences, all deliberate:
+
+* A name, a metadata key or a field given twice is refused; the library keeps the last one and loses data.
+* An entry must be a JSON object with the dtype as a string; the library's decoder also takes the array
+  `["F32", [1], [0, 4]]` and the dtype `{"F32": null}`, which no writer produces.
+* Unknown fields of an entry are ignored by both; nested deeper than 128 levels, only the library minds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from ..algorithms import Shape
+from ..errors import InputError
+from .lookalikes import quoted, refusal
+
+ITEM_BITS: Final = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "F8_E8M0": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Bits per element of every dtype of the format."""
+
+ITEM_BYTES: Final = {name: bits // 8 for name, bits in ITEM_BITS.items() if bits >= 8}
+
+HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
+U64: Final = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
+
+    `stored` is its name inside `file`, where that differs from `name` (parts of a pipeline, unwrapped
+    pickles). `data` holds the bytes of a tensor that no file has as they are: `file` is then a name only.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    file: Path
+    offset: int
+    nbytes: int
+    stored: str = ""
+    data: memoryview | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What tells that a file is still the one that was planned with.
+
+    The time of the inode's own change cannot be put back, as that of the content can. It also changes with a file's
+    permissions, and with a link to it or its name.
+    """
+
+    size: int
+    mtime_ns: int
+    inode: int
+    device: int
+    ctime_ns: int
+
+    @staticmethod
+    def of(fd: int) -> FileState:
+        """The state of an open file."""
+        return FileState._from(os.fstat(fd))
+
+    @staticmethod
+    def at(path: Path) -> FileState | None:
+        """The state of the file at a path; None where there is none."""
+        try:
+            return FileState._from(path.stat())
+        except OSError:
+            return None
+
+    @staticmethod
+    def _from(s: os.stat_result) -> FileState:
+        return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev, s.st_ctime_ns)
+
+    def touched(self, since: FileState) -> bool:
+        """Whether the inode's own time alone has changed since: the content may still be the same."""
+        return self != since and replace(self, ctime_ns=since.ctime_ns) == since
+
+
+@dataclass(frozen=True)
+class Header:
+    """One file: its tensors in byte order, metadata, and where the data starts."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    data_offset: int
+    state: FileState
+    notes: tuple[str, ...] = ()
+
+
+class _Malformed(ValueError):
+    """Why a header is refused; becomes an InputError with the path."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError as e:
+        raise InputError("file not found", str(path), "check the path") from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        why = getattr(e, "strerror", None) or str(e)
+        raise InputError(f"file cannot be read: {why}", str(path), "check its permissions") from e
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InputError("not a regular file", str(path), "give a file; save to one what comes from a pipe or a device")
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def parse_file(path: Path) -> Header:
+    """The header of one file; InputError for anything malformed, saying what the file is where that shows."""
+    with open_regular(path) as f:
+        state, start = FileState.of(f.fileno()), b""
+        try:
+            start = f.read(64)
+            raw = _raw(f, start, state.size)
+            tensors, metadata = parse(raw, path, state.size)
+        except OSError as e:
+            raise InputError(f"file cannot be read: {e.strerror}", str(path), "check the disk") from e
+        except _Malformed as e:
+            raise refusal(path, start, state.size, str(e)) from e
+    return Header(tensors, metadata, 8 + len(raw), state)
+
+
+def _raw(f: BinaryIO, start: bytes, size: int) -> bytes:
+    if len(start) < 8:
+        raise _Malformed(f"its {size} bytes are too few for a header")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > HEADER_LIMIT:
+        raise _Malformed(f"its header claims {length} bytes; the format allows {HEADER_LIMIT}")
+    if 8 + length > size:
+        raise _Malformed(f"its header claims {length} bytes, the file has {size}")
+    f.seek(8)
+    raw = f.read(length)
+    while len(raw) < length:
+        more = f.read(length - len(raw))
+        if not more:
+            raise _Malformed("it became shorter while its header was read")
+        raw += more
+    return raw
+
+
+def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if malformed."""
+    try:
+        return _checked(_json(raw), path, 8 + len(raw), size)
+    except RecursionError as e:
+        raise _Malformed("its header is nested too deeply") from e
+
+
+def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    if not isinstance(table, dict):
+        raise _Malformed("its header is no JSON object")
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _Malformed("its __metadata__ is not a table of strings")
+    known: dict[Any, Any] = {name: name for name in ITEM_BITS}
+    infos = sorted((_entry(n, e, path, data, known) for n, e in table.items()), key=lambda t: (t.offset, t.nbytes))
+    end = data
+    for t in infos:
+        if t.offset != end:
+            kind = "overlap the tensor before" if t.offset < end else "leave a gap before"
+            raise _Malformed(f"the bytes of {quoted(t.name)} {kind} it")
+        end += t.nbytes
+    if end != size:
+        missing = end - size
+        raise _Malformed(
+            f"{missing} bytes of its data are missing" if missing > 0 else f"{-missing} bytes follow its data"
+        )
+    return {t.name: t for t in infos}, metadata
+
+
+_MINUS_ZERO: Final = re.compile(r"[\s:,\[]-0")
+"""Where JSON may have one; `model-00001-of-00200` in a text is none."""
+
+
+def _json(raw: bytes) -> Any:
+    """As serde_json reads it: strict UTF-8, no NaN, no lone surrogates, no number beyond a double."""
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            parse_float=_float,
+            parse_int=_int if _MINUS_ZERO.search(text) else int,
+        )
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no UTF-8
+    except _Malformed:
+        raise
+    except ValueError as e:  # includes JSONDecodeError and UnicodeError
+        raise _Malformed(f"its header is no JSON ({e})") from e
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = sorted(n for n, _ in pairs)
+        raise _Malformed(f"{quoted(next(a for a, b in pairwise(names) if a == b))} appears twice in its header")
+    return table
+
+
+def _no_number(text: str) -> Any:
+    raise _Malformed(f"its header contains {text}")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if abs(value) == float("inf"):
+        raise _Malformed("its header has a number out of range")
+    return value
+
+
+def _int(text: str) -> int | float:
+    return -0.0 if text == "-0" else int(text)  # "-0" is no unsigned integer
+
+
+def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> TensorInfo:
+    """One tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200 000."""
+    if not isinstance(entry, dict):
+        raise _Malformed(f"the entry of {quoted(name)} is no JSON object")
+    try:
+        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError as e:
+        raise _Malformed(f"the entry of {quoted(name)} has no {e.args[0]}") from e
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise _Malformed(f"{quoted(name)} has the dtype {quoted(str(dtype))}, which the format does not know")
+    if not isinstance(shape, list) or not _all_u64(shape):
+        raise _Malformed(f"the shape of {quoted(name)} is not a list of sizes")
+    if not isinstance(span, list) or len(span) != 2 or not _all_u64(span) or span[1] < span[0]:
+        raise _Malformed(f"the data_offsets of {quoted(name)} are not two ascending positions")
+    begin, stop = span
+    needed = _nbytes(shape, ITEM_BITS[dtype])
+    if needed is None or needed != stop - begin:
+        what = "no whole number of" if needed is None else str(needed)
+        raise _Malformed(f"{quoted(name)} is given {stop - begin} bytes, {dtype} {shape} takes {what} bytes")
+    sizes = tuple(shape)
+    return TensorInfo(name, known[dtype], known.setdefault(sizes, sizes), path, data + begin, needed)
+
+
+def _all_u64(numbers: list[Any]) -> bool:
+    for n in numbers:  # noqa: SIM110  thousands of times a file, and a generator takes twice as long
+        if type(n) is not int or not 0 <= n < U64:  # type(): true is no 1
+            return False
+    return True
+
+
+def bytes_of(dtype: str, shape: Shape) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    return prod(shape) * ITEM_BITS[dtype] // 8
+
+
+def _nbytes(shape: list[int], bits: int) -> int | None:
+    """Bytes of the tensor; None where 64 bits overflow on the way, or where they are no whole number."""
+    count = 1
+    for n in shape:
+        count *= n
+        if count >= U64:
+            return None
+    bits *= count
+    return bits // 8 if bits < U64 and bits % 8 == 0 else None

@@ -1,0 +1,253 @@
+"""What an output folder holds beside the weights, so that it loads like the one it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
+
+from ..algorithms import Shape
+from ..errors import InputError
+from ..json_text import from_json
+from .checkpoint import Index, json_value, read_json
+from .layouts import entries, listed
+from .safetensors import TensorInfo
+
+WEIGHTS: Final = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
+)
+"""Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""
+
+LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
+"""Names of what belongs to other programs, or to a merge that is under way."""
+
+MODULES: Final = "modules.json"
+"""Where sentence-transformers lists the parts of a model: its transformer, a pooling, perhaps dense layers."""
+
+TOKENIZER: Final = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
+"""Files that a trainer puts beside an adapter, changed where it added tokens or a chat template."""
+
+EMBEDDING: Final = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
+    r"\.weight"
+)
+PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
+HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
+"""Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""
+
+Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
+"""Tensor → its shape in the base, () if that tied it to another, and in the output."""
+
+CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What of the base folder is copied as it is, and which sub-folders are not: those with weights of their own.
+
+    Of these, layers that sentence-transformers put behind the model are copied too. The others are another model, an
+    earlier output, a checkpoint of the training: what this one needs of them, if anything, only the user knows. All
+    names are relative to the base folder, with forward slashes. InputError for what cannot be copied: pipes, devices,
+    links that point nowhere, and links to folders without weights of the base, which may lead anywhere.
+    """
+    written = {*base.files, *base.index_files}
+    homes = {folder for file in base.files for folder in file.parents}
+    behind = _behind(base.path) - homes
+    ours = homes | behind | {base.path / name for name in base.config if base.components}  # a pipeline's parts
+    copied: list[Path] = []
+    left: list[Path] = []
+    for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
+        inside = [Path(folder, name) for name in sorted(names) if not LEFT.fullmatch(name)]
+        for path in inside:
+            if path.is_symlink() and path not in homes:
+                raise InputError("the model folder holds a link to a folder", str(path),
+                                 "put the folder itself there, or remove the link")  # fmt: skip
+        others = [path for path in inside if path not in ours and _holds_weights(path)]
+        left += others
+        names[:] = [path.name for path in inside if path not in others]
+        for path in (Path(folder, name) for name in sorted(files)):
+            stale = _stale(path.name) and behind.isdisjoint(path.parents) and path not in base.unnamed
+            if path not in written and not stale and not LEFT.fullmatch(path.name):
+                _require_file(path)
+                copied.append(path)
+    return _relative(copied, base), _relative(left, base)
+
+
+def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
+    """`name -> target` for each of these files of a folder whose links lead out of it, and of the cache that it is in.
+
+    huggingface_hub keeps files in `blobs` beside `snapshots`; each snapshot is a folder of links to them.
+    """
+    root = Path(os.path.realpath(folder))
+    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
+    targets = {name: Path(os.path.realpath(folder / name)) for name in names}
+    return [f"{name} -> {path}" for name, path in targets.items() if {root, *blobs}.isdisjoint(path.parents)]
+
+
+def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
+    """A note for every adapter folder with a tokenizer of another size than that of the base folder, which is what the
+    output has; nothing is read."""
+    for folder in adapters if base.is_dir() else ():
+        if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
+            yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: take it where the "
+                   "training added tokens or a chat template")  # fmt: skip
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
+    return tuple(path.relative_to(base.path).as_posix() for path in paths)
+
+
+def _behind(folder: Path) -> frozenset[Path]:
+    """The sub-folders that `modules.json` names; its text is never used as a path. They hold layers that no adapter of
+    the transformer changes."""
+    file = folder / MODULES
+    rows = json_value(file) if file.exists() else []
+    named = [row.get("path") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return frozenset(path for path in entries(folder) if path.name in named and path.is_dir())
+
+
+def _stale(name: str) -> bool:
+    """Whether a file of this name beside the merged weights would be wrong."""
+    return Path(name).suffix in WEIGHTS or ".index." in name
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(Path(name).suffix in WEIGHTS for _, _, files in os.walk(folder, onerror=_unreadable) for name in files)
+
+
+def _unreadable(e: OSError) -> NoReturn:
+    raise InputError(f"folder cannot be read: {e.strerror}", str(e.filename), "check its permissions") from e
+
+
+def _require_file(path: Path) -> None:
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as e:
+        what = "a link that points nowhere" if path.is_symlink() else f"file cannot be read: {e.strerror}"
+        raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
+    if not regular:
+        raise InputError("the model folder holds what is no file", f"{path}: a device, a pipe or the like", "remove it")
+
+
+def output_name(file: Path, base: Index) -> str:
+    """The name of the output file for one of the base's, relative to the folder; pickles become .safetensors."""
+    relative = file.relative_to(base.path)
+    if relative.suffix == ".safetensors":
+        return relative.as_posix()
+    return relative.with_name(Path(_renamed(relative.name)).stem + ".safetensors").as_posix()
+
+
+def _renamed(name: str) -> str:
+    """transformers' name for pickled weights → its name for safetensors; diffusers has one name for both."""
+    return "model" + name.removeprefix("pytorch_model") if name.startswith("pytorch_model") else name
+
+
+class Written(Protocol):
+    """A tensor of the output: `stored` is its name in its file."""
+
+    @property
+    def stored(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every `*.index.json`: as the base's, with the output's file names and totals.
+
+    `written`: base file → what its counterpart in the output holds.
+    """
+    for path in base.index_files:
+        content = read_json(path)
+        files = [f for f in base.files if f.parent == path.parent]
+        members = {t.stored: t for f in files for t in written[f]}
+        homes: dict[str, str] = {}
+        for f in files:
+            homes |= dict.fromkeys((t.stored for t in written[f]), Path(output_name(f, base)).name)
+        content["weight_map"] = {n: homes[n] for n in (*content.get("weight_map", {}), *homes) if n in homes}
+        metadata = content["metadata"] = content.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise InputError(
+                "the index file is damaged", f"{path}: its metadata is no JSON object", "download it again"
+            )
+        metadata["total_size"] = sum(t.nbytes for t in members.values())
+        if isinstance(metadata.get("total_parameters"), int):  # tied ones may be counted twice: only what is new
+            old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
+            metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
+        relative = path.relative_to(base.path)
+        name = _renamed(relative.name).replace(".bin.index", ".safetensors.index")
+        yield relative.with_name(name).as_posix(), _indented(content).encode()
+
+
+def _indented(content: Mapping[str, Any]) -> str:
+    """What `json.dumps(content, indent=2)` gives, with a line break behind it; the map in a third of its time.
+
+    Without `indent` the encoder is written in C; the separator brings the line breaks of a table of plain strings.
+    """
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
+            text = "{\n    " + json.dumps(value, separators=(",\n    ", ": "))[1:-1] + "\n  }"
+        else:
+            text = json.dumps(value, indent=2).replace("\n", "\n  ")
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
+    """A model's config.json, saying the dtype and sizes that the weights now have; as it was if those are its own."""
+    if dtype not in CONFIG_DTYPES and not resized:
+        return content
+    try:
+        config = from_json(content)
+    except ValueError:
+        return content
+    if not isinstance(config, dict):
+        return content
+    for key in ("dtype", "torch_dtype"):
+        if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
+            config[key] = CONFIG_DTYPES[dtype]
+    for name, (old, new) in resized.items():
+        if old:
+            _resize(config, name, old, new)
+        else:  # a head that was tied to the embeddings
+            config["tie_word_embeddings"] = False
+            if isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
+                text["tie_word_embeddings"] = False  # some models ask it there too
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
+    """Correct the entry of a configuration that tells the size of this tensor, if any does."""
+    if EMBEDDING.fullmatch(name):
+        for part in (config, config.get("text_config")):  # of a vision-language model
+            if isinstance(part, dict) and part.get("vocab_size") == old[0]:
+                part["vocab_size"] = new[0]
+    elif PATCHES.fullmatch(name) and config.get("in_channels") == old[1]:
+        config["in_channels"] = new[1]
+        if config.get("out_channels") is None and ("out_channels" in config or name == "x_embedder.weight"):
+            # "as many as come in", which Flux's need not say
+            config["out_channels"] = old[1]
+    elif HEAD.fullmatch(name) and old[0] != new[0]:
+        labels = [f"LABEL_{i}" for i in range(new[0])]
+        config["id2label"] = dict(enumerate(labels))
+        config["label2id"] = {label: i for i, label in enumerate(labels)}
+        if "num_labels" in config:
+            config["num_labels"] = new[0]
+
+
+def stored_name(info: TensorInfo) -> str:
+    """The tensor's name inside its file; in a pipeline the plan's name has the component in front."""
+    return info.stored or info.name

@@ -1,0 +1,196 @@
+"""YAML as plain values that know the line they were written on.
+
+PyYAML's safe loader makes the nodes. Its constructor would accept a field given twice and follow a bomb of anchors,
+so the values are made here: a few lines, with a bound on what aliases unfold to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import yaml
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
+
+from ..errors import InputError, UsageError
+from .safetensors import open_regular
+
+UNFOLDED: Final = 500_000  # values after all aliases; a file of 20 000 jobs written out has fewer
+DEPTH: Final = 40  # of nesting; the format needs 6
+
+Place: TypeAlias = tuple[str | int, ...]
+"""Where a value is: names and numbers from the top."""
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
+"""Stays text, as in YAML 1.2: to YAML 1.1, and so to PyYAML, 010 is eight, 1_0 ten and 1:30 ninety."""
+_TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The value of a YAML file, and where it came from."""
+
+    value: Any
+    root: Node
+    mistakes: tuple[tuple[int, str], ...] = ()
+    """Line and sentence for what is YAML, but means nothing here: a field given twice, a tag that is not known."""
+
+    def line(self, place: Place) -> int:
+        """The line of a value, or of what is nearest above it."""
+        node = self.root
+        for step in place:
+            inner = _child(node, step)
+            if inner is None:
+                break
+            node = inner
+        return _line(node)
+
+    def text(self, place: Place) -> str | None:
+        """A scalar as it was written, 1.0 and not 1; None where there is none."""
+        node: Node | None = self.root
+        for step in place:
+            node = None if node is None else _child(node, step)
+        return str(node.value) if isinstance(node, ScalarNode) else None
+
+
+def parse(text: str, name: str) -> Document:
+    """The document; UsageError with the line where it is no YAML, InputError for what is built to exhaust memory."""
+    try:
+        check_depth(text, name)
+        root = yaml.compose(text, LOADER)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise UsageError(f"not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}", f"{name}{line}",
+                         "check indentation, colons and quotes there") from e  # fmt: skip
+    if root is None:
+        raise UsageError("the jobs file is empty", name, "start from one of the files in configs/")
+    values = _Values(name)
+    return Document(values.of(root), root, tuple(values.mistakes))
+
+
+def check_depth(text: str, name: str) -> None:
+    """InputError for what is nested too deeply; yaml.YAMLError where it is no YAML.
+
+    Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH:
+            raise _bomb(f"{name}:{_line(event)}")
+
+
+def read_text(path: Path, limit: int) -> str:
+    """A regular file of at most `limit` bytes, as text; InputError for any other."""
+    with open_regular(path) as f:
+        raw = f.read(limit + 1)
+    if len(raw) > limit:
+        raise InputError("a YAML file of absurd length", str(path), f"at most {limit >> 20} MiB are read")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise InputError(f"the file is no text in UTF-8: {e.reason} at byte {e.start}", str(path),
+                         "save it in UTF-8, or give the YAML file") from e  # fmt: skip
+
+
+class _Values:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.made: dict[int, tuple[Any, int]] = {}  # node → its value, how many values it unfolds to
+        self.open: set[int] = set()
+        self.scalars = yaml.SafeLoader("")
+        self.mistakes: list[tuple[int, str]] = []
+
+    def of(self, root: Node) -> Any:
+        return self._make(root, 0)[0]
+
+    def _make(self, node: Node, depth: int) -> tuple[Any, int]:
+        if id(node) in self.made:
+            return self.made[id(node)]
+        if id(node) in self.open or depth > DEPTH:
+            raise _bomb(f"{self.name}:{_line(node)}")
+        self.open.add(id(node))
+        made = self._scalar(node) if isinstance(node, ScalarNode) else self._table(node, depth + 1)
+        if made[1] > UNFOLDED:
+            raise _bomb(f"{self.name}:{_line(node)}")
+        self.open.remove(id(node))
+        self.made[id(node)] = made
+        return made
+
+    def _scalar(self, node: ScalarNode) -> tuple[Any, int]:
+        try:
+            value = self.scalars.construct_object(node)
+            return node.value if isinstance(value, int | float) and _OLD_NUMBER.match(node.value) else value, 1
+        except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date and is none
+            self._note(node, getattr(e, "problem", None) or str(e))
+            return node.value, 1
+
+    def _table(self, node: Node, depth: int) -> tuple[Any, int]:
+        if node.tag not in _TABLES:
+            self._note(node, f"the tag {node.tag} is not known here")
+        if isinstance(node, SequenceNode):
+            items = [self._make(n, depth) for n in node.value]
+            return [v for v, _ in items], 1 + sum(n for _, n in items)
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        count = 1
+        for key, inner in node.value:
+            value, size = self._make(inner, depth)
+            count += size
+            if _is_merge(key):
+                for table in value if isinstance(value, list) else [value]:
+                    if not isinstance(table, dict):
+                        self._note(key, "<< takes a table, or a list of them")
+                    else:
+                        merged = table | merged  # the first one wins
+            elif not isinstance(key, ScalarNode):
+                self._note(key, "a field's name is a plain word")
+            elif key.value in own:
+                self._note(key, f"the field {key.value!r} is given twice")
+            else:
+                own[key.value] = value
+        return merged | own, count
+
+    def _note(self, node: Node, why: str) -> None:
+        self.mistakes.append((_line(node), why))
+
+
+def _line(of: Any) -> int:
+    return int(of.start_mark.line) + 1
+
+
+def _bomb(where: str) -> InputError:
+    return InputError(
+        "the YAML unfolds to an absurd size or depth", where, "write out what is meant; for many jobs use a matrix"
+    )
+
+
+def _is_merge(key: Node) -> bool:
+    return isinstance(key, ScalarNode) and key.tag == "tag:yaml.org,2002:merge"
+
+
+def _child(node: Node, step: str | int) -> Node | None:
+    """The value of a field or the n-th item, looked up through `<<` as well."""
+    if isinstance(node, SequenceNode):
+        fits = isinstance(step, int) and step < len(node.value)
+        return node.value[step] if fits else None
+    if not isinstance(node, MappingNode):
+        return None
+    own: Node | None = next(
+        (inner for key, inner in node.value if isinstance(key, ScalarNode) and key.value == step), None
+    )
+    if own is not None:
+        return own
+    found = (_child(table, step) for table in _merged(node))
+    return next((n for n in found if n is not None), None)
+
+
+def _merged(node: MappingNode) -> Iterator[Node]:
+    for key, inner in node.value:
+        if _is_merge(key):
+            yield from inner.value if isinstance(inner, SequenceNode) else [inner]

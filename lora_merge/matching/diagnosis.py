@@ -1,0 +1,130 @@
+"""Why names found no place: one sentence that names both sides. Why a convolution does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ..algorithms import Shape
+from ..models.architectures import Architecture
+from ..models.guess import architectures, described, seen, variants
+from ..models.prefixes import PEFT
+
+_BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
+
+TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
+SHARED: Final = re.compile(r"(?:^|\.)shared$")
+
+NO_NAMES: Final = "has no tensors of these names"
+OWN_BASE: Final = "use the base the adapter was trained on"
+
+GROUPED: Final = (
+    "; if it is this one, and the layer a convolution in {groups} groups: the adapter joins channels of different "
+    "groups, which no such weight can, so it can only be applied when the model runs"
+)
+
+PARTS: Final = {
+    "te": "the text encoder",
+    "te1": "the first text encoder",
+    "te2": "the second text encoder",
+    "te3": "the third text encoder",
+    "te4": "the fourth text encoder",
+    "vae": "the autoencoder",
+    "denoiser": "the denoiser",
+    "transformer_2": "the second transformer (low noise)",
+}
+
+
+def absence(absent: Sequence[str], held: Sequence[str]) -> str:
+    """Modules speak of networks that the base does not hold."""
+    missing, there = (" and ".join(map(_part, labels)) for labels in (absent, held))
+    if list(held) == ["model"]:
+        return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
+    return f"some modules are for {missing}, the base holds only {there}"
+
+
+def _part(label: str) -> str:
+    return f"the text encoder {label[1:]}" if label[0] == "=" else PARTS.get(label, f"the {label}")
+
+
+def likely_reason(
+    unmatched: Sequence[str],
+    modules: Mapping[str, Shape],
+    base: Architecture | None,
+    stored: Mapping[str, Shape],
+) -> str:
+    """The likely reason, "" if nothing is unmatched and nothing looks wrong.
+
+    `modules` are the adapter's, without prefixes, `stored` those of the base.
+    """
+    return (
+        other_model(modules, base, stored)
+        or other_variant(modules, base, stored)
+        or _other_size(unmatched, stored)
+        or _unknown(unmatched, base, stored)
+    )
+
+
+def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """What both sides are, if the adapter is for this architecture but another variant; else ""."""
+    theirs, ours = seen(modules), seen(stored)
+    if base is None or base not in architectures(theirs):
+        return ""
+    if not set(variants(base, theirs)) - set(variants(base, ours)):
+        return ""
+    return _sentence(described([base], theirs), described([base], ours))
+
+
+def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    """What both sides are, if the adapter is for another architecture; else ""."""
+    theirs, ours = seen(modules), seen(stored)
+    found, here = architectures(theirs), [base] if base else architectures(ours)
+    if not found or any(a in found for a in here):
+        return ""
+    return _sentence(described(found, theirs), described(here, ours))
+
+
+def _sentence(theirs: str, ours: str) -> str:
+    return f"the adapter looks made for {theirs}, the base is {ours}; use the base it was trained on"
+
+
+def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    theirs = max((int(n) for m in unmatched for n in _BLOCK.findall(m)), default=-1)
+    ours = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
+    if theirs <= ours or ours < 0:
+        return ""
+    return f"the adapter speaks of block {theirs}, the base ends with block {ours}: it is a smaller or pruned model"
+
+
+def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+    if not unmatched:
+        return ""
+    tied = any("embed" in name or "wte" in name for name in stored)
+    names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
+    if all(TASK.search(name) for name in names):
+        return (
+            f"{names[0].removeprefix(PEFT)} is a head that a model for a task has "
+            "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
+            "save it, and merge into this"
+        )
+    if all(name.endswith("embed_tokens") for name in names) and any(SHARED.search(name) for name in stored):
+        return "encoder, decoder and head of the base share one tensor, and the adapter was trained with them apart"
+    if tied and all(name.endswith("lm_head") for name in names):
+        return (
+            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
+            "trained apart from it; save the base untied first"
+        )
+    title = base.title if base else "a model unknown to lora-merge"
+    return f"the base is {title} and {NO_NAMES}; {OWN_BASE}"
+
+
+def grouped(down: Shape, weight: Shape) -> str:
+    """That the layer may be a convolution in groups, if it is one where `down` sees all of its input channels; or "".
+
+    Trainers that leave the layer as it is and add a branch to it give that all channels (PEFT, kohya's scripts).
+    """
+    if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
+        return ""
+    groups, rest = divmod(down[1], weight[1])
+    return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)

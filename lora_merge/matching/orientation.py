@@ -1,0 +1,117 @@
+"""Which way round the weight of each of an adapter's layers is, [out, in] or [in, out], on one base. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from ..adapters.conv1d import CONTRADICTION, SAYS_NOTHING, Layer, decide, stated, stored
+from ..adapters.file import Module
+from ..adapters.peft.rules import Rules
+from ..adapters.peft.target_parameters import TABLES
+from ..models.prefixes import PEFT
+from ..models.weights import View, transposed
+
+AS_STORED: Final = frozenset({"set", "full"})
+"""Rows of whole values and differences, which are as the parameter is stored."""
+
+
+class Untold(ValueError):
+    """Signs contradict each other, so that only the user knows which way round a weight is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module's weight lies, and the layer's bias if it has one."""
+
+    module: Module
+    view: View
+    bias: View | None
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a base tells of its layers."""
+
+    types: Collection[str]  # model types in its config.json
+    recognised: Callable[[str], bool]  # whether a table knows the model that a tensor is of
+    places: Callable[[], Iterable[Place]]  # of the adapter's modules
+
+
+class Orientation:
+    """One adapter's layers on one base; without a base the configuration's flag is believed."""
+
+    def __init__(self, rules: Rules, modules: Iterable[Module], fits: Callable[[Module, View], bool]) -> None:
+        self._rules, self._modules, self._fits = rules, modules, fits
+        self.base: Base | None = None
+        self.given: bool | None = None  # what the user states
+        self.used = False  # whether that settled anything
+
+    def ways(self, module: Module, row: str, view: View) -> Iterator[View]:
+        """The weight as a formula may see it, the likeliest way first; Untold if nothing settles which is right."""
+        if not _may_turn(view):
+            yield view
+        elif row == "lora_transposed":  # mlx-lm's
+            yield from (transposed(view), view) if _leaf(module) in TABLES else (view,)
+        elif row in AS_STORED or "embedding" in row or not self._is_pefts(module):  # of embeddings PEFT asks no flag
+            yield view
+        elif self.base is None:
+            flag = self._rules.of(module.name).fan_in_fan_out
+            yield from (transposed(view), view) if stated(_leaf(module), self._layers, flag=flag) else (view,)
+        else:
+            yield transposed(view) if self._is_turned(module, view, self.base) else view
+
+    def _is_pefts(self, module: Module) -> bool:
+        return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
+
+    def _is_turned(self, module: Module, view: View, base: Base) -> bool:
+        """Whether the weight is [in, out]."""
+        rules, name = self._rules.of(module.name), _leaf(module)
+        known = stored(name, base.types, recognised=base.recognised(view.pieces[0].key), kind=rules.kind)
+        if known is not None:
+            return known
+        upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
+        if not (upright and turned):
+            return turned
+        lie = self._lies.get(module.name)
+        if lie is not None:
+            return lie
+        if self.given is not None:
+            self.used = True
+            return stated(name, self._layers, flag=self.given)
+        flag = rules.fan_in_fan_out if rules.kind and rules.kind not in SAYS_NOTHING else None
+        decided = decide(name, self._layers, base.types, flag=flag)
+        if decided is None:
+            raise Untold(CONTRADICTION)
+        return decided
+
+    @cached_property
+    def _lies(self) -> Mapping[str, bool | None]:
+        """Module → whether shapes say that its weight is [in, out]; None where they do not tell."""
+        if self.base is None:
+            return {module.name: None for module in self._modules}
+        return {place.module.name: self._lie(place) for place in self.base.places()}
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, ...]:
+        return tuple(Layer(name.rpartition(".")[2], lie) for name, lie in self._lies.items())
+
+    def _lie(self, place: Place) -> bool | None:
+        """By the length of the bias, which is that of the output, else by what the adapter's tensors fit."""
+        shape, bias = place.view.shape, place.bias.shape if place.bias else ()
+        if not _may_turn(place.view) or shape[0] == shape[1]:
+            return None
+        if len(bias) == 1 and bias[0] in shape:
+            return bias[0] == shape[1]
+        upright, turned = (self._fits(place.module, seen) for seen in (place.view, transposed(place.view)))
+        return turned if upright != turned else None
+
+
+def _may_turn(view: View) -> bool:
+    return len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed
+
+
+def _leaf(module: Module) -> str:
+    return module.name.rpartition(".")[2]

@@ -1,0 +1,85 @@
+"""Which layers share what FRoD makes of the base, and in which order (`save_projection=False`). No torch.
+
+PEFT files every layer that it wraps under the number of its block and under its kind, the end of its name; of two with
+both alike the later one in the order of the model's code counts. A layer outside of all blocks has its place in that
+order for a number. Source: PEFT 0.21.2, tuners/frod/model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ..adapters.file import Module
+from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
+from ..adapters.peft.rules import Rules
+from ..adapters.peft.target_parameters import bare, shared_kind
+from ..algorithms.frod import LAYER
+from ..models.module_order import in_order, type_of
+from ..models.weights import View
+from .choose import Patch, Patcher
+
+
+def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], str], told: Patcher) -> Rules:
+    """The rules with what is to be known of every layer whose basis the file lacks.
+
+    `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.
+    """
+    layers = {bare(m.name): m for m in modules if "frod" in m.algorithms}
+    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
+        return rules
+    if any(key in told.adapter.index.tensors for m in layers.values() for key in rules.shared("frod", m.name).values()):
+        return rules
+    order = in_order([*layers], type_of(told.config))
+    kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
+    if kinds is None:
+        raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)
+    fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
+    common = {
+        "ridge": fields.number("regularization_alpha", 1e-3),
+        "share": fields.number("sparse_rate", 0.01),
+        "seed": fields.integer("projection_prng_key", 0),
+    }
+    relatives, joint = {}, {}
+    for path, module in layers.items():
+        kind = shared_kind(path)
+        before = tuple(widths[k] for k in sorted(kinds) if k <= kind)
+        relatives[module.name] = tuple(layers[p].name for p in kinds[kind])
+        joint[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
+    return replace(rules, relatives=relatives, joint=joint)
+
+
+def kin(patch: Patch) -> tuple[View, ...]:
+    """The weights of all layers that share what is rebuilt from them; empty where nothing is shared."""
+    return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
+
+
+def _width(module: Module) -> int:
+    """How many inputs a layer has."""
+    shape = module.shapes.get("diagonal", ())
+    return shape[0] if shape else 0
+
+
+def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
+    """Kind → its layers by number; None where that depends on the order of the paths, and they are in none."""
+    numbered: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    unsure = set()
+    for place, path in enumerate(paths):
+        kind, number = shared_kind(path), _number(path)
+        level = place if number is None else number
+        if number is None or level in numbered.get(kind, {}):
+            unsure.add(kind)
+        numbered.setdefault(kind, {})[level] = path
+        counts[kind] = counts.get(kind, 0) + 1
+    if not ordered and any(counts[kind] > 1 for kind in unsure):
+        return None
+    return {kind: [found[n] for n in sorted(found)] for kind, found in numbered.items()}
+
+
+def _number(path: str) -> int | None:
+    """The number of a layer's block: behind `layers`, else the first part of its name that is one."""
+    parts = path.split(".")
+    after = parts[parts.index("layers") + 1 : parts.index("layers") + 2] if "layers" in parts else []
+    found = next((part for part in [*after, *parts] if part.isdecimal()), None)
+    return None if found is None else int(found)

@@ -1,0 +1,85 @@
+"""LoRAs of q, k and v (and of a single block's MLP) that a trainer wrote as one: factors side by side. No torch.
+
+With `split_qkv` sd-scripts trains a LoRA for each layer that is fused in a weight, every one with α / r, and saves one
+of rank n · r whose `up` is block-diagonal; α stays what it was. Read as one LoRA that is α / (n · r), a third or a
+quarter of what was trained, and what programs apply that look at the tensors alone, sd-scripts' own inference among
+them. Source: sd-scripts 48d368f, networks/{lora_flux,lora_sd3,lora_lumina,lora_hunyuan_image}.py, state_dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Final
+
+from ..adapters.file import Values
+from ..files.safetensors import TensorInfo
+from ..models.weights import View
+from .choose import Patch, Patcher
+from .remarks import DYLORA
+
+LEAST: Final = 3  # layers that the trainers split: q, k and v
+
+AS_TRAINED: Final = (
+    "trained with split_qkv, {n} LoRAs of rank {r} that are stored as one: scaled by alpha / {r}, as it was trained; "
+    "programs that look at the tensors alone apply 1/{n} of that"
+)
+UNTOLD: Final = (
+    "its factors look like {n} LoRAs of rank {r} that are stored as one (split_qkv of sd-scripts), and no metadata "
+    "says so: scaled by alpha / {rank}, as other programs do; with split_qkv it was trained {n} times as strong"
+)
+NOT_SPLIT: Final = (
+    "its metadata says split_qkv, but its factors are not {n} LoRAs side by side: scaled by alpha / {rank}, as they are"
+)
+
+
+def as_trained(patch: Patch, fused_in: Callable[[View], Sequence[int]], patcher: Patcher) -> Patch:
+    """The patch with the scale that it was trained with.
+
+    `fused_in` gives the rows of each layer that is fused in a weight, in order; none where nothing tells.
+    """
+    if _is_dylora(patch) and not patcher.trained("lora").told:
+        patcher.remark(DYLORA, patch.module)
+    up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
+    if patch.algorithm != "lora" or up is None or alpha is None or patcher.rules.of(patch.module.name).kind:
+        return patch
+    fused = fused_in(patch.view)
+    n = len(fused)
+    if n < LEAST:
+        return patch
+    rank, said = prod(up.shape[1:]), patcher.trained("lora").split
+    if not said and not _may_be(up, fused, patcher.values):
+        return patch
+    split = rank % n == 0 and _is_split(up, fused, patcher.values)
+    text = (AS_TRAINED if split else NOT_SPLIT) if said else UNTOLD
+    if said or split:
+        patcher.remark(text.format(n=n, r=rank // n, rank=rank), patch.module)
+    if not (said and split) or patcher.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
+        return patch
+    return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n})
+
+
+def _is_dylora(patch: Patch) -> bool:
+    """Whether the shapes are those that LyCORIS' DyLoRA has for a convolution."""
+    shapes = patch.module.shapes
+    return patch.algorithm == "lora" and len(shapes.get("up", ())) == 2 < len(shapes.get("down", ()))
+
+
+def _may_be(up: TensorInfo, fused: Sequence[int], values: Values) -> bool:
+    """A cheap look: whether the first row and the last have numbers in their own layer's columns alone."""
+    rows, rank = up.shape[0], prod(up.shape[1:])
+    r = rank // len(fused)
+    ends = ((0, (0, r)), (rows - 1, (rank - r, rank)))
+    return r > 0 and rank % len(fused) == 0 and all(
+        values.zero_outside(up, (row, row + 1), columns) and not values.zero_outside(up, (row, row + 1), (0, 0))
+        for row, columns in ends
+    )  # fmt: skip
+
+
+def _is_split(up: TensorInfo, fused: Sequence[int], values: Values) -> bool:
+    """Whether every layer's rows have numbers in its own columns alone."""
+    r = prod(up.shape[1:]) // len(fused)
+    bounds = pairwise([0, *accumulate(fused)])
+    return all(values.zero_outside(up, rows, (k * r, (k + 1) * r)) for k, rows in enumerate(bounds))

@@ -1,0 +1,141 @@
+"""Tensors of the base that PEFT stores beside an adapter: what it was trained on, which may not be what the base holds.
+
+PEFT saves the embeddings and the head from under its own layer (`base_layer`) whenever one of them is trained or the
+vocabulary was resized, and loads them over the base's, also where the two differ: new tokens are given their first
+values before training. So does a merge; what stands on them is added to the copy. PEFT 0.21, utils/save_and_load.py.
+
+Methods that take their start out of the weight (PiSSA) store what is left. At strength 1 that is the place to stand on
+too; at another it would lack the start whole, so there the base's own stays, and the formula takes its part out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..adapters.peft.kinds import STARTED
+from ..adapters.peft.rules import BASE_LAYER
+from ..adapters.suffixes import apart
+from ..errors import FitError, MergeError, ShapeMismatch
+from ..files.safetensors import TensorInfo
+from ..job import Adapter
+from ..models.names import Names
+from ..models.tied_weights import Tied
+from ..models.weights import Piece, View, whole
+from .choose import Patch, Patcher
+from .conflicts import EMBEDDINGS
+
+
+@dataclass
+class Seen:
+    """A base as one adapter sees it."""
+
+    path: Path  # of the adapter
+    base: dict[str, TensorInfo]  # in the shapes that the tensors have for the adapter
+    tied: Tied | None
+    copies: dict[str, TensorInfo] = field(default_factory=dict)  # base key → what the adapter stores of it
+    other: dict[str, TensorInfo] = field(default_factory=dict)  # those that are no copies, and take the base's place
+    idle: set[str] = field(default_factory=set)  # those that stay as they are in the output, for the strength is 0
+    notes: dict[str, str] = field(default_factory=dict)  # name in the adapter → what became of it
+
+    @property
+    def bases(self) -> dict[str, TensorInfo]:
+        """What takes the base's place in the output."""
+        return {key: info for key, info in self.other.items() if key not in self.idle}
+
+    def view(self, view: View | None) -> View | None:
+        """A place in the base, in the shape that it has for the adapter."""
+        key = view.pieces[0].key if view else ""
+        return whole(key, self.other[key].shape) if key in self.other else view
+
+    def put(self, key: str, info: TensorInfo) -> None:
+        """This tensor of the adapter in the place of the base's."""
+        self.other[key], self.base[key] = info, replace(self.base[key], shape=info.shape)
+        if self.tied is not None and self.tied.info.name == key:
+            self.tied = replace(self.tied, info=self.base[key])
+
+    def halves(self, names: Names, replaced: Mapping[str, TensorInfo]) -> dict[tuple[Piece, ...], MergeError]:
+        """Of embeddings and head, what keeps its rows while the adapter holds more of the other."""
+        views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
+        old = {view.pieces[0].key: view.shape[0] for view in views}
+        new = {key: replaced.get(key, self.base[key]).shape[0] for key in old}
+        grown = {old[key] for key in old if key in self.other and new[key] != old[key]}
+        left = {v.pieces: v.pieces[0].key for v in views if new[v.pieces[0].key] == v.shape[0] in grown}
+        return {
+            pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
+        }
+
+    def lacking(self, patch: Patch, residual: Collection[str]) -> MergeError | None:
+        """The error for a start that was taken out of tied ends, where what is left of these is not at hand."""
+        key = patch.view.pieces[0].key
+        ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
+        if patch.algorithm not in STARTED or key not in ends - {*residual}:
+            return None
+        return FitError("the start of the adapter was taken out of tied embeddings, which it does not tell",
+                        f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
+                        "save it with save_embedding_layers=True, and merge it at strength 1")  # fmt: skip
+
+    def resized(self, where: str) -> MergeError:
+        """The error for what the adapter does not tell of a base with another vocabulary."""
+        return ShapeMismatch("the base was resized before training", f"{self.path}: {where}",
+                             "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
+
+
+def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None) -> Seen:
+    """The base with what the adapter stores of it; every copy is compared with the base's own."""
+    result = Seen(patcher.adapter.path, dict(base), tied)
+    stored = [*_stored(patcher, names, base, tied)]
+    started = {own.name for info, own in stored if _takes_start(patcher, info)}
+    for info, own in stored:
+        if own.name not in result.copies:  # tied ends are one tensor
+            result.copies[own.name] = info
+            strength = ref.factor(own.name, names.component(own.name))
+            if info.shape != own.shape or (strength and (strength == 1 or own.name not in started)):
+                _compare(result, info, own, patcher)
+                patcher.residual.add(own.name)
+            if not strength:
+                result.idle.add(own.name)
+    if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - result.copies.keys()) == 1:
+        (left,), (copied,) = ends, {tied.info.name, tied.stored} - ends
+        if copied in result.other and not patcher.values.differing(base[tied.stored], tied.info):
+            result.put(left, result.other[copied])  # one tensor in transformers, whatever is loaded later
+    return result
+
+
+def _takes_start(patcher: Patcher, info: TensorInfo) -> bool:
+    """Whether this is a copy from under a layer out of whose weight a start was taken."""
+    name = info.name.partition(".base_layer.")[0]
+    complete = next((m.complete for m in patcher.adapter.modules if m.name == name), ())
+    return bool(complete) and patcher.rules.of(name).algorithm(name, complete) in STARTED
+
+
+def _stored(
+    patcher: Patcher, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None
+) -> Iterator[tuple[TensorInfo, TensorInfo]]:
+    """Copies of whole tensors of the base, of as many rows or not, and what they are copies of."""
+    for info in patcher.adapter.strange:
+        meant = patcher.rules.of(info.name).plain(info.name)
+        if meant is None or meant.kind != "copy":
+            continue
+        view = names.find(*apart(meant.target))
+        if view is None and tied is not None and f".{meant.target}".endswith(f".{tied.head}.weight"):
+            view = whole(tied.info.name, tied.info.shape)
+        own = base[view.pieces[0].key] if view else None
+        if own is None or view != whole(own.name, own.shape):
+            continue
+        loaded = meant.why == BASE_LAYER or info.shape != own.shape  # others PEFT does not load over the base's
+        if loaded and len(info.shape) == len(own.shape) and info.shape[1:] == own.shape[1:]:
+            yield info, own
+
+
+def _compare(result: Seen, info: TensorInfo, own: TensorInfo, patcher: Patcher) -> None:
+    """Find out whether a copy is one."""
+    if info.shape == own.shape:
+        rows = patcher.values.differing(info, own)
+        how = f"{rows} of {own.shape[0]} rows are not those of {own.name}"
+    else:
+        rows, how = 1, f"{own.name}: {own.shape[0]} rows become {info.shape[0]}"
+    if rows:
+        result.put(own.name, info)
+        result.notes[info.name] = f"{how}; what the adapter was trained on takes their place, as PEFT has it"

@@ -1,0 +1,84 @@
+"""Layers of an adapter that its file does not name: Uni-LoRA stores one vector, and which layers take their factors
+from it only by the patterns of its configuration (`save_indices=False`). No torch.
+
+PEFT gives the layers their numbers in the order of the model's code (tuners/unilora/model.py), so all of them have to
+be known, and no other. They are looked for in the base's own names, which must be those of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from ..adapters.file import Module
+from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
+from ..adapters.peft.rules import Rules
+from ..adapters.peft.target_parameters import is_layer
+from ..algorithms import flat
+from ..files.safetensors import TensorInfo
+from ..models.module_order import in_order, tables, type_of
+
+AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
+
+
+def unstored(
+    rules: Rules, modules: list[Module], base: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> tuple[Rules, list[Module]]:
+    """The rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
+    InputError where nothing tells them."""
+    if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
+        return rules, modules
+    found = _targets(rules, base)
+    why = _doubt(rules, [*found], config)
+    order = None if why else in_order([*found], type_of(config))
+    if order is None:
+        raise refuse(rules.kind, why or UNKNOWN_ORDER, AGAIN, rules.fields.where)
+    rank, starts, at = rules.fields.integer("r", 4), {}, 0
+    for name in order:
+        starts[name] = (at, found[name].dtype)
+        at += rank * sum(flat(found[name].shape))
+    named = [Module(name, "weight", {}, {}, ("unilora",)) for name in order]
+    return replace(rules, layers=tuple(order), ordered=True, starts=starts, total=at), named
+
+
+def _targets(rules: Rules, base: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Paths of the layers that the configuration means → their weights."""
+    paths = {key.removesuffix(".weight"): info for key, info in base.items() if key.endswith(".weight")}
+    saved = rules.fields.texts("modules_to_save")
+    return {
+        path: info
+        for path, info in paths.items()
+        if len(info.shape) == 2 and 0 not in info.shape and is_layer(rules.fields, path)
+        and not any(f".{name}." in f".{path}." for name in saved)
+    }  # fmt: skip
+
+
+def _doubt(rules: Rules, paths: list[str], config: Mapping[str, Any]) -> str:
+    """Why these may be other layers than those that were trained; "" if they are the same.
+
+    Every class of a type of model has its one stack of layers whole. What lies outside, such as a head, and a second
+    stack, only the class that was trained has for sure.
+    """
+    if type_of(config) not in tables():
+        return UNKNOWN_ORDER
+    if not paths or rules.fields.get("target_modules") == "all-linear":
+        return "which layers it was trained on, neither its file nor the base's names tell"
+    if rules.fields.get("layers_to_transform") not in (None, []):
+        return "which layers it was trained on follows from layers_to_transform, which is not known here"
+    mapping = rules.fields.get("auto_mapping")
+    classes = config.get("architectures") or [config.get("_class_name")]
+    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    if trained and isinstance(classes, list) and trained in classes:
+        return ""
+    stacks = {_before_number(path) for path in paths}
+    if len(stacks) > 1 or "" in stacks:
+        return "it may have been trained on a class that lacks some of the base's layers, or has others"
+    return ""
+
+
+def _before_number(path: str) -> str:
+    """What a path begins with up to the first number; "" where it has none."""
+    parts = path.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) or "." if numbers else ""

@@ -1,0 +1,237 @@
+"""Architectures as data: one YAML file each, with how to recognise it and its name tables.
+
+title: Flux.1
+component: transformer              # what the denoiser is called: unet, transformer, te, vae, model
+text_encoders: {te1: clip_l, te2: t5}
+layouts:                            # how to recognise each; exactly one row of all files may match
+  native:
+    - double_blocks.0.img_attn.qkv.weight          # there is such a tensor
+    - no txt_in.input_embedder.weight              # there is none
+    - img_in.weight _x64                           # of this shape: _ any, 3H three times H
+canonical: diffusers                # the layout that the right-hand sides below name
+native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # rows.py
+native in shards: {…}               # the same where the base is several files, if that means other rows
+spellings: {…}                      # further names that only adapters use, same notation
+native: sdxl                        # or: the same table as in sdxl.yaml
+adapter:                            # how to tell from an adapter's names alone, see guess.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from ...algorithms import COUNT, Shape
+from ...errors import InputError
+from ...files.yaml_source import LOADER, check_depth, read_text
+from .notation import BadRow, Row, Table, parse
+
+FOLDER: Final = Path(__file__).parent
+IN_SHARDS: Final = " in shards"
+MOST_ROWS: Final = 50_000  # of a table
+LONGEST: Final = 1 << 20  # bytes of a file; the longest that is shipped has 5 140
+
+
+_AXIS: Final = r"(?:_|(?:[1-9][0-9]{0,8})?[A-Z]|[0-9]{1,9})"
+_SHAPE: Final = re.compile(rf"{_AXIS}(?:x{_AXIS})*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One line of a `layouts` entry."""
+
+    key: str
+    shape: tuple[str, ...] | None
+    absent: bool
+
+    def holds(self, shape_of: Callable[[str], Shape | None]) -> bool:
+        """Whether the tensors satisfy it; `shape_of` gives a tensor's shape, None where there is none."""
+        shape = shape_of(self.key)
+        there = shape is not None and (self.shape is None or fits(self.shape, shape))
+        return there != self.absent
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One file."""
+
+    title: str
+    file: Path
+    component: str = "transformer"
+    text_encoders: Mapping[str, str] = field(default_factory=dict)  # name in adapters → kind
+    kind: str = ""  # what `text_encoders` calls it
+    layouts: Mapping[str, tuple[Condition, ...]] = field(default_factory=dict)
+    canonical: str = "diffusers"
+    tables: Mapping[str, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
+    ranges: Mapping[str, int] = field(default_factory=dict)
+    adapter: tuple[str, ...] = ()
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def spellings(self) -> Mapping[str, Table]:
+        """Layout or `spellings` → its table, worked out on first use."""
+        return MappingProxyType({n: Table(self._rows(n)) for n in self.tables})
+
+    def _rows(self, table: str, without: Set[str] = frozenset()) -> list[Row]:
+        rows: list[Row] = []
+        lines = self.tables[table]
+        own = {name for name, _, _ in lines}
+        for name, canonical, line in lines:
+            if name == "<<":
+                stem, _, theirs = canonical.partition(".")
+                other = next(a for a in shipped() if a.file.stem == stem)
+                if (theirs := theirs or table) not in other.tables:
+                    raise _bad(self.file, line, f"{other.file.name} has no table {theirs}")
+                rows.extend(other._rows(theirs, own | without))
+                continue
+            if name in without:
+                continue
+            try:
+                rows.extend(islice(parse(name, canonical, self.ranges), MOST_ROWS + 1))
+            except BadRow as e:
+                raise _bad(self.file, line, f"{name}: {e}") from e
+            if len(rows) > MOST_ROWS:
+                raise _bad(self.file, line, f"more than {MOST_ROWS} rows up to here")
+        return rows
+
+
+@lru_cache(maxsize=1)
+def shipped() -> tuple[Architecture, ...]:
+    """All architectures that come with the program."""
+    return tuple(load(p) for p in sorted(FOLDER.glob("*.yaml")))
+
+
+def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
+    """Every (architecture, layout) whose conditions hold; for a known model exactly one."""
+    return [
+        (a, layout)
+        for a in among
+        for layout, conditions in a.layouts.items()
+        if all(c.holds(shape_of) for c in conditions)
+    ]
+
+
+def load(file: Path) -> Architecture:
+    """One file, checked; InputError with file and line for anything that is not as it should be."""
+    text = read_text(file, LONGEST)
+    try:
+        if file.parent != FOLDER:
+            check_depth(text, str(file))
+        node = yaml.compose(text, LOADER)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        raise _bad(file, mark.line + 1 if mark else 1, "it is no YAML") from e
+    return _Reader(file).architecture(node)
+
+
+class _Reader:
+    """YAML nodes → Architecture, with the line of whatever is wrong."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def architecture(self, node: Any) -> Architecture:
+        known: dict[str, Callable[[Any], Any]] = {
+            "title": self.text,
+            "component": self.text,
+            "kind": self.text,
+            "canonical": self.text,
+            "text_encoders": lambda n: {k.value: self.text(v) for k, v in self.pairs(n)},
+            "layouts": lambda n: {k.value: self.conditions(v) for k, v in self.pairs(n)},
+            "ranges": lambda n: {k.value: self.number(v) for k, v in self.pairs(n)},
+            "adapter": lambda n: tuple(self.text(v) for v in self.items(n)),
+            "variants": lambda n: {k.value: tuple(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
+        }
+        found: dict[str, Any] = {}
+        tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
+        for key, value in self.pairs(node):
+            if key.value in known:
+                found[key.value] = known[key.value](value)
+            else:
+                tables[key.value] = self.table(value)
+        if "title" not in found:
+            raise _bad(self.file, 1, "it has no title")
+        layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {"spellings"}
+        if strange := [t for t in tables if t not in layouts]:
+            raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
+        made = Architecture(file=self.file, tables=tables, **found)
+        if self.file.parent != FOLDER:
+            made.spellings  # noqa: B018  a user's rows are checked at once
+        return made
+
+    def pairs(self, node: Any) -> list[tuple[Any, Any]]:
+        if node is None or node.id != "mapping":
+            raise _bad(self.file, _line(node), "there should be a mapping")
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.id != "scalar":
+                raise _bad(self.file, _line(key), "there should be a name")
+            if key.value in seen:
+                raise _bad(self.file, _line(key), f"{key.value} occurs twice")
+            seen.add(key.value)
+        return list(node.value)
+
+    def items(self, node: Any) -> list[Any]:
+        if node.id == "scalar":
+            return [node]
+        if node.id != "sequence":
+            raise _bad(self.file, _line(node), "there should be a list")
+        return list(node.value)
+
+    def text(self, node: Any) -> str:
+        if node.id != "scalar" or not node.value:
+            raise _bad(self.file, _line(node), "there should be a word")
+        return str(node.value)
+
+    def number(self, node: Any) -> int:
+        if (found := COUNT.number(self.text(node))) is None:
+            raise _bad(self.file, _line(node), "there should be a number")
+        return found
+
+    def conditions(self, node: Any) -> tuple[Condition, ...]:
+        made = []
+        for item in self.items(node):
+            m = re.fullmatch(r"(no )?(\S+)(?: (\S+))?", self.text(item))
+            if m is None or not _SHAPE.fullmatch(m[3] or "_"):
+                raise _bad(self.file, _line(item), "there should be `key`, `no key` or `key 64x_`")
+            made.append(Condition(m[2], tuple(m[3].split("x")) if m[3] else None, bool(m[1])))
+        return tuple(made)
+
+    def table(self, node: Any) -> tuple[tuple[str, str, int], ...]:
+        rows = tuple((k.value, self.text(v), _line(k)) for k, v in self.pairs(node))
+        for name, other, line in rows:
+            if name == "<<" and not (FOLDER / f"{other.partition('.')[0]}.yaml").is_file():
+                raise _bad(self.file, line, f"there is no architecture file {other}")
+        return rows
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1 if node is not None else 1
+
+
+def _bad(file: Path, line: int, why: str) -> InputError:
+    return InputError("the architecture file cannot be used", f"{file}, line {line}: {why}",
+                      "compare it with the files in lora_merge/architectures")  # fmt: skip
+
+
+def fits(want: tuple[str, ...], shape: Shape) -> bool:
+    """Whether a shape is as a condition wants it: ("H", "3H"), ("_", "64")."""
+    letters: dict[str, int] = {}
+    return len(want) == len(shape) and all(_axis(w, n, letters) for w, n in zip(want, shape, strict=True))
+
+
+def _axis(want: str, size: int, letters: dict[str, int]) -> bool:
+    if want == "_":
+        return True
+    if want.isdigit():
+        return int(want) == size
+    times = int(want[:-1] or 1)
+    return size == times * letters.setdefault(want[-1], size // times)

@@ -1,0 +1,210 @@
+"""Cuts a checkpoint into its networks: denoiser, text encoders, VAE; each recognised from its own keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ..algorithms import Shape
+from ..errors import InputError
+from .architectures import Architecture, recognise, shipped
+from .spellings import Component
+
+CONTAINERS: Final = tuple(
+    (re.compile(pattern), role)
+    for pattern, role in (
+        #  keys begin with                                                         what is inside
+        (r"model\.diffusion_model\.|diffusion_model\.",                            "denoiser"),
+        (r"cond_stage_model\.(?:transformer|model)\.",                             "te"),
+        (r"conditioner\.embedders\.(?P<zero>[0-9]{1,9})\.(?:transformer|model)\.",        "te"),
+        (r"conditioner\.conditioners\.prompt\.(?:model\.)?",                       "te"),
+        (r"text_encoders\.\w+\.(?:logit_scale|spiece_model|tokenizer)",            "other"),
+        (r"text_encoders\.(?P<id>\w+)\.(?:transformer\.)?",                        "te"),
+        (r"text_encoder(?:_(?P<one>[0-9]{1,9}))?\.",                                      "te"),
+        (r"first_stage_model\.|vae\.|pretransform\.model\.",                       "vae"),
+        (r"model_ema\.",                                                           "ignored"),
+    )
+)  # fmt: skip
+"""Prefixes that say what a network is, whatever its keys."""
+
+_CONTAINER: Final = re.compile("|".join(pattern.pattern for pattern, _ in CONTAINERS))
+"""The first of them that fits."""
+
+FOLDERS: Final = tuple(
+    (re.compile(pattern), role)
+    for pattern, role in (
+        #  sub-folder of a pipeline                             what is inside
+        (r"unet|transformer(?:_\d)?|prior|decoder",             "denoiser"),
+        (r"text_encoder(?:_(?P<one>[0-9]{1,9}))?",                     "te"),
+        (r"vae|vqgan|audio_vae",                                "vae"),
+        (r".*",                                                 "other"),
+    )
+)  # fmt: skip
+
+LOOSE: Final = (
+    *("", "model.model.", "net.", "model.", "transformer.", "unet.", "prior.", "bert."),
+    *("vit.", "deit.", "beit.", "ijepa.", "dinov2.", "dinov2_with_registers.", "swin.", "segformer."),
+    *("audio_spectrogram_transformer.", "nomic_bert.", "gte.", "new.", "roberta."),  # `new.` is GTE's too
+    "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers
+    *("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."),  # saved while wrapped: DDP, torch.compile
+)
+"""Prefixes that only count if a known model is under them: many models have such a level of their own."""
+
+WITHIN: Final = {
+    **dict.fromkeys(("camembert", "jina_embeddings_v3", "xlm-roberta", "xlm-roberta-xl", "xmod"), "roberta."),
+    **dict.fromkeys(("bert-generation", "big_bird", "megatron-bert"), "bert."),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), "backbone."),
+    **dict.fromkeys(("squeezebert", "xlm", "xlnet", "flaubert", "openai-gpt"), "transformer."),
+    **dict.fromkeys(("vit_mae", "vit_msn", "yolos"), "vit."),
+    "deberta-v2": "deberta.",
+}
+"""Type of a transformers model → its `base_model_prefix`, the first level in models with a head, if that is another."""
+
+CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
+ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl": "t5", "mt5xl": "t5"}
+"""ComfyUI's names of encoders → what the architecture files call them, where that differs."""
+
+UNSURE: Final = ("clip", "unknown")
+"""Kinds of encoders that nothing but their place in the checkpoint tells apart."""
+
+
+def components(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any], folders: Collection[str], extra: Architecture | None
+) -> list[Component]:
+    """All networks of a base, the denoiser (or only network) first.
+
+    `folders` are the sub-folders of a pipeline, of which keys say `<folder>.<name>`. InputError if the user's
+    architecture `extra` is none of them.
+    """
+    found: dict[str, Component] = {}
+    loose: dict[str, str] = {}
+    for key in shapes:
+        if (prefix := _prefix(key, folders)) is None:
+            loose[key] = key
+            continue
+        if prefix not in found:
+            found[prefix] = _container(prefix, folders)
+        found[prefix].keys[key[len(prefix) :]] = key
+    made = [_identified(c, shapes, extra) for c in found.values() if c.role != "ignored"]
+    if loose:
+        made.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in made)))
+        kind = str(config.get("model_type") or "")
+        made[-1].inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
+    if extra is not None and all(c.architecture is not extra for c in made):
+        raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
+                         "correct what it says under layouts, or leave --map out")  # fmt: skip
+    for component in made:
+        component.shapes = shapes
+    made.sort(key=lambda c: c.role != "denoiser")  # stable
+    _label(made)
+    return made
+
+
+def _prefix(key: str, folders: Collection[str]) -> str | None:
+    if folders:
+        return next((f"{folder}." for folder in folders if key.startswith(f"{folder}.")), None)
+    m = _CONTAINER.match(key)
+    return m[0] if m else None
+
+
+def _container(prefix: str, folders: Collection[str]) -> Component:
+    """An empty component for what is under a telling prefix."""
+    for pattern, role in FOLDERS if folders else CONTAINERS:
+        if m := pattern.fullmatch(prefix.removesuffix(".") if folders else prefix):
+            named = m.groupdict()
+            kind = str(named.get("id") or "")
+            made = Component(role, role, prefix, kind=ENCODER_IDS.get(kind, kind))
+            if named.get("zero") or named.get("one"):
+                made.number = int(named["one"]) if named.get("one") else int(str(named["zero"])) + 1
+            if folders and role == "denoiser":
+                made.label = prefix.removesuffix(".")
+            return made
+    raise AssertionError(f"{prefix} was just matched")
+
+
+def _identified(component: Component, shapes: Mapping[str, Shape], extra: Architecture | None) -> Component:
+    """The component with its architecture, kind and label filled in."""
+    keys = component.keys
+
+    def shape_of(body: str) -> Shape | None:
+        key = keys.get(body)
+        return None if key is None else shapes[key]
+
+    if hit := _one(shape_of, [a for a in shipped() if _may_be(a, component.role)], extra):
+        component.architecture, component.layout = hit
+        component.kind = component.kind or _kind(hit[0], component, shapes)
+    if component.label == "denoiser":
+        component.label = component.architecture.component if component.architecture else "model"
+    if component.role == "te" and not component.kind:
+        component.kind = "unknown"
+    return component
+
+
+def _may_be(architecture: Architecture, role: str) -> bool:
+    """Whether a network in this role can be of the architecture: an encoder can be any language model."""
+    return _role(architecture) == role or (role == "te" and architecture.component == "model")
+
+
+def _role(architecture: Architecture) -> str:
+    if architecture.kind:
+        return "te"
+    return {"vae": "vae", "connectors": "other"}.get(architecture.component, "denoiser")
+
+
+def _kind(architecture: Architecture, component: Component, shapes: Mapping[str, Shape]) -> str:
+    """clip_l, clip_h or clip_g by the width of the embeddings; else what the architecture says."""
+    if architecture.kind != "clip":
+        return architecture.kind
+    name = next((k for b, k in component.keys.items() if b.endswith("token_embedding.weight")), None)
+    return CLIP_WIDTHS.get(shapes[name][-1] if name else 0, "clip")
+
+
+def _rest(
+    loose: dict[str, str], shapes: Mapping[str, Shape], config: Mapping[str, Any],
+    extra: Architecture | None, *, aside: bool,
+) -> Component:  # fmt: skip
+    """The component that the keys without a telling prefix make up; `aside` if there is a denoiser already."""
+    for prefix in () if aside else LOOSE:
+
+        def shape_of(body: str, prefix: str = prefix) -> Shape | None:
+            return shapes.get(prefix + body)
+
+        if hit := _one(shape_of, shipped(), extra):
+            made = Component(_role(hit[0]), hit[0].component, prefix, *hit, keys=_without(prefix, loose))
+            made.kind = _kind(hit[0], made, shapes)
+            return made
+    heads = {key.split(".", 1)[0] + "." for key in loose}
+    prefix = next(iter(heads)) if len(heads) == 1 and heads <= set(LOOSE) else ""
+    made = Component("other" if aside else "denoiser", "other" if aside else "model", prefix)
+    made.keys = _without(prefix, loose)
+    made.title = _class_of(config)
+    return made
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    """The model's class, as config.json tells it; "" where it does not, or not in words."""
+    told = config.get("architectures")
+    name = told[0] if isinstance(told, list) and told else told or config.get("_class_name")
+    return name if isinstance(name, str) else ""
+
+
+def _without(prefix: str, keys: Iterable[str]) -> dict[str, str]:
+    return {key.removeprefix(prefix): key for key in keys}
+
+
+def _one(
+    shape_of: Callable[[str], Shape | None], among: Sequence[Architecture], extra: Architecture | None
+) -> tuple[Architecture, str] | None:
+    """The architecture that fits, the user's first. Two that fit would be a bug in our files: tests rule it out."""
+    hits = recognise(shape_of, (extra,) if extra else ()) or recognise(shape_of, among)
+    return hits[0] if len(hits) == 1 else None
+
+
+def _label(made: Sequence[Component]) -> None:
+    """te, te1, te2 … by what the denoiser's architecture calls its encoders, else by their own numbers."""
+    encoders = [c for c in made if c.kind]
+    main = made[0].architecture if made and made[0].role == "denoiser" else None
+    names = {kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))}
+    for order, c in enumerate(encoders, 1):
+        c.label = names.get(c.kind) or ("te" if len(encoders) == 1 else f"te{c.number or order}")

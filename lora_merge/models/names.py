@@ -1,0 +1,324 @@
+"""Which rows of which base tensors does an adapter module mean?
+
+Adapter files name modules in many dialects: dotted or flat, with any of three dozen prefixes, in the words of
+the model's authors or of diffusers. The prefix does not tell which words follow, so every prefix is taken off
+that can be, and what is left is looked up in tables that hold all spellings of the base's own tensors at
+once. A name that fits two places is refused. Nothing here reads weights or imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from ..algorithms import Shape
+from ..errors import AmbiguousName
+from ..files.checkpoint import Index
+from ..matching.diagnosis import absence, likely_reason, other_model, other_variant
+from .architectures import load
+from .components import ENCODER_IDS, UNSURE, components
+from .guess import architectures, described, seen
+from .prefixes import DENOISERS, TRAINING, prefixed
+from .spellings import Component
+from .weights import View, transposed
+from .wrappers import unwrapped, wrapper_notes
+
+OTHER_ROWS: Final = (
+    "in several files is taken for the original, whose rows are in another order than in the single file that is "
+    "published"
+)
+"""What the user should know of a base whose files alone tell the order of its rows."""
+
+AVERAGES: Final = "model_ema."
+AVERAGED: Final = f"it also holds averages of its weights ({AVERAGES}*), which stay as they are: load its own weights"
+"""What the user should know of a base that training saved twice."""
+
+EXPERTS: Final = {
+    "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
+    "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
+}
+"""What names of Wan 2.2's experts in a pipeline begin with → what a base by itself, whose file says nothing of the
+kind, is taken for."""
+
+REWRITES: Final = (
+    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
+    (re.compile(rf"(?:(?<=_)|^)(?:{TRAINING}|module|base_layer)_"), ""),
+    (re.compile(r"[._]base_layer$"), ""),
+    (re.compile(r"\.default$"), ""),
+    (re.compile(r"\.processor\."), "."),
+    (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),
+    (re.compile(r"self_attn\.to_out$"), "self_attn.out_proj"),
+    (re.compile(r"\bto\.([qkv])$"), r"to_\1"),
+    (re.compile(r"((?:\.|_)to_out)$"), r"\1.0"),
+    (re.compile(r"(?<![a-z])sformer_blocks"), "transformer_blocks"),
+)
+"""Slips and old habits: wrappers left in, attention processors, four letters cut off. Tried if nothing fits."""
+
+NO_ID: Final = "transformer"
+"""What stands in the place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps that to every encoder
+but CLIP (comfy/lora.py, model_lora_keys_clip)."""
+
+NOT_MEANT: Final = {
+    "te1": ("clip_g",),
+    "te2": ("clip_l", "clip_h"),
+    "te3": ("clip_l", "clip_h", "clip_g"),
+}
+"""What kind of encoder a name cannot mean, where no denoiser says what it means."""
+
+
+class Names:
+    """The names of one base; built once, then asked for every module."""
+
+    def __init__(
+        self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._parts = parts
+        self._shapes = shapes
+        self._stored = stored  # its names without levels that training left → the keys, where these have some
+        self._inner = {key: name for name, key in stored.items()}
+        self._prefixes = [
+            (prefix, f"@{part.prefix}")
+            for part in parts
+            for start in dict.fromkeys((part.prefix, part.inner))
+            if start
+            for prefix in (start, start.replace(".", "_"))
+        ]
+        self._by_hint: dict[str, list[Component]] = {}
+        self.second = False  # whether the base lies in the folder of a pipeline's second expert
+        main = parts[0] if parts else None
+        self._known = known = main.architecture if main else None
+        self.architecture = known.title if known else (main and main.title) or "unknown"
+        self.layout = main.layout if main else "as stored"
+        in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
+        self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
+        if any(key.startswith(AVERAGES) for key in shapes):
+            self.notes = (*self.notes, AVERAGED)
+
+    def find(self, module: str, parameter: str = "weight") -> View | None:
+        """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""
+        for name in _written(module):
+            views: list[View] = []
+            for hint, body in self._readings(name):
+                for view in self._look(hint, body, parameter):
+                    if view is None or (views and view not in views):
+                        raise self._ambiguous(module, parameter, [*views, view])
+                    views.append(view)
+            if views:
+                return self._as_stored(views[0])
+        return None
+
+    def _as_stored(self, view: View | None) -> View | None:
+        """The place by the keys of the base."""
+        if view is None or not self._stored:
+            return view
+        return View(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
+
+    def lone_expert(self, modules: Sequence[str]) -> str:
+        """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
+        first, second = EXPERTS
+        denoisers = [p for p in self._parts if p.role == "denoiser"]
+        alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
+        if not alone or not any(m.startswith(second) for m in modules):
+            return ""
+        return first if not self.second and any(m.startswith(first) for m in modules) else second
+
+    def value(self, view: View) -> View:
+        """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.
+
+        They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
+        """
+        piece = view.pieces[0]
+        part = self._part(piece.key)
+        own = part.dotted(self._name(piece.key).removeprefix(part.prefix)) if part else None
+        return transposed(view) if piece.transposed and self._as_stored(own) == view else view
+
+    def recognised(self, key: str) -> bool:
+        """Whether a table knows the network that a base tensor is of."""
+        part = self._part(key)
+        return part is not None and part.architecture is not None
+
+    def fused(self, view: View) -> tuple[int, ...]:
+        """Rows of every layer that is fused in a weight, in order; () where nothing tells.
+
+        The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
+        """
+        pieces = [p._replace(key=self._name(p.key)) for p in view.pieces]
+        found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
+        if sum(map(len, found)) > 1:
+            return tuple(chain.from_iterable(found)) if all(found) else ()
+        rows, columns = view.matrix
+        named = "qkv" in pieces[0].key.rpartition(".")[0].rpartition(".")[2]
+        return (columns,) * 3 if found[0] and named and rows == 3 * columns else ()
+
+    def component(self, key: str) -> str:
+        """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
+        part = self._part(key)
+        return part.label if part else "model"
+
+    def _part(self, key: str) -> Component | None:
+        """The network that a base tensor belongs to; None for what is in none that matters."""
+        name = self._name(key)
+        return next((part for part in self._parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
+
+    def _name(self, key: str) -> str:
+        """What a base tensor is called without levels that training left."""
+        return self._inner.get(key, key)
+
+    def wanted(self, module: str) -> str:
+        """What part of a model an adapter's module name speaks of."""
+        main = self._parts[0].label if self._parts and self._parts[0].role == "denoiser" else "denoiser"
+        for hint, _ in self._readings(module):
+            if hint in DENOISERS and hint != "transformer_2":
+                return main
+            if hint != "any":
+                return next((p.label for p in self._hinted(hint)), hint)
+        return main
+
+    def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+        """The likely reason why names found no place, in one sentence that names both sides.
+
+        `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
+        names (where shapes do not fit) "" if nothing looks wrong.
+        """
+        if self.second and any(m.startswith("transformer.") for m in unmatched):
+            return absence(["transformer"], ["transformer_2"])
+        wanted = Counter(self.wanted(m) for m in unmatched)
+        labels = {part.label for part in self._parts}
+        known, modules = self._known, _denoiser({m: () for m in unmatched} | dict(shapes))
+        if known and self._parts[0].label in wanted and (why := other_model(modules, known, self._weights())):
+            return why
+        if absent := sorted(set(wanted) - labels):
+            return absence(absent, sorted(labels))
+        part = next((p for p in self._parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
+        if part is None or part is self._parts[0]:
+            return likely_reason(unmatched, modules, known, self._weights())
+        there = [m for m in unmatched if self.wanted(m) == part.label]
+        return likely_reason(there, {}, part.architecture, self._weights(part))
+
+    def doubt(self, shapes: Callable[[], Mapping[str, Shape]]) -> str:
+        """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
+
+        Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
+        `explain` takes, and is called only where the base has variants.
+        """
+        known = self._known
+        if known is None or not known.variants:
+            return ""
+        return other_variant(_denoiser(shapes()), known, self._weights())
+
+    def _weights(self, part: Component | None = None) -> dict[str, Shape]:
+        """Module → shape of the weight, of one network; of the main one without."""
+        part = part or (self._parts[0] if self._parts else None)
+        found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
+        return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
+
+    def _readings(self, name: str) -> Iterator[tuple[str, str]]:
+        """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
+        for hint, body in prefixed(name):
+            yield hint, body
+            for prefix, own in self._prefixes:
+                if body.startswith(prefix):
+                    yield own, body[len(prefix) :]
+
+    def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
+        """All places in the components that a hint allows; those of a denoiser come before all others."""
+        if hint not in self._by_hint:
+            self._by_hint[hint] = self._hinted(hint)
+        first: list[View | None] = []
+        others: list[View | None] = []
+        for part in self._by_hint[hint]:
+            view, known = part.find(body, parameter)
+            if known:
+                (first if part.role == "denoiser" else others).append(view)
+        return first or others
+
+    def _hinted(self, hint: str) -> list[Component]:
+        if hint[0] == "@":
+            return [p for p in self._parts if p.prefix == hint[1:]]
+        if hint == "any":
+            return list(self._parts)
+        if hint == "vae":
+            return [p for p in self._parts if p.label == "vae"]
+        if hint in DENOISERS:
+            named = [p for p in self._parts if p.label == hint]
+            return named or [p for p in self._parts if p.role == "denoiser" and hint != "transformer_2"]
+        return self._encoders(hint)
+
+    def _encoders(self, hint: str) -> list[Component]:
+        encoders = [p for p in self._parts if p.kind]
+        if not encoders and len(self._parts) == 1 and self._parts[0].label == "model" and self._parts[0].architecture:
+            return list(self._parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
+        known = self._known
+        if hint[0] == "=":  # a folder calls none of its encoders so
+            return self._by_id(ENCODER_IDS.get(hint[1:], hint[1:]), encoders)
+        if known and known.text_encoders:
+            kind = known.text_encoders.get(hint)
+            called = {label for label, theirs in known.text_encoders.items() if theirs == kind} | {hint}
+            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label in called)]
+        if len(encoders) == 1:
+            return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
+        return [p for p in encoders if p.label == hint]
+
+    def _by_id(self, kind: str, encoders: Sequence[Component]) -> list[Component]:
+        """The encoders that ComfyUI calls so; of those that only their place tells apart, the one in that place."""
+        if kind == NO_ID:
+            return [p for p in encoders if not p.kind.startswith("clip")]
+        unsure = [p for p in encoders if p.kind in UNSURE]
+        theirs = self._known.text_encoders if self._known else {}
+        placed = [p for p in unsure if theirs.get(p.label) == kind]
+        meant = [p for p in encoders if p.kind == kind]
+        return meant or placed or (unsure if len(unsure) == 1 else [])
+
+    def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
+        keys = sorted({p.key for v in views if v for p in v.pieces})
+        experts = {p.label for p in self._parts if p.role == "denoiser"}
+        there = sorted({self.component(key) for key in keys})
+        fix = "rename it in the adapter so that it names one of them"
+        if len(there) > 1 and experts.issuperset(there):
+            fix = f"give the folder of the one that it was trained for as the base: {' or '.join(there)}"
+        return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture, fix)
+
+
+def names(index: Index, extra: Path | None = None) -> Names:
+    """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
+    stored = unwrapped(index.tensors)
+    tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
+    shapes = {name: info.shape for name, info in tensors.items()}
+    parts = components(shapes, index.config, index.components, load(extra) if extra else None)
+    for part in parts:
+        part.sharded = len({tensors[key].file for key in part.keys.values()}) > 1
+    found = Names(parts, shapes, stored)
+    if stored:
+        found.notes = (*found.notes, *wrapper_notes(stored))
+    found.second = "transformer_2" in index.path.parts[-2:]
+    return found
+
+
+def guess(modules: Mapping[str, Shape]) -> str:
+    """What an adapter was made for, from its modules' names and the shapes of the weights they change.
+
+    "unknown" if nothing tells, "A or B" if too little does.
+    """
+    found = seen(_denoiser(modules))
+    return described(architectures(found), found)
+
+
+def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The modules that do not speak of an encoder, without their prefixes."""
+    innermost = {module: list(prefixed(module))[-1] for module in modules}
+    return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
+
+
+def _written(module: str) -> Iterator[str]:
+    """The name as it is, then with slips corrected."""
+    names = [module]
+    yield module
+    for pattern, replacement in REWRITES:
+        for name in [pattern.sub(replacement, n) for n in names if pattern.search(n)]:
+            names.append(name)
+            yield name

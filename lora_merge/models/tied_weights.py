@@ -1,0 +1,148 @@
+"""Which heads share the weight of a base's input embeddings, and which of these can be stored apart. No torch.
+
+A head can if transformers 5 then loads it apart: with its own tensors and `tie_word_embeddings: false`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+from ..files.safetensors import TensorInfo
+from ..matching.conflicts import EMBEDDINGS
+from .names import Names
+
+DECODERS: Final = ("ForCausalLM", "LMHeadModel")
+HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForBlockDiffusion", "MTModel")
+"""Ends of the names of transformers' classes that have a head."""
+
+LM_HEAD: Final = "lm_head"
+APART: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "backbone.embeddings")
+WHISPER: Final = "whisper"
+APART_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
+"""Embeddings beside which a decoder's head is `lm_head.weight`, so that it can be stored apart."""
+
+BESIDE: Final = {
+    "model.language_model.embed_tokens": LM_HEAD,
+    "language_model.model.embed_tokens": f"language_model.{LM_HEAD}",
+    "model.text_model.embed_tokens": LM_HEAD,
+    "model.embed_tokens": LM_HEAD,
+}
+"""Embeddings of vision-language models → the head, in the layouts of transformers 5 and 4."""
+
+SEEING: Final = frozenset(
+    (
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "llava_next", "llava_onevision"),
+        *("mistral3", "internvl", "paligemma", "aya_vision", "idefics3", "smolvlm"),
+    )
+)
+"""Types of models whose head is that, and which load it apart: all were tried."""
+
+SHARED_LAYERS: Final = {"diffusion_gemma": re.compile(r"(?:.*\.)?(?:encoder\.language_model|decoder)\.layers\..*")}
+"""Types of models → layers that two parts of the model share, each of which PEFT gives factors of its own."""
+
+COUPLE: Final = "EncoderDecoderModel"
+BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
+HEADS_BEHIND: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
+"""Of a model made of an encoder and a decoder (TrOCR, Donut): the decoder's embeddings, and what its head is called.
+The decoder's own configuration ties them, whatever that of the whole says; they cannot be stored apart."""
+
+_WORDS: Final = re.compile(r"\w+\.embeddings\.word_embeddings\.weight")
+ENCODERS: Final = (
+    # what shows the head      embeddings                                          head                       shares it
+    ("cls.predictions.bias",   _WORDS,                                             "cls.predictions.decoder", True),
+    ("lm_head.bias",           re.compile(r"esm\.embeddings\.word_embeddings\.weight"),   "lm_head.decoder", False),
+    ("lm_head.bias",           _WORDS,                                             "lm_head.decoder",         True),
+    ("lm_head.decoder.bias",   _WORDS,                                             "lm_head.decoder",         False),
+    ("predictions.bias",       _WORDS,                                             "predictions.decoder",     True),
+    ("vocab_projector.bias",   _WORDS,                                             "vocab_projector",         False),
+    ("generator_lm_head.bias", _WORDS,                                             "generator_lm_head",       False),
+    ("decoder.bias",           re.compile(r"model\.embeddings\.tok_embeddings\.weight"),  "decoder",         False),
+)  # fmt: skip
+"""Heads of encoders (BERT, ESM, RoBERTa, GTE, ALBERT, DistilBERT, ELECTRA, ModernBERT and their kin): a bias of
+theirs is stored though the weight is not. Where the head's own bias has that value under a second name, it is tied
+like the weight, and parted with it: transformers 5, models/*/modeling_*.py, `_tied_weights_keys`."""
+
+
+@dataclass(frozen=True)
+class Tied:
+    """The shared tensor of a base."""
+
+    info: TensorInfo
+    head: str  # module, as adapters call it
+    bias: TensorInfo | None  # what the head's bias shares its value with
+    separable: bool  # whether the head can be given a tensor of its own
+    key: str = ""  # the head where it is stored, if that is another name
+    stored: str = ""  # the head's own tensor, which some bases store though their configuration ties it
+
+    @property
+    def sources(self) -> dict[str, TensorInfo]:
+        """Tensors that a head of its own has and the base has not → where their values are."""
+        bias = {f"{self.head}.bias": self.bias} if self.bias else {}
+        return {f"{self.key or self.head}.weight": self.info, **bias} if self.separable else {}
+
+
+def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
+    """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
+    classes = config.get("architectures")
+    named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
+    if any(c.endswith(COUPLE) for c in named):
+        return _behind(base, config.get("decoder"))
+    stated = config.get("tie_word_embeddings")
+    if stated is False or not any(c.endswith(HEADED) for c in named):
+        return None
+    kind = str(config.get("model_type"))
+    family = kind if kind in (*SEEING, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
+    found = _of_encoder(base) or _of_decoder(names, base, family) or (_alone(base, config) if stated is True else None)
+    own = names.find(found.head) if found else None
+    if found is None or own is None:
+        return found
+    fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.pieces) == 1
+    return replace(found, separable=False, stored=own.pieces[0].key) if fits else None
+
+
+def _behind(base: Mapping[str, TensorInfo], decoder: object) -> Tied | None:
+    """Of the decoder of a couple, which has this configuration."""
+    stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
+    table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
+    if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in HEADS_BEHIND):
+        return None
+    return Tied(table, LM_HEAD, None, separable=False)
+
+
+def _of_encoder(base: Mapping[str, TensorInfo]) -> Tied | None:
+    for bias, embeddings, head, shares in ENCODERS:
+        table = next((i for k, i in base.items() if embeddings.fullmatch(k)), None) if bias in base else None
+        if table is not None:
+            shared = base[bias] if shares and f"{head}.bias" not in base else None
+            return Tied(table, head, shared, _plain(table))
+    return None
+
+
+def _of_decoder(names: Names, base: Mapping[str, TensorInfo], family: str) -> Tied | None:
+    """`family` is the type of a model that is nothing but a decoder, or whose head is known all the same."""
+    view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
+    if view is None or len(view.pieces) > 1:
+        return None
+    info = base[view.pieces[0].key]
+    name = info.name.removesuffix(".weight")
+    if family in SEEING:
+        return Tied(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))
+    if family == WHISPER:
+        return Tied(info, "proj_out", None, _plain(info))
+    known = bool(family) and (name in APART or (family, name) == APART_IN)
+    return Tied(info, LM_HEAD, None, known and _plain(info))
+
+
+def _alone(base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
+    """The only tensor with a row for every token, where nothing else tells."""
+    told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
+    return Tied(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
+
+
+def _plain(info: TensorInfo) -> bool:
+    return info.stored in ("", info.name) and prod(info.shape) > 0

@@ -1,0 +1,101 @@
+"""Where the weight an adapter was trained on lies in the base: pieces of stored tensors, in order.
+
+An adapter for `attn.to_q` on a checkpoint that stores `qkv` fused sees rows [0:H) of that tensor: one
+piece. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three pieces. Swapped halves
+are two pieces in the other order; GPT-2's `[in, out]` weights are a transposed piece. So slicing, fusing,
+swapping and transposing need no further notion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from ..algorithms import Shape, flat
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a stored tensor seen as a matrix `cols` wide; consecutive bytes.
+
+    `cols` is the product of all axes but the first, except for stacked matrices `[E, out, in]`, which are
+    seen as `E·out` rows of width `in`. A transposed piece contributes `cols` rows of width `stop − start`.
+    """
+
+    key: str
+    start: int
+    stop: int
+    cols: int
+    transposed: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return (self.stop - self.start) * self.cols
+
+    @property
+    def rows(self) -> int:
+        """Rows that it contributes to the view."""
+        return self.cols if self.transposed else self.stop - self.start
+
+
+class View(NamedTuple):
+    """The weight as the adapter sees it: the pieces' rows, one below the other, of this shape."""
+
+    pieces: tuple[Piece, ...]
+    shape: Shape
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
+        first = self.pieces[0]
+        return sum(p.rows for p in self.pieces), first.stop - first.start if first.transposed else first.cols
+
+
+def whole(key: str, shape: Shape) -> View:
+    """A stored tensor as it is."""
+    rows, cols = flat(shape)
+    return View((Piece(key, 0, rows, cols),), shape)
+
+
+def rows_of(view: View, start: int, stop: int) -> View:
+    """Rows [start, stop) of a view whose pieces are not transposed."""
+    pieces, at = [], 0
+    for p in view.pieces:
+        lo, hi = max(start - at, 0), min(stop - at, p.rows)
+        if lo < hi:
+            pieces.append(Piece(p.key, p.start + lo, p.start + hi, p.cols))
+        at += p.rows
+    return View(tuple(pieces), (stop - start, *view.shape[1:]))
+
+
+def transposed(view: View) -> View:
+    """A whole matrix the other way round."""
+    (p,) = view.pieces
+    turned = Piece(p.key, p.start, p.stop, p.cols, not p.transposed)
+    return View((turned,), view.shape[::-1])
+
+
+def turned(like: View, view: View) -> View:
+    """A whole matrix the way round that another one is seen."""
+    return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
+
+
+def stacked(parts: Sequence[View]) -> View | None:
+    """The views' rows, one below the other; None if their widths differ.
+
+    Neighbouring rows of one tensor become one piece again, so q, k and v of a fused tensor are that tensor.
+    """
+    pieces: list[Piece] = []
+    for p in (p for part in parts for p in part.pieces):
+        last = pieces[-1] if pieces else None
+        if last and last.key == p.key and last.stop == p.start and not (last.transposed or p.transposed):
+            pieces[-1] = Piece(p.key, last.start, p.stop, p.cols)
+        else:
+            pieces.append(p)
+    widths = {prod(part.shape[1:]) for part in parts}
+    if len(widths) > 1:
+        return None
+    tails = {part.shape[1:] for part in parts}
+    tail = tails.pop() if len(tails) == 1 else (widths.pop(),)
+    return View(tuple(pieces), (sum(part.shape[0] for part in parts), *tail))

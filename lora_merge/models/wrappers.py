@@ -1,0 +1,55 @@
+"""Levels that training and PEFT leave in a base's names: its tensors by the names without them. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from ..adapters.suffixes import split
+from ..files.layouts import listed
+from .prefixes import PEFT, TRAINING
+
+LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)
+"""What every name with such a level contains."""
+
+_LEVEL: Final = re.compile(rf"^{re.escape(PEFT)}|(?:(?<=\.)|^)(?:{TRAINING}|module|base_layer)\.")
+
+KEPT: Final = (
+    "in its names are levels that training leaves ({levels}): modules are found without them, and they stay; what "
+    "cannot load the base for its names, as from_pretrained cannot, cannot load the result either"
+)
+ATTACHED: Final = (
+    "it was saved with an adapter attached: {count} tensors of that ({names}) stay as they are and are not merged; a "
+    "program that loads them has their effect on top"
+)
+
+
+def unwrapped(keys: Iterable[str]) -> dict[str, str]:
+    """The name without such levels → the key; nothing where no key has one, or two would have one name."""
+    every = list(keys)
+    text = "\n".join(every)
+    if not any(level in text for level in LEVELS):
+        return {}
+    inner = {_LEVEL.sub("", key): key for key in every}
+    return inner if len(inner) == len(every) and any(name != key for name, key in inner.items()) else {}
+
+
+def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
+    """What the user should know of a base with such names, which are given by the name without the levels."""
+    levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
+    notes = [KEPT.format(levels=listed(sorted(levels)))]
+    if "base_layer" in levels:
+        layers = {key.partition(".base_layer.")[0] for key in stored.values() if ".base_layer." in key}
+        left = [key for key in stored.values() if (of := _adapter_of(key)) is not None and of in layers]
+        if left:
+            notes.append(ATTACHED.format(count=len(left), names=listed(left, 2)))
+    return notes
+
+
+def _adapter_of(key: str) -> str | None:
+    """The layer that an adapter's tensor belongs to; None for what is no such tensor."""
+    found = split(key)
+    if found is None or (found[1].ending == ".weight"):
+        return None
+    return found[0]

@@ -1,0 +1,1 @@
+"""Every output tensor gets its origin and its place."""

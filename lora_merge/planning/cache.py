@@ -1,0 +1,74 @@
+"""Checkpoints opened for planning: every header is read once, however many jobs name the file."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapters.file import AdapterFile, group, looks_like_adapter
+from ..errors import InputError
+from ..files.checkpoint import Index, open_checkpoint
+from ..files.safetensors import FileState
+from ..models.names import Names, names
+
+KEPT: Final = 300_000  # tensors of all that is kept; about 300 MB
+
+
+class Opened:
+    """What was opened, as long as its files are as they were. Not to be shared between threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
+        self._size = 0
+
+    def base(self, path: Path, table: Path | None) -> tuple[Index, Names]:
+        """A base and its names (`table`: the user's name table); InputError if it is none that can be merged into."""
+        found = self._get(("base", path, table))
+        if found is None:
+            index = open_checkpoint(path)
+            _check_base(index)
+            lookup = names(index, table)
+            notes = (*index.notes, *lookup.notes, *index.quantised.notes)
+            found = self._keep(("base", path, table), replace(index, notes=notes), lookup)
+        return found
+
+    def adapter(self, path: Path) -> AdapterFile:
+        """An adapter as modules; InputError if it is none."""
+        found = self._get(("adapter", path))
+        if found is None:
+            index = open_checkpoint(path)
+            found = self._keep(("adapter", path), index, group(index))
+        file: AdapterFile = found[1]
+        return file
+
+    def _get(self, key: tuple[Any, ...]) -> tuple[Index, Any] | None:
+        if key not in self._kept:
+            return None
+        if not _unchanged(self._kept[key][0]):
+            self._drop(key)
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _keep(self, key: tuple[Any, ...], index: Index, made: Any) -> tuple[Index, Any]:
+        self._kept[key] = index, made
+        self._size += len(index.tensors)
+        while self._size > KEPT and len(self._kept) > 2:
+            self._drop(next(iter(self._kept)))
+        return index, made
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        self._size -= len(self._kept.pop(key)[0].tensors)
+
+
+def _unchanged(index: Index) -> bool:
+    return all(FileState.at(path) == header.state for path, header in index.headers.items())
+
+
+def _check_base(base: Index) -> None:
+    if looks_like_adapter(base):
+        raise InputError("the base is itself an adapter", str(base.path),
+                         "name the base model first and the adapter after it")  # fmt: skip
+    base.quantised.check(base.path, "keep", [""])  # all of it

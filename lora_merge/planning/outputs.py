@@ -1,0 +1,76 @@
+"""What an output folder holds beside the weights: written with them, and looked at when a batch is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ..files.side_files import configured
+from ..job import DTYPES
+from .plan import Plan
+from .recipe import parsed, sha256
+
+Side: TypeAlias = bytes | Path
+"""The content of a file, or the file of the base that it is a copy of."""
+
+KINDS: Final = ("model_type", "_class_name")
+"""Entries of a config.json that say what model it is of."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All files of an output by name, relative to its folder; the weights of a single file have an empty name."""
+
+    weights: frozenset[str]
+    sides: Mapping[str, Side]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all of them."""
+        return (*self.weights, *self.sides)
+
+
+def contents(plan: Plan) -> Contents:
+    """What the output of a plan holds."""
+    sides: dict[str, Side] = dict(plan.indexes)
+    for name in plan.sides:
+        file = plan.base.path / name
+        sides[name] = file
+        if file.name == "config.json":
+            resized = plan.resized(str(Path(name).parent))
+            sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized)
+    return Contents(frozenset(f.name for f in plan.files), sides)
+
+
+def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
+    """Names of files beside the weights that an output lacks, or has with other bytes."""
+    return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
+
+
+def misleading(plan: Plan, output: Path) -> list[str]:
+    """Names of what is written of the merge's own beside the weights and would let them be loaded as another model, or
+    not at all: an index or a config.json that is missing, or one of another model, or of the base's sizes and ties.
+    """
+    found = []
+    for name, side in contents(plan).sides.items():
+        if isinstance(side, bytes) and not (output / name).is_file():
+            found.append(name)
+        elif Path(name).name == "config.json":
+            content = (plan.base.path / name).read_bytes()
+            resized = configured(content, None, plan.resized(str(Path(name).parent)))
+            texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
+            before, after, now = (parsed(text) or {} for text in texts)
+            undone = (k for k in after if after[k] != before.get(k) == now.get(k))
+            found += [name] * any((*undone, *(k for k in KINDS if after.get(k) != now.get(k))))
+    return found
+
+
+def _is(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:
+    if not file.is_file():
+        return False
+    if isinstance(side, bytes):
+        return digest(file) == hashlib.sha256(side).hexdigest()
+    return file.stat().st_size == side.stat().st_size and digest(file) == digest(side)

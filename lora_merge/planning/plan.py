@@ -1,0 +1,153 @@
+"""What a plan is: every output byte's place and origin. `planning.py` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from ..algorithms import Shape, flat
+from ..disk.destination import kept
+from ..files.checkpoint import Index
+from ..files.safetensors import TensorInfo
+from ..job import Job
+from ..matching.patch import Matched, Use
+from ..methods import METHODS, SUM, Method
+
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+
+class Target(NamedTuple):
+    """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
+
+    name: str
+    stored: str  # its name in the file; in a pipeline `name` has the component in front
+    dtype: str
+    shape: Shape
+    offset: int
+    nbytes: int
+    source: TensorInfo | None  # None: starts from zeros
+    uses: tuple[Use, ...] = ()
+    method: Method = METHODS[SUM]
+    others: Mapping[str, Sequence[Use]] = MappingProxyType({})  # base key → uses, where adapters act in turn
+
+    @property
+    def copied(self) -> bool:
+        """Whether the output bytes equal the source's."""
+        return not self.uses and self.source is not None and self.source.dtype == self.dtype
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as its uses see it, else axis 0 and the rest."""
+        if self.uses:
+            cols = self.uses[0].piece.cols
+            return prod(self.shape) // max(cols, 1), cols
+        return flat(self.shape)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file to write: `name` is relative to the output folder, empty where the output is one file."""
+
+    name: str
+    header: bytes  # planned: `headings.py` makes the final one, of the same length
+    targets: tuple[Target, ...]
+    kept: Mapping[str, str]  # metadata entries of the base's file that stay
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+        return len(self.header) + sum(t.nbytes for t in self.targets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One merge, ready to run."""
+
+    job: Job
+    base: Index
+    architecture: str
+    adapters: tuple[Matched, ...]
+    files: tuple[OutputFile, ...]
+    sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
+    indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
+
+    @property
+    def size(self) -> int:
+        """Bytes of all output files."""
+        return sum(f.size for f in self.files)
+
+    @cached_property
+    def values(self) -> Mapping[str, TensorInfo]:
+        """Where the values are that formulas see."""
+        return values(self.base, self.adapters)
+
+    @property
+    def changed(self) -> int:
+        """How many output tensors differ from the base by an adapter."""
+        own = self.base.tensors
+        targets = (t for f in self.files for t in f.targets)
+        return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
+
+    def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
+        """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder.
+
+        The shape in the base is () for a head that was tied to other weights there.
+        """
+        old, found = self.base.tensors, {}
+        parted = {name for m in self.adapters for name in (*m.parted, m.untied)}
+        for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
+            own = old.get(t.name)
+            if own is not None and own.shape != t.shape:
+                found[t.stored] = own.shape, t.shape
+            if t.name in parted:
+                found[t.stored] = (), t.shape
+        return found
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the output is a folder, as the base is one."""
+        return self.base.path.is_dir()
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Names of all files of an output folder."""
+        return (*(f.name for f in self.files), *(name for name, _ in self.indexes), *self.sides)
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """Every file that is read: the base's first, then each adapter's."""
+        return (*self.base.files, *self._adapter_files)
+
+    @property
+    def spared(self) -> tuple[Path, ...]:
+        """Every file that the output may not replace."""
+        return (*self._adapter_files, *kept(self.job))
+
+    @property
+    def _adapter_files(self) -> tuple[Path, ...]:
+        return tuple(p for m in self.adapters for p in m.adapter.index.files)
+
+
+def values(base: Index, matched: Sequence[Matched]) -> dict[str, TensorInfo]:
+    """Base key → the tensor that is merged into: the base's, or what an adapter stores in its place."""
+    return {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
+
+
+def coverage(plan: Plan) -> Mapping[str, Any]:
+    """Per adapter, by file name or path: how many modules found their place, and what was left out and why."""
+    found: dict[str, Any] = {}
+    for m in plan.adapters:
+        path = m.adapter.path
+        alone = sum(path.name == other.adapter.path.name for other in plan.adapters) == 1
+        name = path.name if alone else str(path)
+        name = name if name not in found else f"{name} ({len(found) + 1})"
+        found[name] = {
+            "matched": m.modules, "total": m.total, "components": m.components,
+            "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
+        }  # fmt: skip
+    return found

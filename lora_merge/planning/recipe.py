@@ -1,0 +1,160 @@
+"""Provenance: what goes into an output's metadata. The way back is in recipe_reader.py and recipe_inputs.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Final
+
+from ..files.checkpoint import Index, configuration
+from ..files.safetensors import open_regular
+from ..files.seal import SEAL, ZEROS
+from ..job import Job
+from ..json_text import from_json
+from ..methods import SUM
+
+KEY: Final = "lora_merge.planning.recipe"
+FORMAT: Final = 2
+"""The format of recipes. From 2 on, the header that holds one holds a digest of itself, too (seal.py)."""
+
+MODELS: Final = "sd_merge_models"
+OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
+"""Metadata entries that a merge writes."""
+
+STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Entries of the base that would be wrong on the merged bytes, and cannot be right: they would have to hold a hash
+of the file that they are in. Dropped."""
+
+LIMIT: Final = 2**22  # characters of a recipe that are read
+LEGACY: Final = (0x100000, 0x10000)  # the bytes behind the 8 digits that old web UIs call a model's hash
+
+
+def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
+    """One text for every input file, to plan a header with before the files' digests are known.
+
+    They are as long as digests and all different; none is a key of the base's own list of merged models, where a
+    digest would replace that key's entry. So the header with the digests is never longer than the planned one.
+    """
+    taken = (parsed(base.metadata.get(MODELS, "")) or {}).keys()
+    free = (text for number in count() if (text := f"{number:064x}") not in taken)
+    return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
+
+
+def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
+    """The metadata entries of every file of the output. `digests`: SHA-256 of the base's files and each adapter's."""
+    names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
+    own = {KEY: _json(recipe(job, base, adapters, digests)), SEAL: ZEROS, "modelspec.merged_from": names}
+    if not base.path.is_dir():
+        own |= _web_ui(job, base, adapters, digests)
+    return own
+
+
+def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
+    """What was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
+    from .. import __version__
+
+    left = iter(digests)
+    found: dict[str, Any] = {
+        "version": __version__,
+        "format": FORMAT,
+        "base": _input(job.base, base, left),
+        "adapters": [
+            {**_input(ref.path, index, left), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            for ref, index in zip(job.adapters, adapters, strict=True)
+        ],
+        "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
+    }  # fmt: skip
+    earlier = parsed(base.metadata.get(KEY, ""))
+    if earlier is not None:
+        found["base"]["recipe"] = earlier
+    if job.on_overflow != "error":
+        found["on_overflow"] = job.on_overflow
+    if job.method != SUM:
+        found["method"] = job.method
+    if job.setting:
+        found["setting"] = dict(job.setting)
+    if job.map is not None:
+        found["map"] = {"name": job.map.name, "text": job.map.read_text(encoding="utf-8")}
+    return found
+
+
+def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
+    folder = index.path.is_dir()
+    found: dict[str, Any] = {"name": path.name, "files": [
+        {"name": f.relative_to(index.path).as_posix() if folder else f.name, "size": index.headers[f].state.size,
+         "sha256": next(digests)}
+        for f in index.files
+    ]}  # fmt: skip
+    if folder:
+        found["folder"] = True
+    if config := config_hash(path):
+        found["config"] = config
+    return found
+
+
+def config_hash(path: Path) -> str:
+    """SHA-256 of the configuration that is read with an input; empty where there is none."""
+    file = configuration(path)
+    return sha256(file) if file else ""
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a regular file; reads all of it."""
+    digest = hashlib.sha256()
+    with open_regular(path) as f:
+        while data := f.read(1 << 24):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
+    """The entries that AUTOMATIC1111's web UI and its relatives write for a merged checkpoint and show in it."""
+    files = [(base.files[0], job.base.name, digests[0])]
+    number = len(base.files)
+    for ref, index in zip(job.adapters, adapters, strict=True):
+        files.append((index.files[0], ref.path.name, digests[number]))
+        number += len(index.files)
+    shown = {
+        "type": "lora-merge", "primary_model_hash": digests[0], "secondary_model_hash": None,
+        "tertiary_model_hash": None, "interp_method": "LoRA", "multiplier": job.adapters[0].strength,
+        "save_as_half": job.dtype == "fp16", "custom_name": None, "config_source": None, "bake_in_vae": None,
+        "discard_weights": "", "is_inpainting": False, "is_instruct_pix2pix": False,
+        "loras": [
+            {"name": name, "hash": digest, "strength": ref.strength}
+            for ref, (_, name, digest) in zip(job.adapters, files[1:], strict=True)
+        ],
+    }  # fmt: skip
+    models = parsed(base.metadata.get(MODELS, "")) or {}
+    earlier = parsed(base.metadata.get("sd_merge_recipe", ""))
+    for n, (file, name, digest) in enumerate(files):
+        models[digest] = {"name": name, "legacy_hash": _legacy(file), "sd_merge_recipe": None if n else earlier}
+    return {"sd_merge_recipe": _json(shown), MODELS: _json(models)}
+
+
+def _legacy(file: Path) -> str:
+    with open_regular(file) as f:
+        f.seek(LEGACY[0])
+        return hashlib.sha256(f.read(LEGACY[1])).hexdigest()[:8]
+
+
+def _json(value: Any) -> str:
+    return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def _utf8(text: str) -> str:
+    """The text with ? for what UTF-8 does not have: the odd bytes of a file's name. Inputs are found by content."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def parsed(text: str) -> dict[str, Any] | None:
+    """The JSON object in a metadata entry; None for anything else."""
+    if not text.startswith("{") or len(text) > LIMIT:
+        return None
+    try:
+        value = from_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,1 @@
+"""Whether an output is right."""

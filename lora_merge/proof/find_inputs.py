@@ -1,0 +1,90 @@
+"""The inputs that a recipe names, found by their content. Its names are compared with names of files, never used as
+paths out of the searched folders.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from ..errors import InputError, UsageError, VerificationFailed
+from ..files.checkpoint import configuration
+from ..files.lookalikes import quoted
+from ..planning.recipe import config_hash, sha256
+from .read_recipe import Input, Recipe
+
+FILES: Final = 20_000  # looked at while searching for inputs
+DEPTH: Final = 3  # folders below the searched ones
+
+
+def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
+    """Where the inputs are, by content; searched in these folders and a few levels below.
+
+    VerificationFailed if there is a file of the right name but other content; InputError if there is none.
+    """
+    present = list(_walk(folders))
+    return [_find(one, present) for one in recipe.inputs]
+
+
+def _find(one: Input, present: Sequence[Path]) -> Path:
+    name, size, digest = one.files[0]
+    depth = len(PurePosixPath(name).parts) if one.folder else 0
+    ending = f"/{one.name}/{name}" if one.folder else f"/{name}"
+    namesakes = [p for p in present if f"/{p.as_posix()}".endswith(ending)]
+    others: list[str] = []
+    for path in dict.fromkeys((*namesakes, *present)):
+        if _size(path) == size and depth <= len(path.parents):
+            root = path.parents[depth - 1] if one.folder else path
+            try:
+                other = different(one, root)
+            except InputError as e:  # it may not be read
+                other = f"{e.where} ({e.what})"
+            if other is None:
+                return root
+            if path in namesakes:
+                others.append(other)
+    if namesakes:
+        raise VerificationFailed("the output is older or newer than one of its inputs",
+                                 f"{[*others, namesakes[0]][0]} is not that of {quoted(one.name)} then, "
+                                 f"whose weights have the SHA-256 {digest}",
+                                 "merge again, or name the folder of the former version with --search")  # fmt: skip
+    raise InputError(f"the input {quoted(one.name)} is not found", f"SHA-256 {digest}, {size} bytes",
+                     "name its folder with --search")  # fmt: skip
+
+
+def different(one: Input, path: Path) -> str | None:
+    """What of the input at `path` is not as the recipe says; None if it is the same."""
+    for name, size, digest in one.files:
+        file = path / name if path.is_dir() else path
+        if _size(file) != size or sha256(file) != digest:
+            return str(file)
+    if one.config and config_hash(path) != one.config:
+        return str(configuration(path) or path)
+    return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _walk(folders: Iterable[Path]) -> Iterator[Path]:
+    """Regular files in these folders and below, not too deep, not too many; links to folders are not followed."""
+    seen: set[Path] = set()
+    for top in folders:
+        if not top.is_dir():
+            raise UsageError("no such folder", str(top), "name a folder with --search")
+        for here, below, files in os.walk(top):
+            level = len(Path(here).relative_to(top).parts)
+            below[:] = [] if level >= DEPTH else sorted(b for b in below if not b.startswith("."))
+            for name in sorted(files):
+                path = Path(here) / name
+                if path not in seen and not name.startswith(".") and os.path.isfile(path):  # noqa: PTH113  # never raises
+                    seen.add(path)
+                    yield path
+                if len(seen) >= FILES:
+                    return

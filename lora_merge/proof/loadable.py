@@ -1,0 +1,139 @@
+"""The output as others read it: the `safetensors` library, and for folders what transformers and diffusers look at.
+
+The rest of the proof reads the file by this project's own parser, which also laid it out: both could be wrong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ..errors import InputError, VerificationFailed
+from ..files.checkpoint import read_json
+from ..files.layout_check import metadata_of
+from ..files.layouts import listed
+from ..files.lookalikes import quoted
+from ..files.side_files import CONFIG_DTYPES
+from ..job import DTYPES
+from ..planning.plan import OutputFile, Plan
+
+EVERYBODY: Final = frozenset(
+    ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+)
+"""Dtypes that every version of the library reads which this project may be installed with."""
+
+TIED: Final = "tie_word_embeddings"
+AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
+
+
+def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> list[str]:
+    """What should be known of how others read the output at `part`; VerificationFailed if they read another one.
+
+    `written`: the headers of the files, where they were written just now; then the configuration is the merge's too.
+    Nothing is read but headers and side files.
+    """
+    paths = [part / file.name if file.name else part for file in plan.files]
+    headers = written or [b""] * len(paths)
+    found = (_open(*one) for one in zip(plan.files, paths, headers, strict=True))
+    notes = [note for note in found if note]
+    if plan.is_folder:
+        _check_indexes(plan, part)
+        if written:
+            _check_configs(plan, part)
+            _check_pipeline(plan, part)
+    return list(dict.fromkeys(notes))
+
+
+def _open(file: OutputFile, path: Path, header: bytes) -> str:
+    """Compare what the library sees with the plan; a note where it knows too few dtypes to say, else ""."""
+    import safetensors
+
+    wanted = {t.stored: (t.dtype, list(t.shape)) for t in file.targets}
+    try:
+        with safetensors.safe_open(str(path), framework="np") as f:
+            slices = ((key, f.get_slice(key)) for key in f.keys())  # noqa: SIM118  # it is no dict
+            found = {key: (piece.get_dtype(), list(piece.get_shape())) for key, piece in slices}
+            metadata = f.metadata() or {}
+    except safetensors.SafetensorError as e:
+        if odd := {dtype for dtype, _ in wanted.values()} - EVERYBODY:
+            return f"safetensors {safetensors.__version__} does not open the output, which holds {listed(sorted(odd))}"
+        raise VerificationFailed(f"the safetensors library does not open the output: {e}", str(path), AGAIN) from e
+    if found != wanted:
+        name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
+        seen = f"{quoted(name)}: {_told(found.get(name))}, planned {_told(wanted.get(name))}"
+        raise VerificationFailed("the safetensors library sees another tensor than planned", f"{path}: {seen}", AGAIN)
+    if header and metadata != metadata_of(header):
+        raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), AGAIN)
+    return ""
+
+
+def _told(seen: tuple[str, list[int]] | None) -> str:
+    return f"{seen[0]} {seen[1]}" if seen else "none"
+
+
+def _check_indexes(plan: Plan, part: Path) -> None:
+    """Every `*.index.json` names every tensor of its folder once, in the file that has it, and their size."""
+    for name, _ in plan.indexes:
+        if not (part / name).is_file():
+            continue  # the command that proves finished files tells of it
+        folder, content = PurePosixPath(name).parent, _json(part / name)
+        files = [f for f in plan.files if PurePosixPath(f.name).parent == folder]
+        homes: dict[str, str] = {}
+        for f in files:
+            homes |= dict.fromkeys((t.stored for t in f.targets), PurePosixPath(f.name).name)
+        table, metadata = content.get("weight_map"), content.get("metadata")
+        if table != homes:
+            wrong = table if isinstance(table, dict) else {}
+            odd = [n for n in {**homes, **wrong} if homes.get(n) != wrong.get(n)]
+            where = f"{part / name}: {quoted(odd[0] if odd else 'weight_map')}"
+            raise VerificationFailed("an index does not name every tensor in the file that has it", where, AGAIN)
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        total = sum(t.nbytes for f in files for t in f.targets)
+        if size != total:
+            where = f"{part / name}: total_size {size}, the tensors have {total} bytes"
+            raise VerificationFailed("an index tells another size than the tensors have", where, AGAIN)
+
+
+def _check_configs(plan: Plan, part: Path) -> None:
+    """Every config.json beside the weights tells their dtype, and ties no weights that were parted."""
+    told = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
+    for folder in dict.fromkeys(str(PurePosixPath(f.name).parent) for f in plan.files):
+        path = part / folder / "config.json"
+        if not path.is_file():
+            continue
+        config = _json(path)
+        dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
+        if told is not None and any(dtype != told for dtype in dtypes):
+            what = "a configuration tells another dtype than the weights have"
+            raise VerificationFailed(what, f"{path}: {dtypes[0]}", AGAIN)
+        parted = [name for name, (old, _) in plan.resized(folder).items() if not old]
+        if parted and any(_ties(config)):
+            raise VerificationFailed("a configuration ties what has weights of its own now",
+                                     f"{path}: {TIED}, {quoted(parted[0])}", AGAIN)  # fmt: skip
+
+
+def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
+    """Whether it says that head and embeddings are one, on every level where transformers looks for it."""
+    yield config.get(TIED) is not False
+    text = config.get("text_config")
+    yield isinstance(text, dict) and text.get(TIED) is True
+
+
+def _check_pipeline(plan: Plan, part: Path) -> None:
+    """Every component that `model_index.json` names, and that the base has, is there."""
+    if not (part / "model_index.json").is_file():
+        return
+    for name, kind in _json(part / "model_index.json").items():
+        named = isinstance(kind, list) and len(kind) == 2 and all(isinstance(word, str) for word in kind)
+        plain = not set(name) & set("/\\:\0") and name not in ("", ".", "..")
+        if named and plain and (plan.base.path / name).is_dir() and not (part / name).is_dir():
+            raise VerificationFailed("a component of the pipeline is missing", f"{part}: {quoted(name)}", AGAIN)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A side file of the output."""
+    try:
+        return read_json(path)
+    except InputError as e:
+        raise VerificationFailed(f"a file beside the weights cannot be read: {e.what}", e.where, AGAIN) from e

@@ -1,0 +1,139 @@
+"""The recipe in the metadata of an output, checked.
+
+Its text comes out of a file that anybody may have written: it is bounded, and its names are plain ones that stay
+inside the folders they are looked for in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ..algorithms import COUNT
+from ..arguments import shown
+from ..disk.publish import NAME_LIMIT
+from ..errors import InputError, UsageError
+from ..files.checkpoint import Index
+from ..files.lookalikes import quoted
+from ..job import Adapter, Job, make_job
+from ..methods import SUM
+from ..planning.recipe import KEY, parsed
+
+AGAIN: Final = "merge again from its base and adapters"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input as a recipe names it: its files by name inside it, size and SHA-256."""
+
+    name: str
+    files: tuple[tuple[str, int, str], ...]
+    folder: bool
+    config: str  # SHA-256 of the configuration that is read with it; empty in recipes that do not say
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe."""
+
+    version: str
+    base: Input
+    adapters: tuple[tuple[Input, float, tuple[tuple[str, float], ...]], ...]
+    options: Mapping[str, Any]
+    map_name: str
+    map_text: str | None
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The base and the adapters."""
+        return (self.base, *(a for a, _, _ in self.adapters))
+
+    def job(self, paths: Sequence[Path], output: str | Path, **options: Any) -> Job:
+        """The job it describes, for inputs found at `paths`; UsageError where its values make none."""
+        adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
+        return make_job(paths[0], adapters, output, **{**self.options, **options})
+
+
+def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
+    """The recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
+    text = index.metadata.get(KEY)
+    if text is None:
+        raise InputError("the file says nothing about how it was made", str(index.path),
+                         f"only outputs of lora-merge carry a recipe; {instead}")  # fmt: skip
+    value = parsed(text)
+    try:
+        if value is None:
+            raise ValueError("it is no JSON object")
+        found = _recipe_of(value)
+        found.job([index.path] * len(found.inputs), index.path)  # its values, before any that a user adds
+        return found
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise damaged(index.path, str(e)) from e
+    except UsageError as e:
+        raise damaged(index.path, f"{e.what} ({e.where})") from e
+
+
+def damaged(path: Path, why: str) -> InputError:
+    """What to raise where the recipe in the file at `path` cannot be followed."""
+    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", AGAIN)
+
+
+def _recipe_of(value: Mapping[str, Any]) -> Recipe:
+    adapters = tuple(
+        (_input_of(a), _number(a["strength"]), tuple((_text(p), _number(f)) for p, f in a["parts"]))
+        for a in value["adapters"]
+    )
+    if not adapters:
+        raise ValueError("it names no adapter")
+    options: dict[str, Any] = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
+    options["method"] = _text(value.get("method", SUM))
+    options["on_overflow"] = _text(value.get("on_overflow", "error"))
+    if "setting" in value:
+        options["setting"] = dict(value["setting"])
+    table = value.get("map", {"name": "", "text": None})
+    map_text = None if table["text"] is None else _text(table["text"])
+    name = "" if map_text is None else _file_name(table["name"])
+    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, name, map_text)
+
+
+def _input_of(value: Mapping[str, Any]) -> Input:
+    files = tuple((_inside(f["name"]), _count(f["size"]), _text(f["sha256"])) for f in value["files"])
+    if not files:
+        raise ValueError("an input without files")
+    return Input(_text(value["name"]), files, bool(value.get("folder")), _text(value.get("config", "")))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{quoted(str(value))} is no text")
+    value.encode()  # ValueError for half a character
+    return value
+
+
+def _count(value: Any) -> int:
+    if (found := COUNT.number(value)) is None:
+        raise TypeError(f"{quoted(shown(value))} is no size")
+    return found
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{quoted(str(value))} is no number")
+    return float(value)
+
+
+def _inside(value: Any) -> str:
+    """A name of a file inside its input; ValueError for one that leads out of it."""
+    path = PurePosixPath(_text(value))
+    if path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value or not path.parts:
+        raise ValueError(f"{quoted(value)} is no file of an input")
+    return str(path)
+
+
+def _file_name(value: Any) -> str:
+    """A name that a file in any folder can have."""
+    if "/" in _inside(value) or len(value.encode()) > NAME_LIMIT or not value.isprintable():
+        raise ValueError(f"{quoted(value)} is no name of a file")
+    return str(value)

@@ -1,0 +1,350 @@
+"""Merged rows of a finished file against the reference formulas, in float64: nothing of the production kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from ..algorithms import ALGORITHMS, Shape
+from ..disk.reader import Reader
+from ..disk.system import read_at
+from ..files.safetensors import ITEM_BYTES, TensorInfo
+from ..matching.choose import Patch
+from ..matching.patch import Use
+from ..matching.relatives import kin
+from ..matching.remarks import rebuilt
+from ..models.weights import View
+from ..planning.plan import Plan, Target
+from .findings import Findings
+from .reference import REFERENCE, Given
+from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
+from .sampling import runs, sample, shuffled
+
+EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
+CHUNK: Final = 2**18  # elements recomputed at once where all rows are; more would leave the caches: twice the time
+DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
+
+UNASKED: Final = (
+    "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
+    "with --on-overflow saturate"
+)
+
+ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
+"""How far a sum in the compute dtype may be from the exact one, as a share of its largest term."""
+
+
+@dataclass
+class Exact:
+    """Rows as they must be, in float64."""
+
+    value: Array
+    terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
+    loss: float = 1.0  # Reference.loss of the worst formula
+    changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
+
+    @property
+    def largest(self) -> Array:
+        """Per row, the largest finite term: [rows, 1]."""
+        finite = np.where(np.isfinite(self.terms), self.terms, 0.0)
+        return np.max(finite, axis=1, initial=0.0, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What has been worked out for one look at a target, and the tensor that is looked at now."""
+
+    target: Target
+    key: str = ""  # the tensor's name
+    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # patch, piece, rows → s ΔW
+
+    def on(self, key: str) -> Made:
+        """The same for another tensor that a formula reads."""
+        return replace(self, key=key)
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """Everything that is done to the tensor, where adapters act in turn; nothing where differences are added."""
+        return self.target.others.get(self.key, ())
+
+
+class Stored:
+    """Entries of stored tensors in float64, from the inputs."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __call__(self, info: TensorInfo, shape: Shape, entries: Array | None = None) -> Array:
+        """The tensor seen in `shape`, or these entries of its first axis."""
+        if entries is None:
+            return decode(self._reader.read(info), info.dtype).reshape(shape)
+        width = info.nbytes // max(shape[0], 1)
+        raw = b"".join(self._reader.read(info, first * width, count * width) for first, count in runs(entries))
+        return decode(raw, info.dtype).reshape(len(entries), *shape[1:])
+
+
+class Recomputation:
+    """All that is recomputed for one output."""
+
+    def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
+        self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
+        self.stored = Stored(reader)
+        self.saturate = plan.job.on_overflow == "saturate"
+        self.rounding = ROUNDING[plan.job.compute_dtype]
+        self.findings = Findings()
+        self._sampled: dict[str, Array] = {}
+        self._made: dict[Any, Mapping[str, Any]] = {}  # what was rebuilt, by patch
+        targets = [t for f in plan.files for t in f.targets]
+        costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
+        self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
+        self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
+
+    def expected(self, target: Target) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
+        if target.name not in self.left_out:
+            width = target.matrix[1] * ITEM_BYTES[target.dtype]
+            yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
+
+    def _chosen(self, target: Target) -> Array:
+        if self.full:
+            return np.arange(target.matrix[0])
+        if target.name not in self._sampled:
+            self._sampled[target.name] = sample(target)
+        return self._sampled[target.name]
+
+    def _costly(self, target: Target) -> bool:
+        return any(_whole(u) for u in target.uses)
+
+    def check(self, target: Target, fd: int) -> None:
+        """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
+        if target.name in self.left_out:
+            return
+        (rows, cols), chosen = target.matrix, self._chosen(target)
+        size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
+        parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
+        look = partial(self._look, target, fd, rows / max(len(chosen), 1))
+        self.findings.tensors += 1
+        for found in self.pool.map(look, parts) if len(parts) > 1 else map(look, parts):
+            self.findings.add(found)
+
+    @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
+    def _look(self, target: Target, fd: int, weight: float, rows: Array) -> Findings:
+        """What some rows show; each stands for `weight` of its tensor."""
+        cols = target.matrix[1]
+        found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        findings = self._judged(target, rows, found, exact)
+        self._retention(findings, found, exact, target.dtype, weight)
+        return findings
+
+    def _exact(self, target: Target, rows: Array, cols: int) -> Exact:
+        """What these rows must be before they are rounded."""
+        base = self._base(target, rows, cols)
+        exact = Exact(base.copy(), np.abs(base))
+        made = Made(target)
+        for use in target.uses:
+            change = self._change(use, rows, made.on(target.name))
+            if change is None:
+                continue
+            number = use.patch.adapter
+            exact.value += change
+            exact.terms = np.maximum(exact.terms, np.maximum(np.abs(change), np.abs(exact.value)))
+            exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
+            loss = REFERENCE[use.patch.algorithm].loss
+            exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
+        return exact
+
+    def _judged(self, target: Target, rows: Array, found: Array, exact: Exact) -> Findings:
+        """Count what is further from the exact value than rounding explains.
+
+        The worst is told in units of the element's largest term where the output is coarser than the sum, as 16 bits
+        are behind fp32: of terms that cancel, values remain whose own units are as small as you like. Else in those of
+        the largest term of its row, which is what the sum's own rounding depends on.
+        """
+        value, largest = saturated(exact.value, target.dtype) if self.saturate else exact.value, exact.largest
+        units = step(value, target.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.abs(found - value)
+        if not np.isfinite(found).all():
+            error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
+        rounding = self.rounding * max(1.0, len(target.uses) / 16)
+        bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
+        coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
+        worst = float(np.max(error / step(exact.terms if coarse else largest, target.dtype), initial=0.0))
+        findings = Findings(
+            rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
+            broken=int(np.count_nonzero(~np.isfinite(found))),
+            cut=int(np.count_nonzero(beyond(exact.value, target.dtype))) if self.saturate else 0,
+        )  # fmt: skip
+        if bad.any():
+            row, col = np.argwhere(bad)[0]
+            findings.wrong[target.name] = (
+                f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
+                f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
+                f"{f'; {UNASKED}' if beyond(value[row, col], target.dtype) else ''}"
+            )
+        return findings
+
+    def _retention(self, f: Findings, found: Array, exact: Exact, dtype: str, weight: float) -> None:
+        """Each adapter's ⟨applied, intended⟩ and ‖intended‖².
+
+        Applied is the difference to what would have been written without this adapter, rounded as well.
+        """
+        for number, change in exact.changes.items():
+            applied = found - saturated(rounded(exact.value - change, dtype), dtype)
+            sound = np.isfinite(applied) & np.isfinite(change)
+            applied, change = applied[sound], change[sound]
+            f.applied[number] = weight * float(np.sum(applied * change))
+            f.intended[number] = weight * float(np.sum(change * change))
+
+    def _output(self, target: Target, fd: int, rows: Array, cols: int) -> Array:
+        """Rows of the written tensor."""
+        width = cols * ITEM_BYTES[target.dtype]
+        raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
+        return decode(raw, target.dtype).reshape(len(rows), cols)
+
+    def _base(self, target: Target, rows: Array, cols: int) -> Array:
+        """Rows of the base tensor; zeros where there is none."""
+        source = target.source
+        if source is not None and source.shape == target.shape:
+            return self.stored(source, (source.nbytes // max(1, cols * ITEM_BYTES[source.dtype]), cols), rows)
+        return self._padded(source, target.shape).reshape(-1, cols)[rows]
+
+    def _padded(self, info: TensorInfo | None, shape: Shape) -> Array:
+        """The stored tensor, if there is one, in the low corner of zeros."""
+        padded = np.zeros(shape)
+        if info is not None:
+            padded[tuple(slice(0, d) for d in info.shape)] = self.stored(info, info.shape)
+        return padded
+
+    def _change(self, use: Use, rows: Array, made: Made) -> Array | None:
+        """s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of them."""
+        inside = (rows >= use.piece.start) & (rows < use.piece.stop)
+        if not inside.any():
+            return None
+        key = (id(use.patch), use.piece, rows.tobytes())
+        if key not in made.changes:
+            found = use.strength * self._inside(use, rows[inside], made)
+            made.changes[key] = found if inside.all() else np.zeros((len(rows), found.shape[1]))
+            made.changes[key][inside] = found
+        return made.changes[key]
+
+    def _inside(self, use: Use, rows: Array, made: Made) -> Array:
+        """ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
+        if use.piece.transposed:
+            seen = np.arange(use.start, use.start + use.piece.rows)
+            return self._delta(use.patch, seen, made).T[rows - use.piece.start]
+        return self._delta(use.patch, rows - use.piece.start + use.start, made)
+
+    def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
+        """ΔW for rows of the weight as the adapter saw it."""
+        if patch.magnitude is None:
+            return REFERENCE[patch.algorithm].formula(self._given(patch, rows, made))
+        axis, shape = patch.magnitude
+        magnitude = self.stored(patch.module.shared["magnitude"], shape)
+        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), made)
+        v = g.w + REFERENCE[patch.algorithm].formula(g)
+        if axis == "out":
+            norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
+            return np.asarray(v * (magnitude[rows] / _divisor(norm)) - g.w)
+        blocks = v.reshape(len(v), shape[1], -1)
+        norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
+        turned = blocks * (magnitude.reshape(norm.shape) / _divisor(norm))
+        return np.asarray((turned.reshape(v.shape) - g.w)[rows])
+
+    def _given(self, patch: Patch, rows: Array, made: Made) -> Given:
+        row = ALGORITHMS[patch.algorithm]
+        settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
+        derived = {**row.derived(patch.shapes, patch.view.shape, dict(patch.settings)), **self._rebuilt(patch, made)}
+
+        def read(slot: str, entries: Array | None) -> Array:
+            if slot in derived:
+                whole = np.asarray(derived[slot])
+                whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
+                return whole if entries is None else whole[entries]
+            if slot in patch.beside:
+                near = patch.beside[slot]
+                whole = self._view(near, patch.adapter, made.on(near.pieces[0].key), None).reshape(patch.shapes[slot])
+                return whole if entries is None else whole[entries]
+            return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
+
+        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
+        base = partial(self._view, patch.view, patch.adapter, made)
+        return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
+
+    def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Any]:
+        """What follows from the untouched base: once for all rows of a weight, as it may take long."""
+        of = kin(patch) or id(patch)
+        if of not in self._made:
+            self._made[of] = self._rebuild(patch, made)
+        return self._made[of]
+
+    def _rebuild(self, patch: Patch, made: Made) -> Mapping[str, Any]:
+        if not rebuilt(patch.algorithm, patch.shapes):
+            return {}
+        from ..engine.rebuilding import as_loaded, rebuild  # it needs torch, for which no other proof has to wait
+
+        def read(slot: str) -> Any:
+            view = patch.view if not slot else patch.beside.get(slot)
+            if view is None:
+                return as_loaded(self.stored(patch.module.slots[slot], patch.shapes[slot]))
+            wide = any(self.plan.values[piece.key].dtype == "F64" for piece in view.pieces)
+            return as_loaded(self._view(view, 0, made, None), wide=wide)  # before the first adapter
+
+        return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
+
+    def _view(self, view: View, adapter: int, made: Made, rows: Array | None) -> Array:
+        """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the
+        adapters before have made of them where adapters act in turn."""
+        parts, at = [], 0
+        for piece in view.pieces:
+            inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
+            at += piece.rows
+            if not len(inside):
+                continue
+            info, width = self.plan.values.get(piece.key), piece.cols
+            if info is None or piece.stop * width > prod(info.shape):
+                lines = piece.start + inside
+                values = self._padded(info, view.shape).reshape(-1, width)[lines]
+            else:
+                lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
+                values = self.stored(info, (prod(info.shape) // max(width, 1), width), lines)
+            on = made if len(view.pieces) == 1 else made.on(piece.key)
+            values = self._after(adapter, values, lines, on)
+            parts.append(values.T[inside] if piece.transposed else values)
+        found = np.concatenate(parts)
+        if rows is not None and np.any(np.diff(rows) < 0):
+            found = found[np.argsort(np.argsort(rows))]
+        return found
+
+    def _after(self, adapter: int, values: Array, rows: Array, made: Made) -> Array:
+        """Rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
+        for use in made.uses:
+            change = self._change(use, rows, made) if use.patch.adapter < adapter else None
+            if change is not None:
+                values = values + change
+        return values
+
+
+def _divisor(norm: Array) -> Array:
+    """What DoRA divides by: NaN where the norm is infinite, as a row with such a number has no direction."""
+    return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
+
+
+def _whole(use: Use) -> bool:
+    """Whether one row of the formula costs as much as all of them."""
+    magnitude = use.patch.magnitude
+    row = REFERENCE.get(use.patch.algorithm)
+    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
+
+
+def read_exactly(fd: int, count: int, offset: int) -> bytes:
+    """Bytes of an open file; fewer only at its end."""
+    raw, done = memoryview(bytearray(count)), 0
+    while done < count and (got := read_at(fd, raw[done:], offset + done)):
+        done += got
+    return bytes(raw[:done])

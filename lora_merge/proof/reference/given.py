@@ -1,0 +1,85 @@
+"""What a reference formula may look at: one module's tensors, its numbers, and the weight it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ...errors import VerificationFailed
+from .floats import Array
+
+
+@dataclass(frozen=True)
+class Given:
+    """One module on one weight. Everything is float64 (indices int64), read when it is asked for."""
+
+    read: Callable[[str, Array | None], Array]  # (slot, entries of axis 0 or all) → the stored tensor
+    base: Callable[[Array | None], Array]  # rows of the weight, or all: [rows, cols]
+    slots: frozenset[str]
+    numbers: Mapping[str, float]  # scale, limit …, as the plan resolved them
+    settings: Mapping[str, Any]
+    shape: tuple[int, ...]  # of the weight
+    rows: Array  # of ΔW that are asked for
+    matrix: tuple[int, int]  # (rows, cols) of the weight as a matrix
+
+    def __getitem__(self, slot: str) -> Array:
+        """A whole stored tensor."""
+        return self.read(slot, None)
+
+    def some(self, slot: str) -> Array:
+        """The asked-for rows of a stored tensor that has one entry per row of the weight."""
+        return self.read(slot, self.rows)
+
+    def places(self, slot: str, *ends: int, wrapped: int = 0) -> Array:
+        """Stored indices, [len(ends), …], in axis k of 0 up to, but not including, `ends[k]`; where the format lets
+        large ones wrap into the negative, `wrapped` brings them back.
+
+        VerificationFailed for any other number: numpy would count it from the end, or as one of another row.
+        """
+        found = self[slot]
+        whole = found.astype(np.int64)
+        whole = np.where(whole < 0, whole + wrapped, whole)
+        whole = whole.reshape(len(ends), *(whole.shape if len(ends) == 1 else whole.shape[1:]))
+        for axis, end in zip(whole, ends, strict=True):
+            wrong = axis[(axis < 0) | (axis >= end)]
+            if wrong.size or (found % 1 != 0).any():
+                where = f"{slot} has {wrong.flat[0]} of {end}" if wrong.size else slot
+                what, fix = "the adapter's indices point outside of what they count", "use an earlier save of it"
+                raise VerificationFailed(what, where, fix)
+        return whole if len(ends) > 1 else whole[0]
+
+    @property
+    def w(self) -> Array:
+        """The asked-for rows of the weight, [rows, cols]."""
+        return self.base(self.rows)
+
+    @property
+    def all_w(self) -> Array:
+        """The whole weight, [out, cols]."""
+        return self.base(None)
+
+    @property
+    def out(self) -> int:
+        """Rows of the weight."""
+        return self.matrix[0]
+
+    @property
+    def cols(self) -> int:
+        """Columns of the flattened weight."""
+        return self.matrix[1]
+
+
+Formula: TypeAlias = Callable[[Given], Array]
+"""ΔW at strength 1 for the rows that are asked for, [rows, cols]."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A formula and what it costs."""
+
+    formula: Formula
+    whole: bool = False  # whether a row costs as much as the whole tensor
+    loss: float = 1.0  # how many times more rounding the production formula may show (factorisations)

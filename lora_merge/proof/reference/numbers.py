@@ -1,0 +1,206 @@
+"""The scale and the strength of a module, a second time: α / r as the tensors and the configuration have it.
+
+Returns None where something could change the number that is not read here: then only the plan knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import isfinite
+from typing import Any, Final
+
+from ...files.safetensors import TensorInfo
+from .places import PEFT
+from .reading import Group
+
+Number = Callable[[TensorInfo], float]
+
+HEADER: Final = "lora_adapter_metadata"
+"""Where diffusers keeps PEFT's configuration: `transformer.r` and so on."""
+
+UNREAD: Final = ("lora_config", "lycoris_config")
+"""Entries of a header with numbers of their own."""
+
+TELLING: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "block_size", "bypass_mode")
+"""Words in sd-scripts' network arguments that change what α means."""
+
+METHODS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
+"""peft_type → its field for α."""
+
+OTHER_METHODS: Final = ("use_bdlora", "kasa_config", "arrow_config", "use_qalora", "layer_replication",
+                        "target_parameters", "ensure_weight_tying", "alora_invocation_tokens", "monteclora_config",
+                        "velora_config", "runtime_config")  # fmt: skip
+"""Fields of a LoRA configuration that make it more than α / r · B A."""
+
+PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+RANKS: Final = {"lora": "down", "lora_sparse": "down", "lora_sparse_tucker": "down", "lora_embedding": "table_down",
+                "loha": "w1_b"}  # fmt: skip
+"""Kind → the role whose first axis is the rank."""
+
+SIMPLE: Final = re.compile(r"\^?(?:[\w.-]|\\\.|\\d\+?)+\$?")
+MOST_REPEATS: Final = 2
+"""Patterns of modules that take no time to match: names, dots, and few runs of digits."""
+
+
+class Numbers:
+    """What one adapter says about its numbers, apart from its factors."""
+
+    def __init__(
+        self, config: Mapping[str, Any], metadata: Mapping[str, str], given: Mapping[str, Any], number: Number
+    ) -> None:
+        self._config, self._metadata, self._given, self._number = config, metadata, given, number
+        self._told = any(name in metadata for name in UNREAD) or any(
+            word in metadata.get("ss_network_args", "").lower() for word in TELLING
+        )
+
+    @cached_property
+    def _header(self) -> dict[str, Any] | None:
+        """Diffusers' entry; None where it cannot be read here."""
+        try:
+            found = json.loads(self._metadata[HEADER])
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    @property
+    def turns(self) -> bool:
+        """Whether the user says which way round square weights are."""
+        return "fan_in_fan_out" in self._given
+
+    def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
+        """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
+        if self._config:
+            return self._config, stem.removeprefix(PEFT)
+        if HEADER not in self._metadata:
+            return {}, stem
+        if self._header is None:
+            return None
+        names = {key.rpartition(".")[0] for key in self._header}
+        of = "" if names == {""} else stem.partition(".")[0]  # of a model by itself, or of the pipeline's part
+        own = {key.rpartition(".")[2]: v for key, v in self._header.items() if key.rpartition(".")[0] == of}
+        path = stem[len(of) + 1 :] if of else stem
+        return ({"peft_type": "LORA", **own}, path) if own else None
+
+    def method(self, stem: str) -> str | None:
+        """The peft_type of a module's configuration, "" without one; None if it is more than the numbers here tell."""
+        found = self.configuration(stem)
+        if found is None:
+            return None
+        config = found[0]
+        kind = str(config.get("peft_type", "LORA" if "lora_alpha" in config else "")).rpartition(".")[2].upper()
+        odd = config and (kind not in METHODS or any(config.get(name) for name in OTHER_METHODS))
+        odd = odd or config.get("init_lora_weights") not in PLAIN_STARTS or _is_tower(config)
+        return None if odd or "base_layer" in stem else kind
+
+    def scale(self, group: Group) -> float | None:
+        """What the product of the factors is multiplied with; None where that is not known here."""
+        kind, stem = group.kind, group.stem
+        method = self.method(stem)
+        if kind in ("full", "ia3", "peft_ia3"):
+            return 1.0
+        if method is None or (self._told and kind != "loha"):
+            return None
+        if "override" in group.roles:
+            return self._number(group.roles["override"])
+        rank = self._rank(group)
+        return self._configured(group, method, rank) if method else self._plain(group, rank)
+
+    def _plain(self, group: Group, rank: int) -> float | None:
+        """By the file alone: α / r; 1 without an α, and for the product of two whole factors."""
+        alpha = self._alpha(group)
+        if alpha is not None and not isfinite(alpha):
+            return None
+        whole = {"kron_w1", "kron_w2"} <= group.roles.keys()
+        return alpha / rank if alpha and rank and not whole else 1.0
+
+    def _alpha(self, group: Group) -> float | None:
+        if "alpha" in group.roles:
+            return self._number(group.roles["alpha"])
+        stated = self._given.get("lora_alpha")
+        return float(stated) if isinstance(stated, (int, float)) else None
+
+    def _rank(self, group: Group) -> int:
+        """The rank of the factors; 0 where they have none."""
+        roles = {role: info.shape for role, info in group.roles.items()}
+        if group.kind == "lokr":
+            shape = roles.get("kron_w2_b") or roles.get("kron_w1_b") or ()
+        elif group.kind == "glora":
+            shape = roles["a2"]  # the old layout is not known here
+        else:
+            shape = roles[RANKS[group.kind]]
+        return shape[0] if shape else 0
+
+    def _configured(self, group: Group, method: str, rank: int) -> float | None:
+        """By PEFT's configuration: the rank is that of the tensors for LoRA, and configured for the others."""
+        config, path = self.configuration(group.stem) or ({}, "")
+        alpha = _by_pattern(config, "alpha_pattern", path, config.get(METHODS[method], 8))
+        if method != "LORA":
+            patterned = _by_pattern(config, "rank_pattern", path, config.get("r", 8))
+            if patterned is None:
+                return None
+            rank = int(patterned)
+        if alpha is None or rank <= 0 or not METHODS[method]:
+            return None
+        return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
+
+    def inputs_scaled(self, stem: str) -> bool | None:
+        """Whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
+        found = self.configuration(stem)
+        names = found[0].get("feedforward_modules") if found else None
+        if not isinstance(names, list):
+            return None
+        return any(stem.endswith(str(name)) for name in names)
+
+
+def _is_tower(config: Mapping[str, Any]) -> bool:
+    """Whether one tower of a model of two was trained, whose names lack a level."""
+    mapping = config.get("auto_mapping")
+    name = str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
+    return "TextModel" in name or "VisionModel" in name
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether a pattern can be matched in no time, whatever the text."""
+    return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") <= MOST_REPEATS
+
+
+def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
+    """What the first pattern that fits a path says; None where a pattern is too clever to be tried."""
+    table = config.get(name) or {}
+    if not isinstance(table, dict) or not all(_is_simple(str(key)) for key in table):
+        return None
+    for key, value in table.items():
+        if re.match(rf"(.*\.)?({key})$", path):
+            return _float(value)
+    return _float(default)
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) else None
+
+
+def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
+    """An adapter's strength on one tensor of the base, by `--strength-for`; None where a part is not known here."""
+    for part, factor in parts:
+        covers = _covers(part, key, network)
+        if covers is None:
+            return None
+        base *= factor if covers else 1.0
+    return base
+
+
+def _covers(part: str, key: str, network: str) -> bool | None:
+    if part.startswith("re:"):
+        return re.search(part[3:], key) is not None if _is_simple(part[3:]) else None
+    if not network:
+        return None
+    if part in ("unet", "transformer"):
+        return network == "denoiser"
+    if part == "te":
+        return network.startswith("te")
+    if part in ("te1", "te2", "te3", "vae"):
+        return network == part
+    return None

@@ -1,0 +1,137 @@
+"""An adapter file read a second time: which tensors make up a module, and of what kind it is.
+
+The plan's own tables (conventions.py, adapter.py) are not used here. Only the spellings that trainers write today are
+known; of anything else this says that it does not know, so that a rare spelling is never a false alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+from ...files.safetensors import TensorInfo
+
+LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
+               "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),
+               "mid": ("lora_mid",)}  # fmt: skip
+"""Role → what kohya, PEFT and diffusers call it, before `.weight`."""
+
+ENDINGS: Final = MappingProxyType({
+    **{f"{name}.weight": role for role, names in LORA.items() for name in names},
+    **{f"hada_{role}": role for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{f"lokr_{role}": f"kron_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    **{f"{role}.weight": role for role in ("a1", "a2", "b1", "b2", "bm")},
+    "bias_indices": "indices", "bias_values": "values", "bias_size": "size",
+    "diff": "diff", "w_norm": "diff", "diff_b": "bias:diff", "b_norm": "bias:diff",
+    "ia3_l": "factor", "on_input": "on_input", "weight": "bare",
+    "lora_embedding_A": "table_down", "lora_embedding_B": "table_up",
+    "alpha": "alpha", "lora_alpha": "alpha", "lora.alpha": "alpha", "scale": "override",
+    "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
+})  # fmt: skip
+"""The last one or two parts of a key → the role of the tensor. `bias:` changes the module's bias."""
+
+NAMED: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "ia3_l")
+"""Parts behind which PEFT may put the adapter's own name, which is `default` unless told otherwise."""
+
+NUMBERS: Final = frozenset({"alpha", "override", "magnitude"})
+"""Roles that accompany any kind."""
+
+KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
+    #  kind             roles that it has                                  and may have
+    ("lora",            {"up", "down"},                                    {"mid"}),
+    ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
+    ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
+    ("lora_embedding",  {"table_up", "table_down"},                        set()),
+    ("loha",            {"w1_a", "w1_b", "w2_a", "w2_b"},                  {"t1", "t2"}),
+    ("lokr",            {"kron_w1", "kron_w2"},                            set()),
+    ("lokr",            {"kron_w1", "kron_w2_a", "kron_w2_b"},             {"kron_t2"}),
+    ("lokr",            {"kron_w1_a", "kron_w1_b", "kron_w2"},             set()),
+    ("lokr",            {"kron_w1_a", "kron_w1_b", "kron_w2_a", "kron_w2_b"}, {"kron_t2"}),
+    ("glora",           {"a1", "a2", "b1", "b2"},                          {"bm"}),
+    ("full",            {"diff"},                                          set()),
+    ("ia3",             {"bare", "on_input"},                              set()),
+    ("peft_ia3",        {"factor"},                                        set()),
+)  # fmt: skip
+"""A module is of a kind if its roles are exactly those."""
+
+_LEVELS: Final = 3  # parts of the longest ending, with the number of a part or the name of an adapter
+
+
+@dataclass
+class Group:
+    """The tensors of one module; `part` where several modules write the rows of one weight in turn."""
+
+    stem: str
+    parameter: str = "weight"
+    part: int | None = None
+    roles: dict[str, TensorInfo] = field(default_factory=dict)
+    twice: dict[str, list[TensorInfo]] = field(default_factory=dict)  # role → all tensors, where there are several
+
+    def put(self, role: str, info: TensorInfo) -> None:
+        """One more tensor."""
+        first = self.roles.setdefault(role, info)
+        if first is not info:
+            self.twice.setdefault(role, [first]).append(info)
+
+    @cached_property
+    def kind(self) -> str:
+        """What it is, once all its tensors are there; "" if its roles are those of nothing known."""
+        own = self.roles.keys() - NUMBERS
+        return next((kind for kind, needs, may in KINDS if needs <= own <= needs | may), "")
+
+
+def groups(tensors: Iterable[TensorInfo]) -> list[Group]:
+    """The modules of a file, those of unknown kinds and of unknown company left out."""
+    found: dict[tuple[str, str, int | None], Group] = {}
+    odd: set[str] = set()
+    for info in tensors:
+        told = ending(info.name)
+        if told is None:
+            odd.update(_above(info.name))
+            continue
+        stem, role, part = told
+        parameter, _, role = role.rpartition(":")
+        key = (stem, parameter or "weight", part)
+        group = found.get(key) or found.setdefault(key, Group(stem, parameter or "weight", part))
+        group.put(role, info)
+    for (stem, parameter, part), group in found.items():
+        if part is not None and (whole := found.get((stem, parameter, None))) is not None:
+            for role in NUMBERS & whole.roles.keys():  # one α for all parts
+                group.put(role, whole.roles[role])
+    return [g for g in found.values() if g.kind and g.stem not in odd]
+
+
+def ending(name: str) -> tuple[str, str, int | None] | None:
+    """(stem, role, number of the part) of a key; None for a spelling that is not known here."""
+    parts = name.rsplit(".", _LEVELS)
+    if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
+        stem = name[: -len(".".join(parts[-3:])) - 1]
+        return (stem, ENDINGS[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
+    if len(parts) > 2 and parts[-2] in NAMED and parts[-1] != "weight":  # `.ia3_l.default`
+        return name[: -len(parts[-2]) - len(parts[-1]) - 2], ENDINGS.get(parts[-2], ""), None
+    if len(parts) > 3 and parts[-3] in NAMED and parts[-1] == "weight":  # `.lora_A.default.weight`
+        stem = name[: -len(".".join(parts[-3:])) - 1]
+        role = ENDINGS.get(f"{parts[-3]}.weight")
+        return (stem, role, None) if role else None
+    for count in (3, 2, 1):
+        tail = ".".join(parts[-count:])
+        if len(parts) > count and tail in ENDINGS:
+            return name[: -len(tail) - 1], ENDINGS[tail], None
+    return None
+
+
+def _above(name: str) -> list[str]:
+    """The paths that a key lies under; one that is not known makes those modules unknown."""
+    found, path = [], name
+    for _ in range(_LEVELS):
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return found
+
+
+def shapes(group: Group) -> Mapping[str, tuple[int, ...]]:
+    """Role → stored shape."""
+    return {role: info.shape for role, info in group.roles.items()}

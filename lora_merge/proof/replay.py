@@ -1,0 +1,174 @@
+"""From a finished output back to its job: to prove it, or to make it again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from ..disk.reader import Reader
+from ..errors import UsageError, VerificationFailed
+from ..files.checkpoint import Index, open_checkpoint
+from ..files.layouts import listed
+from ..files.lookalikes import quoted
+from ..job import DTYPES, Adapter, Job, make_job
+from ..planning.cache import Opened
+from ..planning.make_plan import draw, placed
+from ..planning.outputs import contents, differing, misleading
+from ..planning.plan import FLOATS, Plan
+from ..planning.recipe import KEY
+from .find_inputs import different, find
+from .header_changes import header_changes
+from .read_recipe import Recipe, damaged, read_recipe
+from .verify import check_header, verify
+
+
+def prove(  # noqa: PLR0913  # what may be said of an output
+    output: Path,
+    base: str | Path | None = None,
+    adapters: Sequence[tuple[str | Path, float | None]] = (),
+    *,
+    search: Sequence[Path] = (),
+    full: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
+
+    Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
+    and in `search`. A strength of None is the recipe's, or 1. `options` are those of `merge` that no tensor tells
+    (strength_for, method, unmatched, on_overflow, map, setting), for an output without a recipe. VerificationFailed if
+    it is not that merge.
+    """
+    made = open_checkpoint(output)
+    if options and KEY in made.metadata:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise UsageError("options that the recipe has said", flags,
+                         "leave them out; they are for files without a recipe, with --base and --adapter")  # fmt: skip
+    with ExitStack() as stack:
+        if base is None and not adapters:
+            recipe = read_recipe(made, "give --base and --adapter")
+            job = _job(recipe, find(recipe, _around(output, search)), output, stack)
+        elif base is None or not adapters:
+            raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
+        else:
+            job = _job_of(made, base, adapters, options, stack)
+        plan = _followed(job, made)
+        if plan.is_folder != made.path.is_dir():
+            kind, other = ("folder", "file") if plan.is_folder else ("file", "folder")
+            what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
+            raise VerificationFailed(what, str(output), f"name the {kind} itself")
+        reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
+        proof = verify(plan, output, reader, full=full)
+        proof["warnings"] += header_changes(plan, made)
+        if KEY in made.metadata and (wrong := misleading(plan, output)):
+            raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
+                                     "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
+                                     "merge again, or take these files from lora-merge replay")  # fmt: skip
+        if sides := differing(contents(plan), output):
+            proof["warnings"].append(f"not what the merge writes, or missing beside the weights: {listed(sides)}")
+        return {"output": str(output), "proven": True, **proof}
+
+
+def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+    """The plan that makes `made` a second time, under another name; its inputs are searched by content."""
+    index = open_checkpoint(made)
+    recipe = read_recipe(index)
+    with ExitStack() as stack:
+        job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
+        plan = _followed(job, index)
+    _require_same(plan, made, recipe)
+    return placed(plan)
+
+
+def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
+    """VerificationFailed unless the plan gives the tensors that are there."""
+    try:
+        for file in plan.files:
+            check_header(file, made / file.name if file.name else made)
+    except VerificationFailed as e:
+        raise VerificationFailed(f"the recipe and its inputs give another model: {e.what}", e.where,
+                                 f"it was made by version {recipe.version}; merge again") from e  # fmt: skip
+
+
+def _followed(job: Job, made: Index) -> Plan:
+    """The plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
+    try:
+        return draw(job, Opened())
+    except UsageError as e:
+        if KEY not in made.metadata:
+            raise
+        raise damaged(made.path, f"{e.what} ({e.where})") from e
+
+
+def refuse_to_unmerge(made: Path) -> NoReturn:
+    """UsageError that says what to do instead."""
+    recipe = read_recipe(open_checkpoint(made))
+    base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
+    raise UsageError(
+        "a merge cannot be taken back: its sums were rounded, and a difference of rounded sums is not the base",
+        f"{made}: {quoted(base.name)} with {adapters}",
+        f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
+        "adapter out, merge again from it",
+    )
+
+
+def _around(output: Path, search: Sequence[Path]) -> list[Path]:
+    folders = [*search, output.absolute().parent]
+    with suppress(FileNotFoundError):  # the current one may have been deleted
+        folders.append(Path.cwd())
+    return folders
+
+
+def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
+    """The recipe's job; its name table lies in a temporary file until the stack closes."""
+    if recipe.map_text is not None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options["map"] = folder / recipe.map_name
+        options["map"].write_text(recipe.map_text, encoding="utf-8")
+    return recipe.job(paths, output, **options)
+
+
+def _job_of(
+    made: Index, base: str | Path, adapters: Sequence[tuple[str | Path, float | None]], options: Mapping[str, Any],
+    stack: ExitStack,
+) -> Job:  # fmt: skip
+    """The job for named inputs; what is not named comes from the recipe, or else from the output itself."""
+    if KEY not in made.metadata:
+        pairs = [(path, 1.0 if s is None else s) for path, s in adapters]
+        job = make_job(base, pairs, made.path, **options)
+        return replace(job, dtype=_dtype(made, open_checkpoint(job.base)))
+    recipe = read_recipe(made)
+    if len(recipe.adapters) != len(adapters):
+        raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",
+                                 str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
+    job = make_job(base, [path for path, _ in adapters], made.path)
+    for one, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
+        open_checkpoint(path)  # InputError for what is missing or damaged
+        other = different(one, path)
+        if other is not None:
+            raise VerificationFailed("the output was made from another version of an input",
+                                     f"{other} is not the {quoted(one.name)} of its recipe", "merge again")  # fmt: skip
+    paths = [job.base, *(a.path for a in job.adapters)]
+    stated = _job(recipe, paths, made.path, stack)
+    refs = tuple(
+        ref if s is None else Adapter(ref.path, s, ref.parts)
+        for ref, (_, s) in zip(stated.adapters, adapters, strict=True)
+    )
+    return replace(stated, adapters=refs)
+
+
+def _dtype(made: Index, base: Index) -> str:
+    """The --dtype that gives the output its dtypes."""
+    floats = {n: t.dtype for n, t in made.tensors.items() if t.dtype in FLOATS}
+    if all(base.tensors[n].dtype == d for n, d in floats.items() if n in base.tensors):
+        return "keep"
+    options = {dtype: option for option, dtype in DTYPES.items()}
+    found = set(floats.values())
+    if len(found) > 1 or not found <= set(options):
+        raise VerificationFailed("no --dtype gives such a mixture of dtypes", f"{made.path}: {', '.join(found)}",
+                                 "the file was made in another way")  # fmt: skip
+    return options[found.pop()]

@@ -1,0 +1,101 @@
+"""Which bytes a proof looks at, unless it looks at all: always the same ones, spread over the whole file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ..planning.plan import Target
+from .reference.floats import Array
+
+ROWS: Final = 2  # of a merged tensor, more where rows are short
+ELEMENTS: Final = 256  # of a merged tensor at least
+RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
+RANGES: Final = 128  # of them per file, spread evenly
+ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
+PIECE: Final = 2**22  # bytes compared at once
+
+Range: TypeAlias = tuple[Target, int, int]
+"""(tensor, first byte in it, bytes)."""
+
+
+def shuffled(name: str) -> int:
+    """A number that says nothing but the name; the same everywhere."""
+    return zlib.crc32(name.encode())
+
+
+def sample(target: Target) -> Array:
+    """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
+    rows, cols = target.matrix
+    random = Random(shuffled(target.name))
+    count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
+    chosen = {random.randrange(rows * i // count, rows * (i + 1) // count) for i in range(count)}
+    for part in (range(u.piece.start, u.piece.stop) for u in target.uses):
+        if part and not any(row in part for row in chosen):
+            chosen.add(random.choice(part))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def runs(entries: Array) -> Iterator[tuple[int, int]]:
+    """(first, count) of consecutive entries, in order."""
+    first, count = 0, 0
+    for entry in entries.tolist():
+        if count and entry == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = entry, 1
+    if count:
+        yield first, count
+
+
+def ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[Range]:
+    """All bytes, or sampled ranges, always the same ones."""
+    if full:
+        for t in targets:
+            yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
+        return
+    random, before = Random(total), 0
+    edges = [(total - RANGE) * i // RANGES for i in range(RANGES + 1)]
+    starts = iter([random.randrange(low, max(high, low + 1)) for low, high in pairwise(edges)])
+    start = next(starts)
+    for t in targets:
+        while start < before + t.nbytes:
+            first = max(start - before, 0) // 64 * 64
+            yield t, first, min(RANGE, t.nbytes - first)
+            start = next(starts, total)
+        before += t.nbytes
+
+
+def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges that follow each other in the output and in the input as they are: compared at once, a piece at most."""
+    some: list[Range] = []
+    size = 0
+    for one in found:
+        if some and not (size + one[2] <= PIECE and _follows(some[-1], one)):
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += one[2]
+    if some:
+        yield some
+
+
+def _follows(last: Range, this: Range) -> bool:
+    (a, start, count), (b, first, _) = last, this
+    if not (a.copied and b.copied and a.source and b.source and a.source.file == b.source.file):
+        return False
+    step = b.offset + first - a.offset - start
+    return step == count and b.source.offset + first - a.source.offset - start == count
+
+
+def stretch(some: Sequence[Range]) -> Range:
+    """All bytes of neighbours, as counted from the first one's tensor."""
+    target, first, _ = some[0]
+    return target, first, sum(count for _, _, count in some)

@@ -1,0 +1,169 @@
+"""Holds a plan against a second reading of its adapters: names → rows of the base, formula, scale, strength.
+
+The recomputation of `verify` takes the plan's places and numbers as given. Here they are found again, by code that has
+nothing in common with what made the plan (reference/claims.py), from the headers alone. Where the two disagree, the
+proof fails; where the second way does not know the answer, that is counted and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose, nan
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.reader import Reader
+from ..errors import VerificationFailed
+from ..files.checkpoint import Index
+from ..files.lookalikes import quoted
+from ..files.safetensors import TensorInfo
+from ..job import Job
+from ..matching.patch import Matched, Use
+from ..planning.plan import Plan, Target
+from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
+from .reference.floats import decode
+from .reference.places import PEFT
+
+NAMED: Final = 5  # modules that are named where the plan alone knows
+CLOSE: Final = 1e-9  # of a scale: the same sum in another order
+
+ROLES: Final = {"table_up": "up", "table_down": "down", "bare": "diff"}
+"""Roles of the second reading that the formula has another word for."""
+
+
+@dataclass
+class Reading:
+    """How much of the matching has a second proof."""
+
+    modules: int = 0  # that the plan applies
+    proven: int = 0  # whose places and numbers a second reading gives as well
+    alone: list[str] = field(default_factory=list)  # names of the others
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:NAMED]}
+
+
+@dataclass
+class _Planned:
+    """One module, as the plan has it."""
+
+    name: str
+    uses: list[tuple[str, Use]] = field(default_factory=list)  # name of the base tensor, use
+
+
+def read_again(plan: Plan, reader: Reader) -> Reading:
+    """How many modules a second reading places where the plan does; VerificationFailed where the two disagree."""
+    targets = [target for file in plan.files for target in file.targets]
+    check_sources(plan.base, plan.adapters, targets)
+
+    def number(info: TensorInfo) -> float:
+        return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
+
+    return compare(plan.job, plan.base, plan.adapters, targets, number)
+
+
+def compare(job: Job, base: Index, adapters: Sequence[Matched], targets: Sequence[Target], number: Number) -> Reading:
+    """The same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
+    planned = _planned(targets)
+    shapes = {name: info.shape for name, info in base.tensors.items()}
+    seen = Base(base.tensors, base.config, Places(shapes, base.components))
+    known: set[int] = set()
+    for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
+        index = matched.adapter.index
+        numbers = Numbers(index.config, index.metadata, dict(job.setting), number)
+        for claim in claims(index.tensors, numbers, seen, Strengths(ref.strength, ref.parts)):
+            found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
+            _compare(claim, list(found.values()), ref.path)
+            known.update(found)
+    modules = {id(p): p.name for p in planned.values()}
+    whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
+    others = [name for name, key in whole if name.removeprefix(PEFT) != key]  # than under the base's own names
+    alone = [name for at, name in modules.items() if at not in known] + others
+    return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
+
+
+def _planned(targets: Sequence[Target]) -> Mapping[tuple[int, str], _Planned]:
+    """(number of the adapter, name of one of its tensors) → the module that the plan makes of it."""
+    modules: dict[tuple[int, str], _Planned] = {}
+    found: dict[tuple[int, str], _Planned] = {}
+    for target in targets:
+        for use in target.uses:
+            number, module = use.patch.adapter, use.patch.module
+            planned = modules.setdefault((number, module.where), _Planned(module.where))
+            planned.uses.append((target.name, use))
+            for info in module.slots.values():
+                found[number, info.name] = planned  # of tensors that modules share, the last one's
+    return found
+
+
+def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:
+    """VerificationFailed unless the plan has the module where the claim says, with the same tensors and numbers."""
+    if len(planned) > 1:
+        raise _disagreement(claim, path, "the tensors of one module are applied as those of several",
+                            ", ".join(quoted(p.name) for p in planned), claim.name)  # fmt: skip
+    uses = planned[0].uses if planned else []
+    theirs = dict(_spans(uses))
+    if len(theirs) < len(uses):
+        raise _disagreement(claim, path, "how often an adapter's module is applied", "twice", "once")
+    for span in sorted({*theirs, *claim.spans}):
+        if span not in theirs or span not in claim.spans:
+            raise _disagreement(claim, path, "where an adapter's module goes", _places(theirs), _places(claim.spans))
+        if not isclose(theirs[span], claim.spans[span], rel_tol=CLOSE):
+            raise _disagreement(claim, path, "how strongly an adapter's module is applied",
+                                f"{theirs[span]:g} on {quoted(span.key)}", f"{claim.spans[span]:g}")  # fmt: skip
+    for _, use in uses:
+        _compare_formula(claim, use, path)
+
+
+def _compare_formula(claim: Claim, use: Use, path: Path) -> None:
+    patch = use.patch
+    if patch.algorithm != claim.kind:
+        raise _disagreement(claim, path, "the formula of an adapter's module", patch.algorithm, claim.kind)
+    ours = {ROLES.get(role, role): name for role, name in claim.tensors.items()}
+    theirs = {slot: info.name for slot, info in patch.module.slots.items()}
+    if ours != theirs:
+        raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(theirs), str(ours))
+    scale = patch.numbers.get("scale", 1.0)
+    if not isclose(scale, claim.scale, rel_tol=CLOSE):
+        raise _disagreement(claim, path, "the scale of an adapter's module", f"{scale:g}", f"{claim.scale:g}")
+    axis = patch.magnitude[0] if patch.magnitude else ""
+    if axis != claim.axis:
+        raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")
+
+
+def _spans(uses: Sequence[tuple[str, Use]]) -> Iterator[tuple[Span, float]]:
+    for name, use in uses:
+        p = use.piece
+        yield Span(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength
+
+
+def _places(spans: Mapping[Span, float]) -> str:
+    """Rows of tensors, for people."""
+    told = [f"rows {s.start} to {s.stop} of {quoted(s.key)}{' turned' if s.transposed else ''}" for s in sorted(spans)]
+    return "; ".join(told) or "nowhere"
+
+
+def check_sources(base: Index, adapters: Sequence[Matched], targets: Sequence[Target]) -> None:
+    """Every tensor of the base goes on under its own name; what an adapter stores in its place is the adapter's."""
+    own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
+    written = {t.name: t for t in targets}
+    added = {key for m in adapters for key in (*m.parted, *m.created)}
+    for name, info in own.items():
+        target = written.get(name)
+        source = target.source if target is not None else None
+        if source is None or (source is not info and source != info and source.file not in files):
+            where = f"{base.path}: {quoted(name)} from {quoted(source.name) if source else 'nowhere'}"
+            raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT)
+    if extra := sorted(written.keys() - own.keys() - added):
+        raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
+
+
+REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
+
+
+def _disagreement(claim: Claim, path: Path, what: str, planned: str, read: str) -> VerificationFailed:
+    keys = ", ".join(quoted(key) for key in dict.fromkeys(s.key for s in claim.spans)) or "nothing"
+    where = f"{path}: {quoted(claim.name)} on {keys}: the plan says {planned}, the second reading {read}"
+    return VerificationFailed(f"the plan and a second reading of the adapter disagree on {what}", where, REPORT)

@@ -1,0 +1,228 @@
+"""Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
+
+Merged rows are recomputed in float64 by formulas that share nothing with those that wrote them
+(recompute.py, reference/). By default a fixed sample of a few rows of every tensor; `full` leaves no byte out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..disk.reader import Reader
+from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
+from ..errors import InputError, VerificationFailed
+from ..files.lookalikes import quoted
+from ..files.safetensors import ITEM_BYTES, FileState, open_regular, parse_file
+from ..planning.plan import OutputFile, Plan, Target
+from ..planning.recipe import KEY, OURS
+from .loadable import check_loadable
+from .recompute import UNASKED, Recomputation, read_exactly
+from .reference.floats import beyond, decode, saturated, step
+from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
+from .second_reading import read_again
+
+THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 2 MiB
+RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
+EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
+
+
+def verify(
+    plan: Plan, part: Path, reader: Reader, *, full: bool = False, written: Sequence[bytes] = ()
+) -> dict[str, Any]:
+    """What was proven about the files at `part`; VerificationFailed if they are not what the plan says.
+
+    `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
+    """
+    started, compared = time.monotonic(), {"bytes": 0, "of": 0}
+    matching = read_again(plan, reader).to_dict()
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
+        merged = Recomputation(plan, reader, pool, full=full)
+        for n, file in enumerate(plan.files):
+            path = part / file.name if file.name else part
+            _check(file, path, merged, compared, written[n] if written else None)
+    notes = check_loadable(plan, part, written)
+    _conclude(plan, merged, part)
+    proof = _proof(plan, merged, compared, full=full)
+    proof["warnings"] += notes
+    return proof | {"matching": matching, "seconds": time.monotonic() - started}
+
+
+def _check(
+    file: OutputFile, path: Path, merged: Recomputation, compared: dict[str, int], written: bytes | None
+) -> None:
+    """Header, untouched bytes and merged rows of one file."""
+    targets, reader = check_header(file, path, written), merged.reader
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        together = list(neighbours(_unmerged(targets, compared, full=merged.full)))
+        with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
+            if not merged.full and CAN_ADVISE:
+                rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
+                ahead.submit(_expect, fd, reader, [*map(stretch, together), *rows])
+            for some in together:
+                if len(some) == 1 or not _same(*stretch(some), fd, reader):
+                    for target, first, count in some:
+                        merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)
+            for target in targets:
+                if target.uses:
+                    merged.check(target, fd)
+    except OSError as e:
+        raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
+    finally:
+        os.close(fd)
+
+
+def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[Target, ...]:
+    """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
+
+    `written` is the header that was written just now. Without it, the file may come from another version or program,
+    which may order tensors otherwise.
+    """
+    if written is not None and _begins(path, written, file.size):
+        return file.targets
+    try:
+        found = parse_file(path)
+    except InputError as e:
+        raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
+    if written is not None:
+        raise _failed("the header is not the planned one", str(path))
+    made_here = KEY in found.metadata
+    for key, text in file.kept.items():
+        binding = key not in OURS and (made_here or key in found.metadata)
+        if binding and found.metadata.get(key) != text:
+            raise _failed("the metadata is not the planned one", f"{path}: {quoted(key)}")
+    missing = [t.stored for t in file.targets if t.stored not in found.tensors]
+    extra = found.tensors.keys() - {t.stored for t in file.targets}
+    if missing or extra:
+        raise _failed("the file has other tensors than planned", f"{path}: {quoted([*missing, *sorted(extra)][0])}")
+    placed = tuple(t._replace(offset=found.tensors[t.stored].offset) for t in file.targets)
+    for t in placed:
+        info = found.tensors[t.stored]
+        if (info.dtype, info.shape) != (t.dtype, t.shape):
+            raise _failed("a tensor has another dtype or shape than planned",
+                          f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
+    return placed
+
+
+def _begins(path: Path, header: bytes, size: int) -> bool:
+    """Whether a file of this size begins with these bytes."""
+    try:
+        with open_regular(path) as f:
+            return FileState.of(f.fileno()).size == size and f.read(len(header)) == header
+    except (InputError, OSError):
+        return False  # what it is instead is told by who reads it
+
+
+def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[Range]:
+    """What is to be compared of the tensors without a change, and counts it."""
+    plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
+    total = sum(t.nbytes for t in plain)
+    compared["of"] += total
+    found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
+    compared["bytes"] += sum(count for _, _, count in found)
+    return found
+
+
+def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
+    """Let the disk fetch all the small pieces at once that are looked at one after the other, meanwhile."""
+    advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
+    for target, first, count in pieces:
+        advise(fd, target.offset + first, count, WILL_NEED)
+        source = target.source
+        if source is not None and source.shape == target.shape:
+            scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
+            reader.expect(source, int(first * scale), int(count * scale))
+
+
+def _same(target: Target, first: int, count: int, fd: int, reader: Reader) -> bool:
+    """Whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
+    assert target.source is not None, "only copied tensors come here"
+    return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
+
+
+def _compare(target: Target, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
+    """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
+
+    Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
+    """
+    source, width = target.source, ITEM_BYTES[target.dtype]
+    assert source is not None, "only tensors with a source come here"
+    found = read_exactly(fd, count, target.offset + first)
+    if target.copied:
+        want = reader.read(source, first, count)
+        if found != want:
+            at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
+            raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
+        return 0
+    scale = ITEM_BYTES[source.dtype]
+    raw = reader.read(source, first // width * scale, count // width * scale)
+    exact, got = decode(raw, source.dtype), decode(found, target.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        over = beyond(exact, target.dtype)
+        right = saturated(exact, target.dtype) if saturate else exact
+        near = np.abs(got - right) <= 0.5 * step(right, target.dtype)
+    same = near | (got == right) | (np.isnan(got) & np.isnan(right))
+    if not same.all():
+        at = int(np.argmin(same))
+        where = f"{target.name}, element {first // width + at}: {exact[at]:.8g} became {got[at]:.8g}"
+        raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{where}; {UNASKED}" if over[at] else where)
+    return int(np.count_nonzero(over))
+
+
+def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
+    """VerificationFailed if any recomputed row is wrong, with what it looks like."""
+    f = merged.findings
+    if not f.wrong:
+        return
+    name, where = next(iter(f.wrong.items()))
+    shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
+    odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
+    hint = f"; the file holds {', '.join(odd)}" if odd else ""
+    raise _failed(
+        f"{len(f.wrong)} of {f.tensors} merged tensors are not what base and adapters give{hint}",
+        f"{part}: {name}, {where}",
+    )
+
+
+def _failed(what: str, where: str) -> VerificationFailed:
+    return VerificationFailed(
+        what, where, "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
+    )
+
+
+def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full: bool) -> dict[str, Any]:
+    f = merged.findings
+    shares = [
+        {"adapter": ref.path.name, "strength": ref.strength, "retained": f.retained(i)}
+        for i, ref in enumerate(plan.job.adapters)
+    ]
+    return {
+        "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
+        "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
+        "untouched": compared, "retained": shares, "saturated": f.cut,
+        "warnings": list(_warnings(plan, merged, shares)),
+    }  # fmt: skip
+
+
+def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What is no number in the output, and changes too small for its dtype."""
+    changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
+    dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
+    f = merged.findings
+    if f.broken:
+        yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
+    if f.cut:  # on demand, and why less of an adapter is in the output
+        return
+    for share in shares:
+        if share["retained"] is not None and share["retained"] < RETAINED:
+            yield (
+                f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
+                f"than {dtypes} can hold beside the weights; write --dtype {wider}, or raise the strength"
+            )
