@@ -5,7 +5,7 @@ import os
 import sys
 from types import FrameType
 
-from .stopping import deaf, on_stop
+from .process import deaf, on_stop
 
 ANSWERS = frozenset({"inspect", "verify", "doctor"})
 """Commands that only say something: they fail where nobody can hear it. What others have made is there all the same."""

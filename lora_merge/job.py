@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from .adapters.conv1d import SETTING
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
 from .errors import UsageError
@@ -35,6 +34,7 @@ MOST_PARTS: Final = 500
 """Of `--strength-for` for one adapter; each is asked about each tensor."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
+
 OnOverflow: TypeAlias = Literal["error", "saturate"]
 
 CHOICES: Final = {
@@ -321,3 +321,5 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType
     }
 )
 """Annotation of a setting → (what it must be, whether a value is)."""
+
+SETTING: Final = "fan_in_fan_out"

@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from lora_merge.stopping import NUMBERS
+from lora_merge.process import NUMBERS
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lora_merge.disk.files import TensorInfo
 from lora_merge.files.checkpoint import Index
-from lora_merge.files.safetensors import TensorInfo
 
 Tensors = dict[str, Tensor]
 

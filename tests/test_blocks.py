@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lora_merge.adapters.file import Module
+from lora_merge.disk.files import TensorInfo
 from lora_merge.engine import blocks
 from lora_merge.engine.fold_blocks import Folder, Item, Kept
 from lora_merge.engine.placement import FILE_DTYPES, Placement
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import Use
 from lora_merge.models.weights import Piece, View

@@ -27,8 +27,8 @@ from lora_merge.disk.reader import Reader
 from lora_merge.disk.volumes import file_system
 from lora_merge.engine import pipeline as writing
 from lora_merge.engine import windows
+from lora_merge.engine.admission import disk_bytes
 from lora_merge.engine.merge import run, run_together
-from lora_merge.engine.windows import disk_bytes
 from lora_merge.errors import ResourceError
 from lora_merge.job import make_job
 from lora_merge.planning.make_plan import make_plan

@@ -15,8 +15,8 @@ from lora_merge.adapters.file import group
 from lora_merge.adapters.peft.kinds import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.disk.files import TensorInfo
 from lora_merge.files.checkpoint import Index
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.matching.remarks import REBUILT
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 import lora_merge
 from lora_merge.adapters.file import Module
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.disk.files import TensorInfo
 from lora_merge.engine import blocks
 from lora_merge.engine.devices import places
 from lora_merge.engine.fold_blocks import Folder, Item, Kept
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import Use
 from lora_merge.models.weights import Piece, View

@@ -11,7 +11,7 @@ import torch
 import lora_merge
 from lora_merge.engine import devices
 from lora_merge.engine.devices import nth_device, place, places, unusable
-from lora_merge.scarcity import device_full
+from lora_merge.errors import device_full
 
 from .support import rand, save
 

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.adapters.file import group
+from lora_merge.adapters.file import group, weight_shape, weight_shapes
 from lora_merge.algorithms import Shape
+from lora_merge.disk.files import TensorInfo
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.matching.diagnosis import absence
-from lora_merge.models.guess import weight_shape, weight_shapes
 from lora_merge.models.names import Names, guess, names
 from lora_merge.models.weights import Piece, View, stacked, transposed, whole
 

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.disk.files import TensorInfo
 from lora_merge.engine.devices import place, places, precise, unusable
 from lora_merge.engine.fold import Stack, fold
 from lora_merge.engine.fold_blocks import Folder, Item
 from lora_merge.engine.parallelism import stack_size, threads
 from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
 from lora_merge.engine.tensors import Kept
-from lora_merge.files.safetensors import TensorInfo
 
 from .support import Tensors, assert_rounded, rand, save
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lora_merge
+from lora_merge.disk.files import TensorInfo
 from lora_merge.errors import VerificationFailed
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.matching.patch import Use
 from lora_merge.models.weights import Piece
 from lora_merge.planning.plan import Target

@@ -17,8 +17,8 @@ import lora_merge
 from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.text import show_proof
+from lora_merge.disk.files import TensorInfo
 from lora_merge.files.checkpoint import Index
-from lora_merge.files.safetensors import TensorInfo
 from lora_merge.job import Adapter, Job
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import match, outputs

@@ -13,10 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-SETTING: Final = "fan_in_fan_out"
+from ..job import SETTING
+
 STATE: Final = (
     f"state whether weights are [in, out] with --setting {SETTING}=true or false; the wrong one transposes the change"
 )
+
 CONTRADICTION: Final = "the weight is square, and nothing settles whether it is [in, out], a Conv1D's, or [out, in]"
 
 NAMES: Final = frozenset({"c_attn", "q_attn", "c_proj", "c_fc", "conv1d"})

@@ -7,7 +7,7 @@ plan tries it as a whole replacement parameter and names it otherwise). No torch
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS, Shape
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader, read_bytes
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
-from ..files.safetensors import TensorInfo
 from .suffixes import SHARED, part, split
 from .values import differing, zero_outside
 
@@ -309,3 +309,15 @@ def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",
     )  # fmt: skip
+
+
+def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
+    """Module → [out, in] of the weight that it changes, as far as its tensors tell; () if not."""
+    weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name tells no width
+    return {m.name: weight_shape(m.shapes) for m in weights_last}
+
+
+def weight_shape(slots: Mapping[str, Shape]) -> Shape:
+    """[out, in] of the weight that tensors of these shapes change, as far as they tell; () if not."""
+    up, down = slots.get("up", ()), slots.get("down", ())
+    return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]

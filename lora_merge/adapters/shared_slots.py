@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from ..algorithms import dora
+from ..disk.files import TensorInfo
 from ..errors import InputError
-from ..files.safetensors import TensorInfo
 from .file import Module, Values
 
 KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Final
 
+from ..disk.files import TensorInfo
 from ..disk.reader import read_bytes
-from ..files.safetensors import ITEM_BITS, TensorInfo
+from ..files.safetensors import ITEM_BITS
 
 ELEMENTS: Final = 2**20
 """Numbers of either tensor that are compared at once."""

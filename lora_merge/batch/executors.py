@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
 from ..arguments import shown
-from ..child import command
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..planning.cache import Opened
+from ..process import command
 from .groups import Pass, carry_out
 from .jobs_file import Entry
 from .report import JobReport, failed

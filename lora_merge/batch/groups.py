@@ -18,10 +18,10 @@ from ..planning.cache import Opened
 from ..planning.make_plan import draw
 from ..planning.outputs import contents
 from ..planning.plan import Plan
+from ..process import heed, here
 from ..report import Report
-from ..stopping import heed
 from .jobs_file import Entry
-from .report import JobReport, Status, failed, here
+from .report import JobReport, Status, failed
 from .resume import Hashes, done
 
 TRIES: Final = 3

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import traceback
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from ..errors import MergeError, error_dict
+from ..errors import MergeError, error_dict, scarcity
 from ..lines import Lines
+from ..process import here
 from ..report import Report
-from ..scarcity import scarcity
 from .jobs_file import Entry
 
 Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
@@ -64,8 +62,3 @@ def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: i
         error.__cause__ = cause
     return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
                      error=error, worker=here())  # fmt: skip
-
-
-def here() -> str:
-    """Host and process, for reports and claims."""
-    return f"{socket.gethostname()}:{os.getpid()}"

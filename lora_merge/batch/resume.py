@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.destination import failures
+from ..disk.files import FileState
 from ..disk.known_hashes import Known, remember, state
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
-from ..files.layouts import listed
-from ..files.safetensors import FileState
 from ..job import Job
 from ..planning.cache import Opened
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, blanks, parsed, recipe, sha256
+from ..text import listed
 
 VARIES: Final = frozenset({"name", "version", "format"})
 """What may differ between equal recipes: how files are called, and which version of this program merged them."""

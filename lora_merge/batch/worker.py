@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..collecting import collect_rarely
-from ..stopping import heed, heeding, on_stop
+from ..process import collect_rarely, heed, heeding, on_stop
 
 if TYPE_CHECKING:
     from .groups import Pass

@@ -12,8 +12,8 @@ import typer
 
 from ..errors import BatchFailed, UsageError, error_dict
 from ..lines import Lines, one_line, shown
+from ..text import size as _size
 from .text import bar, echo, leave_lost_folder, remarks
-from .text import size as _size
 
 if TYPE_CHECKING:
     from ..batch.report import JobReport
@@ -81,8 +81,8 @@ def batch(
 
 def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """What is read and what is made."""
-    from ..disk.destination import sources
     from ..job import expand
+    from ..planning.plan import sources
 
     asked = [s.entry.job for s in made.sketches]
     return {expand(jobs), *(p for j in asked for p in sources(j))}, {j.output for j in asked}

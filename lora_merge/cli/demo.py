@@ -16,14 +16,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..child import command
 from ..disk.destination import failures
+from ..disk.files import TensorInfo
 from ..disk.publish import replacing
 from ..engine.placement import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.layout_check import layout
-from ..files.safetensors import TensorInfo, parse_file
+from ..files.safetensors import parse_file
+from ..process import command
 
 WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
 TEXT: Final = 96  # width of the text encoder; the real one has 768

@@ -9,17 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.file import AdapterFile, FileValues, group, looks_like_adapter
+from ..adapters.file import AdapterFile, FileValues, group, looks_like_adapter, weight_shapes
 from ..adapters.suffixes import part
 from ..arguments import is_finite
 from ..errors import FitError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.lookalikes import foreign
 from ..json_text import from_json
-from ..models.guess import weight_shapes
 from ..models.names import Names, guess, names
 from ..models.prefixes import PREFIXES
-from .text import COUNT, size
+from ..text import size
+from .text import COUNT
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
 """Slots whose stored axis 0 is the rank, the first that a module has."""

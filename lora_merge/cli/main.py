@@ -13,11 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from ..arguments import DEVICES
-from ..collecting import collect_rarely
-from ..errors import MergeError, UsageError
+from ..errors import MergeError, UsageError, scarcity
 from ..lines import Lines, one_line
-from ..scarcity import scarcity
-from ..stopping import heeding, on_stop
+from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
@@ -150,8 +148,8 @@ def merge(
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
     """Merge adapters into a base model and write the result."""
-    from ..disk.destination import sources
     from ..job import make_job
+    from ..planning.plan import sources
     from .streams import reporting
 
     named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]

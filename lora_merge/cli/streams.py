@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.volumes import same
-from ..errors import UsageError, error_dict
+from ..errors import UsageError, error_dict, scarcity
 from ..lines import CONTROLS, one_line
-from ..scarcity import scarcity
 
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..files.layouts import listed
 from ..lines import shown
+from ..text import listed, size
 
 if TYPE_CHECKING:
     from ..engine.merge import Progress
@@ -125,7 +125,8 @@ def saturated(found: Mapping[str, int]) -> str:
 def needs(plan: Plan) -> str:
     """The line about memory and disk of a dry run."""
     from ..disk.volumes import free_bytes
-    from ..engine.windows import buffer_bytes, disk_bytes
+    from ..engine.admission import disk_bytes
+    from ..engine.windows import buffer_bytes
 
     memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
     return f"needs    {memory}; {size(disk_bytes(plan))} of disk, of {size(free_bytes(plan.job.output))} free"
@@ -143,14 +144,6 @@ def dry(plan: Plan) -> dict[str, Any]:
         "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
     }  # fmt: skip
-
-
-def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB")) -> str:
-    """ "6.46 GiB"; with COUNT "6.94 G"."""
-    value, at = float(n), 0
-    while value >= step and at + 1 < len(units):
-        value, at = value / step, at + 1
-    return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
 
 
 def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:

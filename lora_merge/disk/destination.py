@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from ..errors import UsageError
-from ..files.checkpoint import configuration
-from ..files.layouts import listed
-from ..files.side_files import WEIGHTS
-from ..job import Job, exists
+from ..job import exists
+from ..text import listed
 from .volumes import same
 from .writer import failure
 
@@ -44,19 +43,6 @@ def check_output(  # noqa: PLR0913  # what an output may not be
             f"{target}: {listed(lost)}",
             "choose another -o, or move them away; --overwrite replaces only what it writes anew",
         )
-
-
-def sources(job: Job) -> tuple[Path, ...]:
-    """All that a job reads: the base and what `kept` names."""
-    base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
-    return base, *kept(job)
-
-
-def kept(job: Job) -> tuple[Path, ...]:
-    """What no output takes the place of: the adapters, their configurations, the name table."""
-    adapters = [ref.path for ref in job.adapters]
-    found = (*adapters, *map(configuration, adapters), job.map)
-    return tuple(path for path in found if path is not None)
 
 
 def spare(target: Path, spared: Iterable[Path]) -> None:
@@ -124,3 +110,9 @@ def failures(target: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise failure(e, target, 0) from e
+
+
+WEIGHTS: Final = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
+)
+"""Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""

@@ -16,8 +16,9 @@ from threading import Event
 from types import TracebackType
 from typing import Final
 
+from .files import MEMORY
 from .known_hashes import Known, remember, state
-from .reader import MEMORY, Reader
+from .reader import Reader
 
 PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would wait for the import's lock too often
 GAP: Final = 4 * 2**20  # the same where the merge skipped something

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError
-from ..files.safetensors import open_regular
 from ..json_text import from_json
+from .files import open_regular
 from .pages import PAGE
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system

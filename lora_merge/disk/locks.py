@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ..batch.report import here
-from ..stopping import whole
+from ..process import here, whole
 from .publish import make_parents, try_lock
 from .writer import failure
 

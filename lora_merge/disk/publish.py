@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError, UsageError
-from ..stopping import too_late, whole
+from ..process import too_late, whole
 from .destination import check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now, path_of
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from ..errors import InputError
-from ..files.safetensors import FileState, Header, TensorInfo, open_regular
 from . import volumes
+from .files import MEMORY, FileState, Header, TensorInfo, open_regular
 from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
 from .system import (
@@ -32,12 +32,12 @@ from .system import (
 )
 from .volumes import Mode, goes_direct
 
-MEMORY: Final = 1 << 62
-"""Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
-
 BLOCK: Final = 8 << 20  # bytes that come from one place: the page cache or the disk
+
 AT_ONCE: Final = 8  # blocks the disk is asked for in one call; one by one, reads stand back behind the merge's writes
+
 AHEAD: Final = 1 << 30  # bytes of a file that may be brought into the page cache before they are needed
+
 HINT: Final = 1 << 20  # bytes of one such hint; of a longer one, Linux takes up only the beginning
 
 

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from ..errors import MergeError, ResourceError, UsageError
-from ..files.safetensors import open_regular
 from .cloning import clone, clone_range
+from .files import open_regular
 from .pages import PAGE, address, aligned_buffer
 from .system import DIRECT_FLAG, DO_NOT_NEED, PLAIN_FLAGS, advise, allocate, sync_data, undirect, write_at
 from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direct

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
-from ..errors import ResourceError, ShapeMismatch
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
+from ..errors import FULL, ResourceError, ShapeMismatch, device_full
 from ..matching.choose import Patch
 from ..models.weights import View
 from ..planning.plan import Target
-from ..scarcity import FULL, device_full
 from .blocks import BLOCK_ELEMENTS, Block, Slice, blocks
 from .devices import precise, release
 from .fold import RULES, Stack

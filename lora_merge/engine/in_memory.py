@@ -17,11 +17,10 @@ from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, flat
 from ..arguments import a_list, unlike
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.layouts import listed
-from ..files.safetensors import TensorInfo
 from ..job import COMPUTE_DTYPES, Adapter, expand, is_pair, make_job
 from ..matching.choose import Patcher
 from ..matching.patch import Use
@@ -30,6 +29,7 @@ from ..models.tied_weights import tied
 from ..models.weights import whole
 from ..planning.make_plan import match, outputs
 from ..planning.plan import Target, values
+from ..text import listed
 from .blocks import Slice, blocks
 from .bounds import WINDOW_BYTES
 from .devices import place, places, release, spare

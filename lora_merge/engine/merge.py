@@ -15,15 +15,14 @@ from ..disk.publish import replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
-from ..errors import MergeError, TooLarge
+from ..errors import MergeError, TooLarge, scarcity
 from ..planning.headings import headings
 from ..planning.outputs import contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
+from ..process import heed
 from ..proof.verify import verify
 from ..report import Report
-from ..scarcity import scarcity
-from ..stopping import heed
 from .pipeline import Writing
 
 Progress: TypeAlias = Callable[[int], object]

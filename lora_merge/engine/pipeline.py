@@ -23,7 +23,7 @@ from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
 from ..planning.headings import headings
 from ..planning.plan import Plan
-from ..stopping import heed
+from ..process import heed
 from .bounds import SLOTS
 from .buffers import Slot, Turn
 from .ring import Pool, drive

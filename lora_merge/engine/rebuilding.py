@@ -21,7 +21,7 @@ from ..algorithms import DoesNotFit, Shape, Shapes, flat
 from ..algorithms.adamss import groups
 from ..algorithms.frod import LAYER
 from ..algorithms.peft_oft import block_size
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
 from ..matching.choose import Patch
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader
 from ..errors import InputError
-from ..files.safetensors import TensorInfo
 from .placement import TORCH_DTYPES, odd
 
 KEPT: Final = 2**24

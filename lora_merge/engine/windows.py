@@ -12,10 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.files import MEMORY, TensorInfo
 from ..disk.pages import PAGE
-from ..disk.reader import MEMORY
-from ..disk.volumes import share_blocks
-from ..files.safetensors import ITEM_BYTES, TensorInfo
+from ..files.safetensors import ITEM_BYTES
 from ..planning.plan import Plan, Target
 from .blocks import Block, blocks
 from .bounds import SLOTS, SMALLEST_WINDOW, window_room
@@ -127,11 +126,6 @@ def unshared_bytes(plan: Plan) -> int:
     """Bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
     untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
     return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
-
-
-def disk_bytes(plan: Plan) -> int:
-    """How much space the output takes where it goes."""
-    return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
 def buffer_bytes(plan: Plan) -> int:

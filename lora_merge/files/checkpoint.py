@@ -12,13 +12,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.files import FileState, Header, TensorInfo, open_regular
 from ..errors import InputError
 from ..json_text import from_json
-from ..models.prefixes import PEFT
-from .layouts import Weights, choose, components, entries, listed, require_all, shard_of, unnamed, weights_in
-from .lookalikes import quoted
+from ..text import listed, quoted
+from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
 from .quantised import Quantised, quantised, together
-from .safetensors import FileState, Header, TensorInfo, open_regular, parse_file
+from .safetensors import parse_file
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it

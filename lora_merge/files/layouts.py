@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
+from ..text import listed
 
 STEMS: Final = (
     "diffusion_pytorch_model",
@@ -39,11 +40,13 @@ PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
 SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt")  # the preferred first
 
 _SHARD: Final = r"-(?P<part>\d{5})-of-(?P<parts>\d{5})"
+
 _NAME: Final = re.compile(
     rf"(?P<stem>{'|'.join(STEMS)})"
     rf"(?:\.(?P<before>[\w-]+?))?(?:{_SHARD})?(?:\.(?P<after>[\w-]+?))?\.(?P<suffix>{'|'.join(SUFFIXES)})"
     r"(?P<index>\.index(?:\.(?P<last>[\w-]+))?\.json)?"
 )
+
 _OTHER: Final = re.compile(rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(SUFFIXES)})(?P<index>\.index\.json)?")
 
 
@@ -172,8 +175,5 @@ def entries(folder: Path) -> list[Path]:
         raise InputError(f"folder cannot be read: {e.strerror}", str(folder), "check its permissions") from e
 
 
-def listed(names: Iterable[str], limit: int = 5) -> str:
-    """`a, b, c and 7 more`."""
-    every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+PEFT: Final = "base_model.model."
+"""What PEFT puts before the names of a model's modules."""

@@ -39,13 +39,16 @@ BESIDE: Final = (
 )
 
 EMBEDDING: Final = "an embedding (textual inversion)"
+
 CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+
 BY_NUMBERS: Final = (
     "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
     "take a version of it with names"
 )
 
 TELLING: Final = 20_000  # names of what is no state dict that are looked at
+
 LONGEST: Final = 200  # characters of each
 
 FOREIGN: Final = tuple(
@@ -113,8 +116,3 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # those are a damaged header's
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")
-
-
-def quoted(name: str) -> str:
-    """A name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
-    return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.reader import MEMORY, read_bytes
+from ..disk.files import MEMORY, FileState, Header, TensorInfo, open_regular
+from ..disk.reader import read_bytes
 from ..errors import InputError
-from .layouts import listed
-from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested, quoted
+from ..text import listed, quoted
+from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
 from .pickle_scan import NotRun, scan
-from .safetensors import ITEM_BITS, FileState, Header, TensorInfo, open_regular
+from .safetensors import ITEM_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.files import TensorInfo
 from ..errors import FitError, InputError
-from .safetensors import ITEM_BYTES, TensorInfo
+from .safetensors import ITEM_BYTES
 
 SIGNS: Final = (
     # a tensor's last name    what stores it so

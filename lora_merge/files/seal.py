@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from .safetensors import Header, open_regular
+from ..disk.files import Header, open_regular
 
 SEAL: Final = "lora_merge.header_sha256"
 ZEROS: Final = "0" * 64

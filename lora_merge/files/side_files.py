@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from ..algorithms import Shape
+from ..disk.destination import WEIGHTS
+from ..disk.files import TensorInfo
 from ..errors import InputError
 from ..json_text import from_json
+from ..text import listed
 from .checkpoint import Index, json_value, read_json
-from .layouts import entries, listed
-from .safetensors import TensorInfo
-
-WEIGHTS: Final = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
-)
-"""Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""
+from .layouts import entries
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
 """Names of what belongs to other programs, or to a merge that is under way."""
@@ -36,7 +33,9 @@ EMBEDDING: Final = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
     r"\.weight"
 )
+
 PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
+
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
 """Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""
 

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 import yaml
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
+from ..disk.files import open_regular
 from ..errors import InputError, UsageError
-from .safetensors import open_regular
 
 UNFOLDED: Final = 500_000  # values after all aliases; a file of 20 000 jobs written out has fewer
 DEPTH: Final = 40  # of nesting; the format needs 6

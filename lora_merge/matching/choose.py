@@ -9,7 +9,7 @@ from math import isfinite, isnan, prod
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..adapters.conv1d import SETTING, STATE
+from ..adapters.conv1d import STATE
 from ..adapters.file import SCALES, WHOLE, AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
 from ..adapters.peft.kinds import STARTED
@@ -19,10 +19,11 @@ from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from ..algorithms.frod import LAYER
+from ..disk.files import TensorInfo
 from ..errors import InputError, MergeError, ShapeMismatch
-from ..files.layouts import listed
-from ..files.safetensors import TensorInfo
+from ..job import SETTING
 from ..models.weights import View, turned
+from ..text import listed
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
 from .orientation import Orientation, Untold

@@ -11,13 +11,6 @@ from ..errors import InputError
 from ..models.prefixes import prefixed
 from .choose import Patch
 
-EMBEDDINGS: Final = (
-    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
-    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
-    *("backbone.embeddings", "model.text_model.embed_tokens"),
-)
-"""Where transformers' models keep the input embeddings that a tied head uses."""
-
 TIED: Final = re.compile(
     r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared$|wte|decoder$)(?:[._]|$)"
     r"|(?:^|\.)embeddings?$"

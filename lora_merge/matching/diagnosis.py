@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..algorithms import Shape
+from ..files.layouts import PEFT
 from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
-from ..models.prefixes import PEFT
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 

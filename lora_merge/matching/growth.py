@@ -14,8 +14,8 @@ from typing import Final
 
 from ..adapters.file import AdapterFile, Module, Values
 from ..algorithms import COUNT, Shape
+from ..disk.files import TensorInfo
 from ..errors import FitError, InputError
-from ..files.safetensors import TensorInfo
 from ..models.weights import View, whole
 
 NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"

@@ -17,8 +17,8 @@ from ..adapters.peft.target_parameters import paths, saved_inside
 from ..adapters.suffixes import apart, part
 from ..algorithms import ALGORITHMS, flat
 from ..algorithms.frod import LAYER
+from ..disk.files import TensorInfo
 from ..errors import InputError, MergeError, ShapeMismatch
-from ..files.safetensors import TensorInfo
 from ..job import Adapter, Unmatched
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
-from ..files.layouts import listed
 from ..job import Job
 from ..methods import METHODS
 from ..models.weights import Piece
+from ..text import listed
 from .choose import Patch
 from .patch import Matched
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ..adapters.file import weight_shapes
 from ..errors import FitError, MergeError, ShapeMismatch, UnmatchedModules
-from ..files.layouts import listed
 from ..files.lookalikes import foreign
 from ..job import Unmatched
-from ..models.guess import weight_shapes
 from ..models.names import Names
+from ..text import listed
 from .diagnosis import NO_NAMES, OWN_BASE
 from .patch import Matched
 

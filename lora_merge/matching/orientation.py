@@ -11,7 +11,7 @@ from ..adapters.conv1d import CONTRADICTION, SAYS_NOTHING, Layer, decide, stated
 from ..adapters.file import Module
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import TABLES
-from ..models.prefixes import PEFT
+from ..files.layouts import PEFT
 from ..models.weights import View, transposed
 
 AS_STORED: Final = frozenset({"set", "full"})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..adapters.file import AdapterFile
 from ..algorithms import Shape
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
 from ..models.weights import Piece
 from .choose import Patch
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from ..adapters.file import Module, Values
 from ..algorithms import flat
+from ..disk.files import TensorInfo
 from ..errors import FitError, MergeError, ShapeMismatch
-from ..files.safetensors import TensorInfo
 from ..job import Adapter
 from ..models.weights import View
 from .patch import Matched

@@ -15,7 +15,7 @@ from math import prod
 from typing import Final
 
 from ..adapters.file import Values
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
 from ..models.weights import View
 from .choose import Patch, Patcher
 from .remarks import DYLORA

@@ -17,14 +17,13 @@ from pathlib import Path
 from ..adapters.peft.kinds import STARTED
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import apart
+from ..disk.files import TensorInfo
 from ..errors import FitError, MergeError, ShapeMismatch
-from ..files.safetensors import TensorInfo
 from ..job import Adapter
 from ..models.names import Names
-from ..models.tied_weights import Tied
+from ..models.tied_weights import EMBEDDINGS, Tied
 from ..models.weights import Piece, View, whole
 from .choose import Patch, Patcher
-from .conflicts import EMBEDDINGS
 
 
 @dataclass

@@ -16,14 +16,13 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.kinds import MLX
+from ..disk.files import TensorInfo
 from ..errors import FitError, MergeError
-from ..files.layouts import listed
-from ..files.safetensors import TensorInfo
 from ..job import Adapter
-from ..models.tied_weights import LM_HEAD, SHARED_LAYERS, Tied
+from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, Tied
 from ..models.weights import View, whole
+from ..text import listed
 from .choose import Patcher
-from .conflicts import EMBEDDINGS
 from .patch import Matched, Use
 
 EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)

@@ -16,7 +16,7 @@ from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import is_layer
 from ..algorithms import flat
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
 from ..models.module_order import in_order, tables, type_of
 
 AGAIN: Final = "save it again with save_indices=True, or " + CONVERT

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from ..adapters.file import Module
 from ..algorithms import Shape
 from .architectures import Architecture, fits, shipped
 
@@ -18,18 +17,6 @@ Seen: TypeAlias = frozenset[tuple[str, Shape]]
 """(flat name, [out, in] of the weight or () where unknown) of every module; first numbers set to 0."""
 
 _BLOCK = re.compile(r"_\d+_")
-
-
-def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
-    """Module → [out, in] of the weight that it changes, as far as its tensors tell; () if not."""
-    weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name tells no width
-    return {m.name: weight_shape(m.shapes) for m in weights_last}
-
-
-def weight_shape(slots: Mapping[str, Shape]) -> Shape:
-    """[out, in] of the weight that tensors of these shapes change, as far as they tell; () if not."""
-    up, down = slots.get("up", ()), slots.get("down", ())
-    return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
 
 
 def seen(modules: Mapping[str, Shape]) -> Seen:

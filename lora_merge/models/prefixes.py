@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-PEFT: Final = "base_model.model."
-"""What PEFT puts before the names of a model's modules."""
+from ..files.layouts import PEFT
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
 """Levels that training puts around layers (DeepSpeed, torch.compile, FSDP); they stay in states gathered by hand."""

@@ -11,17 +11,20 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ..files.safetensors import TensorInfo
-from ..matching.conflicts import EMBEDDINGS
+from ..disk.files import TensorInfo
 from .names import Names
 
 DECODERS: Final = ("ForCausalLM", "LMHeadModel")
+
 HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForBlockDiffusion", "MTModel")
 """Ends of the names of transformers' classes that have a head."""
 
 LM_HEAD: Final = "lm_head"
+
 APART: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embeddings", "backbone.embeddings")
+
 WHISPER: Final = "whisper"
+
 APART_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
 """Embeddings beside which a decoder's head is `lm_head.weight`, so that it can be stored apart."""
 
@@ -45,12 +48,15 @@ SHARED_LAYERS: Final = {"diffusion_gemma": re.compile(r"(?:.*\.)?(?:encoder\.lan
 """Types of models → layers that two parts of the model share, each of which PEFT gives factors of its own."""
 
 COUPLE: Final = "EncoderDecoderModel"
+
 BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
+
 HEADS_BEHIND: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
 """Of a model made of an encoder and a decoder (TrOCR, Donut): the decoder's embeddings, and what its head is called.
 The decoder's own configuration ties them, whatever that of the whole says; they cannot be stored apart."""
 
 _WORDS: Final = re.compile(r"\w+\.embeddings\.word_embeddings\.weight")
+
 ENCODERS: Final = (
     # what shows the head      embeddings                                          head                       shares it
     ("cls.predictions.bias",   _WORDS,                                             "cls.predictions.decoder", True),
@@ -146,3 +152,11 @@ def _alone(base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | 
 
 def _plain(info: TensorInfo) -> bool:
     return info.stored in ("", info.name) and prod(info.shape) > 0
+
+
+EMBEDDINGS: Final = (
+    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
+    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
+    *("backbone.embeddings", "model.text_model.embed_tokens"),
+)
+"""Where transformers' models keep the input embeddings that a tied head uses."""

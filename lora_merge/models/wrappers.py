@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ..adapters.suffixes import split
-from ..files.layouts import listed
-from .prefixes import PEFT, TRAINING
+from ..files.layouts import PEFT
+from ..text import listed
+from .prefixes import TRAINING
 
 LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)
 """What every name with such a level contains."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapters.file import AdapterFile, group, looks_like_adapter
+from ..disk.files import FileState
 from ..errors import InputError
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.safetensors import FileState
 from ..models.names import Names, names
 
 KEPT: Final = 300_000  # tensors of all that is kept; about 300 MB

@@ -11,22 +11,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from ..adapters.conv1d import SETTING, base_types
+from ..adapters.conv1d import base_types
 from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
 from ..algorithms import Shape
-from ..disk.destination import check_output
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader
-from ..disk.writer import require_space
-from ..engine.bounds import window_room
-from ..engine.windows import disk_bytes
+from ..engine.admission import placed
 from ..errors import ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.layout_check import layout
-from ..files.layouts import listed
-from ..files.safetensors import TensorInfo, bytes_of
+from ..files.safetensors import bytes_of
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
-from ..job import DTYPES, Job, covers
+from ..job import DTYPES, SETTING, Job, covers
 from ..matching.choose import Patcher
 from ..matching.match import Matcher
 from ..matching.meetings import note_meetings
@@ -39,6 +36,7 @@ from ..methods import METHODS
 from ..models.names import Names
 from ..models.tied_weights import tied
 from ..patterns import STEPS, STEPS_A_NAME, Steps
+from ..text import listed
 from .cache import Opened
 from .plan import FLOATS, OutputFile, Plan, Target, values
 from .recipe import STALE, blanks, entries
@@ -49,18 +47,6 @@ NEAR: Final = 300  # names that a misspelt one is compared with, and its charact
 def make_plan(job: Job) -> Plan:
     """The plan for a job, from headers, alphas, and what PEFT stores of the base; raises what the merge would raise."""
     return placed(draw(job, Opened()))
-
-
-def placed(plan: Plan) -> Plan:
-    """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
-    job = plan.job
-    window_room(job)
-    check_output(
-        job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
-        spared=plan.spared,
-    )  # fmt: skip
-    require_space(job.output, disk_bytes(plan))
-    return plan
 
 
 def draw(job: Job, opened: Opened) -> Plan:

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..algorithms import Shape, flat
-from ..disk.destination import kept
-from ..files.checkpoint import Index
-from ..files.safetensors import TensorInfo
+from ..disk.files import TensorInfo
+from ..files.checkpoint import Index, configuration
 from ..job import Job
 from ..matching.patch import Matched, Use
 from ..methods import METHODS, SUM, Method
@@ -151,3 +150,16 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
     return found
+
+
+def sources(job: Job) -> tuple[Path, ...]:
+    """All that a job reads: the base and what `kept` names."""
+    base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
+    return base, *kept(job)
+
+
+def kept(job: Job) -> tuple[Path, ...]:
+    """What no output takes the place of: the adapters, their configurations, the name table."""
+    adapters = [ref.path for ref in job.adapters]
+    found = (*adapters, *map(configuration, adapters), job.map)
+    return tuple(path for path in found if path is not None)

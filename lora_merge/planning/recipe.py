@@ -9,8 +9,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
-from ..files.safetensors import open_regular
 from ..files.seal import SEAL, ZEROS
 from ..job import Job
 from ..json_text import from_json

@@ -11,8 +11,8 @@ from typing import Final
 
 from ..errors import InputError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration
-from ..files.lookalikes import quoted
 from ..planning.recipe import config_hash, sha256
+from ..text import quoted
 from .read_recipe import Input, Recipe
 
 FILES: Final = 20_000  # looked at while searching for inputs

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.layouts import listed
-from ..files.lookalikes import quoted
 from ..files.safetensors import parse
 from ..files.seal import SEAL, intact
 from ..planning.plan import Plan
 from ..planning.recipe import FORMAT, KEY, parsed
+from ..text import listed, quoted
 
 
 def header_changes(plan: Plan, made: Index) -> list[str]:

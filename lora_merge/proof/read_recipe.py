@@ -16,10 +16,10 @@ from ..arguments import shown
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
-from ..files.lookalikes import quoted
 from ..job import Adapter, Job, make_job
 from ..methods import SUM
 from ..planning.recipe import KEY, parsed
+from ..text import quoted
 
 AGAIN: Final = "merge again from its base and adapters"
 

@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS, Shape
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader
 from ..disk.system import read_at
-from ..files.safetensors import ITEM_BYTES, TensorInfo
+from ..files.safetensors import ITEM_BYTES
 from ..matching.choose import Patch
 from ..matching.patch import Use
 from ..matching.relatives import kin

@@ -11,16 +11,16 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..disk.reader import Reader
+from ..engine.admission import placed
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.layouts import listed
-from ..files.lookalikes import quoted
 from ..job import DTYPES, Adapter, Job, make_job
 from ..planning.cache import Opened
-from ..planning.make_plan import draw, placed
+from ..planning.make_plan import draw
 from ..planning.outputs import contents, differing, misleading
 from ..planning.plan import FLOATS, Plan
 from ..planning.recipe import KEY
+from ..text import listed, quoted
 from .find_inputs import different, find
 from .header_changes import header_changes
 from .read_recipe import Recipe, damaged, read_recipe

@@ -13,14 +13,14 @@ from math import isclose, nan
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.files import TensorInfo
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.lookalikes import quoted
-from ..files.safetensors import TensorInfo
 from ..job import Job
 from ..matching.patch import Matched, Use
 from ..planning.plan import Plan, Target
+from ..text import quoted
 from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
 from .reference.floats import decode
 from .reference.places import PEFT

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..disk.files import FileState, open_regular
 from ..disk.reader import Reader
 from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..errors import InputError, VerificationFailed
-from ..files.lookalikes import quoted
-from ..files.safetensors import ITEM_BYTES, FileState, open_regular, parse_file
+from ..files.safetensors import ITEM_BYTES, parse_file
 from ..planning.plan import OutputFile, Plan, Target
 from ..planning.recipe import KEY, OURS
+from ..text import quoted
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step

@@ -20,7 +20,7 @@ from lora_merge.adapters.file import Module
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
-from lora_merge.files.safetensors import TensorInfo
+from lora_merge.disk.files import TensorInfo
 from lora_merge.matching.incomplete import gaps
 
 MISSING_IS_FINE = {

@@ -199,7 +199,7 @@ def start(b: Bench) -> None:
     b.compare("start", commands, dict.fromkeys(commands, (base, lora)), "warm")
     large, alphas = inputs.large(b.data)
     code = ("import sys, time; from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; "
-            "from lora_merge.collecting import collect_rarely; collect_rarely(); "  # as the command does
+            "from lora_merge.process import collect_rarely; collect_rarely(); "  # as the command does
             "t = time.perf_counter(); make_plan(make_job(*sys.argv[1:])); print(time.perf_counter() - t)")  # fmt: skip
     times = [float(run([sys.executable, "-c", code, str(large), str(alphas)]).output) for _ in range(b.rounds + 1)][
         -max(1, b.rounds) :

@@ -32,7 +32,7 @@ CASES: Final = {
 """What grows → (tensors, shards) of every row."""
 
 PLAN: Final = (
-    "import sys; from lora_merge.collecting import collect_rarely; collect_rarely(); "
+    "import sys; from lora_merge.process import collect_rarely; collect_rarely(); "
     "from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; make_plan(make_job(*sys.argv[1:]))"
 )
 

@@ -32,9 +32,10 @@ from typing import Any, Final, Literal
 
 from ...algorithms import Shapes
 from ...errors import InputError
+from ...files.layouts import PEFT
 from ...json_text import from_json
 from ...models.module_order import in_order
-from ...models.prefixes import COMPONENTS, PEFT, prefixed
+from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import View
 from .config import CONVERT, ORDER_OF, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
 from .kinds import KINDS, MLX, OTHERS, SHARED, STARTED

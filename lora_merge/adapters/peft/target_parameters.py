@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ...algorithms import DoesNotFit
-from ...models.prefixes import PEFT, TRAINING
+from ...files.layouts import PEFT
+from ...models.prefixes import TRAINING
 from .config import Fields
 
 _LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")

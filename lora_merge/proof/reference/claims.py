@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ...files.safetensors import TensorInfo
+from ...disk.files import TensorInfo
 from .numbers import Number, Numbers, strength
 from .places import Place, Places, rows_of
 from .reading import NUMBERS, Group, groups, shapes

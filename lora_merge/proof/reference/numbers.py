@@ -12,7 +12,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, Final
 
-from ...files.safetensors import TensorInfo
+from ...disk.files import TensorInfo
 from .places import PEFT
 from .reading import Group
 

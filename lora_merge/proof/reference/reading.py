@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from ...files.safetensors import TensorInfo
+from ...disk.files import TensorInfo
 
 LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
                "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,3 +97,23 @@ def deaf() -> None:
     """No signal stops this process any more."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def here() -> str:
+    """Host and process, for reports and claims."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def command(module: str, function: str) -> list[str]:
+    """The command that calls a function of a module.
+
+    `python -m` would put the current folder first on the path: a `typing.py` that came with a model would run. The
+    options against that are as new as Python 3.11.
+    """
+    path = [p for p in sys.path if isinstance(p, str)]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!a}; from {module} import {function}; {function}()"]
+
+
+def collect_rarely() -> None:
+    """Plans of 300 000 tensors have millions of objects, all of them in use: to look through them is time lost."""
+    gc.set_threshold(10_000, 20, 50)

@@ -1,0 +1,27 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from ..disk.destination import check_output
+from ..disk.volumes import share_blocks
+from ..disk.writer import require_space
+from ..planning.plan import Plan
+from .bounds import window_room
+from .windows import unshared_bytes
+
+
+def disk_bytes(plan: Plan) -> int:
+    """How much space the output takes where it goes."""
+    return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
+
+
+def placed(plan: Plan) -> Plan:
+    """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
+    job = plan.job
+    window_room(job)
+    check_output(
+        job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
+        spared=plan.spared,
+    )  # fmt: skip
+    require_space(job.output, disk_bytes(plan))
+    return plan
