@@ -58,7 +58,7 @@ def children() -> Any:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["lora_merge.engine.pipeline", "lora_merge.batch.run", "tests.test_batch", "tests.test_formats"]
+        ["lora_merge.engine.pipeline", "lora_merge.batch.run", "tests.batch.test_batch", "tests.files.test_formats"]
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CPU_ONLY.items():

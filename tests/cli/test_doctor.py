@@ -1,0 +1,102 @@
+"""The examination of the machine. Run: pytest tests/cli/test_doctor.py"""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.cli import doctor
+from lora_merge.cli.doctor import MIXTURES, deviation, examine, lines
+from lora_merge.engine.placement import Placement
+from lora_merge.proof.reference import REFERENCE, Reference
+
+
+def test_a_sound_machine_is_well(tmp_path: Path) -> None:
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert found["problems"] == []
+    (cpu,) = (d for d in found["devices"] if d["device"] == "cpu")
+    assert {"F32", "BF16", "F16", "F8_E4M3"} <= set(cpu["dtypes"])
+    assert cpu["algorithms"] == len(ALGORITHMS)
+    assert cpu["worst"]["F64"] < 1e-9
+    for mode in ("direct", "buffered"):
+        assert found["disk"][mode]["write"] > 0
+        assert found["disk"][mode]["read"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert lines(found)[-1] == "all is well"
+    json.dumps(found)
+
+
+def test_a_wrong_formula_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {**REFERENCE, "lokr": Reference(lambda g: np.zeros((len(g.rows), g.cols)))}
+    monkeypatch.setattr(doctor, "REFERENCE", MappingProxyType(broken))
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert [p for p in found["problems"] if p.startswith("cpu: lokr in F32 is off by")]
+    assert all("lokr" in p for p in found["problems"])
+    assert "problem" in lines(found)[-1]
+
+
+def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problem(folder: Path, size: int = 1 << 20) -> str:
+        found = examine(folder, disk_bytes=size)
+        assert lines(found)[-1] == f"problem  {found['problems'][0]}"
+        return str(found["problems"][0])
+
+    assert "no folder" in problem(tmp_path / "none")
+    assert "are free" in problem(tmp_path, 1 << 60)
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert "no permission to write" in problem(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "writes"), [("ext4", "direct"), ("tmpfs", "cached")])
+def test_writes_are_direct_where_a_merge_would_make_them_so(
+    kind: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "file_system", lambda _: kind)
+    assert examine(tmp_path, disk_bytes=1 << 20)["auto"]["writes"] == writes
+
+
+@pytest.mark.parametrize("stored", MIXTURES)
+def test_every_formula_takes_every_mixture_of_dtypes(stored: tuple[str, str]) -> None:
+    for name in ALGORITHMS:
+        assert deviation(name, Placement(torch.device("cpu"), torch.float32), stored) < doctor.TOLERANCE["F32"], name
+
+
+def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "lora_merge", "doctor", "--json"]
+    done = subprocess.run([*run, str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["problems"]
+    assert "is no folder" in lines(found)[-1]
+
+
+def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "present", lambda: ["cuda:0"])
+    monkeypatch.setattr(doctor, "unusable", lambda _: "no kernel image is available")
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert found["problems"] == ["cuda:0: no kernel image is available"]
+    assert any(line.startswith("cuda:0   unusable") for line in lines(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_every_cuda_device_is_well(tmp_path: Path) -> None:
+    found = examine(tmp_path, disk_bytes=1 << 20)
+    assert [d for d in found["devices"] if d["device"].startswith("cuda")]
+    assert found["problems"] == []

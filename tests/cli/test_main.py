@@ -1,0 +1,783 @@
+"""The command line: first impression, options, and one clear error for everything that can be wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.cli import main as program
+from lora_merge.engine.merge import run as carry_out
+from lora_merge.errors import ResourceError
+
+from ..conftest import Nursery
+from ..support import Tensors, cli, kohya, load, metadata, rand, save, sd1, strays
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(sd1(), tmp_path / "base.safetensors")
+
+
+@pytest.fixture
+def style(tmp_path: Path) -> Path:
+    return save(kohya(sd1()), tmp_path / "style.safetensors")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """The program in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
+        try:
+            program.main()
+            code: object = 0
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        return int(str(code)), out, err
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = """if True:
+        import sys
+        made = 0
+        def count(_frame, event, _arg):
+            global made
+            made += event in ("call", "c_call")
+        sys.setprofile(count)
+        import lora_merge.cli.main
+        sys.argv = ["lora-merge", "--help"]
+        try:
+            lora_merge.cli.main.main()
+        except SystemExit:
+            sys.setprofile(None)
+        assert "torch" not in sys.modules and "numpy" not in sys.modules
+        sys.exit(made > 200_000)  # half of that in 0.2 s; torch alone costs millions
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_two_paths_and_a_dtype_are_enough(tmp_path: Path, model: Path, style: Path) -> None:
+    done = cli(model, style, "--dtype", "bf16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "base+style.safetensors"
+    assert {t.dtype for t in load(out).values() if t.is_floating_point()} == {torch.bfloat16}
+    for word in ("Stable Diffusion 1", "32 of 32 modules matched", "wrote", "verified"):
+        assert word in done.stdout
+    assert done.stderr == ""  # no progress bar without a terminal
+
+
+def test_options_may_stand_before_the_paths(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    assert run("--dtype", "fp32", "-o", tmp_path / "a.safetensors", model, f"{style}:0.5")[0] == 0
+    assert run("merge", model, style, "-s", "0.5", "-o", tmp_path / "b.safetensors", "--dtype", "fp32")[0] == 0
+    assert run(model, f"{style}:-0.5", "-o", tmp_path / "c.safetensors", "--dtype", "fp32", "-q")[1] == ""
+    a, b = load(tmp_path / "a.safetensors"), load(tmp_path / "b.safetensors")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    code, out, _ = run(model, style, "--json", "-o", tmp_path / "o.safetensors", "--report", tmp_path / "r.json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["written"] == (tmp_path / "o.safetensors").stat().st_size
+    assert report["coverage"]["style.safetensors"]["total"] == 32
+    assert json.loads((tmp_path / "r.json").read_text()) == report
+
+
+def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    code, out, _ = run(model, style, "--dry-run", "--json", "-o", tmp_path / "new" / "o.safetensors")
+    assert code == 0
+    assert json.loads(out)["changed"] == 32
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcødé 画", "a:b", "odd:1.5x", "C:x"])
+def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    base = save(sd1(), folder / f"{name}.safetensors")
+    adapter = save(kohya(sd1()), folder / f"{name}-lora.safetensors")
+    out = folder / "made on the way" / "o.safetensors"
+    code, _, err = run(base, f"{adapter}:0.5", "-o", out)
+    assert code == 0, err
+    assert out.exists()
+
+
+def test_progress_is_told_of_every_byte(tmp_path: Path, model: Path, style: Path) -> None:
+    plan, told = lora_merge.plan(model, style, tmp_path / "o.safetensors"), list[int]()
+    carry_out(plan, told.append)
+    assert sum(told) == plan.size == (tmp_path / "o.safetensors").stat().st_size
+
+
+def test_home_and_relative_paths(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("~/base.safetensors", "./style.safetensors", "-o", "sub/o.safetensors")
+    assert code == 0, err
+    assert (tmp_path / "sub" / "o.safetensors").exists()
+
+
+def test_names_that_begin_as_home_folders_do(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    style.rename("~style.safetensors")
+    assert run(model, "./~style.safetensors", "-o", "./~o.safetensors", "--dry-run")[0] == 0
+    _refused(run(model, "~style.safetensors"), 2, tmp_path, "no such user")
+
+
+@pytest.mark.usefixtures("model", "style")
+@pytest.mark.parametrize("command", ["batch", "doctor"])
+def test_a_current_folder_that_is_gone_is_left(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Torch's libraries end a process that loads them there."""
+    (tmp_path / "j.yaml").write_text(
+        "version: 1\njobs: [{base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}]\n"
+    )
+    (tmp_path / "lost").mkdir()
+    monkeypatch.chdir(tmp_path / "lost")
+    (tmp_path / "lost").rmdir()
+    code, _, err = run(command, tmp_path / {"batch": "j.yaml", "doctor": ""}[command])
+    assert code == 0, err
+    assert Path.cwd() == Path("/")
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def _f32(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+class _Code:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch /tmp/lora-merge-was-here",)
+
+
+BAD_BASES: dict[str, bytes | None] = {
+    "missing": None,
+    "empty": b"",
+    "truncated length": b"\x10\0\0",
+    "header longer than the file": _raw({}, length=1 << 40),
+    "not json": _raw(b"{nonsense"),
+    "a list": _raw([1, 2]),
+    "deep": _raw(b'{"a":' * 50_000),
+    "overlap": _raw({"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, b"\0" * 12),
+    "gap": _raw({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"\0" * 12),
+    "out of range": _raw({"a": _f32([4], 0, 16)}, b"\0" * 8),
+    "trailing bytes": _raw({"a": _f32([1], 0, 4)}, b"\0" * 8),
+    "duplicate keys": _raw(
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"\0" * 4,
+    ),
+    "unknown dtype": _raw({"a": _f32([1], 0, 4, "F31")}, b"\0" * 4),
+    "wrong size": _raw({"a": _f32([3], 0, 4)}, b"\0" * 4),
+    "negative offset": _raw({"a": _f32([1], -4, 0)}, b"\0" * 4),
+    "huge shape": _raw({"a": _f32([1 << 62, 1 << 62], 0, 4)}, b"\0" * 4),
+    "pickle with code": pickle.dumps(_Code()),
+    "gguf": b"GGUF" + b"\0" * 64,
+    "web page": b"<!DOCTYPE html><html>" + b" " * 99,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BASES)
+def test_damaged_files(run: Run, tmp_path: Path, style: Path, model: Path, kind: str) -> None:
+    bad = tmp_path / "bad.safetensors"
+    if BAD_BASES[kind] is not None:
+        bad.write_bytes(BAD_BASES[kind] or b"")
+    for arguments in ((bad, style), (model, bad)):
+        _refused(run(*arguments, "-o", tmp_path / "o.safetensors"), 3, tmp_path, "bad.safetensors")
+    assert not Path("/tmp/lora-merge-was-here").exists()
+
+
+def _without(tensors: Tensors, ending: str) -> Tensors:
+    first = next(k for k in tensors if k.endswith(ending))
+    return {k: v for k, v in tensors.items() if k != first}
+
+
+def _with(tensors: Tensors, ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    first = next(k for k in tensors if k.endswith(ending))
+    return tensors | {first: change(tensors[first])}
+
+
+BAD_ADAPTERS: dict[str, tuple[int, Callable[[Tensors], Tensors]]] = {
+    "no partner: up": (3, lambda t: _without(t, ".lora_up.weight")),
+    "no partner: down": (3, lambda t: _without(t, ".lora_down.weight")),
+    "ranks differ": (4, lambda t: _with(t, ".lora_up.weight", lambda v: v[:, :-1])),
+    "too few rows": (4, lambda t: _with(t, ".lora_up.weight", lambda v: v[:-1])),
+    "too few columns": (4, lambda t: _with(t, ".lora_down.weight", lambda v: v[:, :-1])),
+    "NaN": (3, lambda t: _with(t, ".lora_up.weight", lambda v: v * float("nan"))),
+    "infinite": (3, lambda t: _with(t, ".lora_down.weight", lambda v: v / 0)),
+    "NaN alpha": (3, lambda t: _with(t, ".alpha", lambda v: v * float("nan"))),
+    "alpha of two numbers": (3, lambda t: _with(t, ".alpha", lambda v: torch.ones(2))),
+    "unknown suffix": (4, lambda t: t | {"lora_unet_down_blocks_0_attentions_0_proj_in.lora_sideways": rand(2)}),
+    "one module elsewhere": (4, lambda t: t | {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)}),
+    "no match at all": (4, lambda _: {"lora_unet_x.lora_up.weight": rand(4, 2), "lora_unet_x.lora_down.weight": rand(2, 4)}),
+    "no adapter": (3, lambda _: sd1()),
+    "two algorithms on one module": (3, lambda t: t | {next(iter(t)).split(".")[0] + ".hada_w1_a": rand(4, 4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_ADAPTERS)
+def test_adapters_that_cannot_be_merged(run: Run, tmp_path: Path, model: Path, kind: str) -> None:
+    code, make = BAD_ADAPTERS[kind]
+    adapter = save(make({k: v.contiguous() for k, v in kohya(sd1()).items()}), tmp_path / "bad.safetensors")
+    _refused(run(model, adapter, "-o", tmp_path / "o.safetensors"), code, tmp_path, "bad.safetensors")
+
+
+def test_swapped_arguments(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    _refused(run(style, model, "-o", tmp_path / "o.safetensors"), 3, tmp_path, "style.safetensors")
+
+
+def test_unmatched_modules_are_counted_and_can_be_skipped(run: Run, tmp_path: Path, style: Path) -> None:
+    unet = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
+    code, _, err = run(unet, style, "-o", tmp_path / "o.safetensors")
+    assert code == 4
+    assert "8 of 32" in err and "lora_te_text_model_encoder_layers_0" in err and "--unmatched skip" in err
+    code, out, err = run(unet, style, "-o", tmp_path / "o.safetensors", "--unmatched", "skip")
+    assert code == 0, err
+    assert "24 of 32" in out and out.count("left out") >= 1
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(
+        "version: 1\njobs: [{base: unet.safetensors, adapters: [style.safetensors], unmatched: skip, output: b}]"
+    )
+    for arguments in (
+        [unet, style, "-o", tmp_path / "p", "--unmatched", "skip", "-q", "--dry-run"],
+        [unet, style, "-o", tmp_path / "p", "--unmatched", "skip", "-q"],
+        ["replay", tmp_path / "p", "-o", tmp_path / "r", "-q"],
+        ["batch", jobs, "-q"],
+    ):
+        code, _, err = run(*arguments)
+        assert (code, err.count("left out 8: lora_te")) == (0, 1), err
+    (tmp_path / "b").unlink()
+    assert "left out 8: lora_te" in run("batch", jobs)[1]
+
+
+def test_outputs_that_must_not_be_written(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    link, hard = tmp_path / "link.safetensors", tmp_path / "hard.safetensors"
+    link.symlink_to(model)
+    hard.hardlink_to(style)
+    for target in (model, style, link, hard, tmp_path / "." / "base.safetensors"):
+        before = target.read_bytes()
+        code, _, err = run(model, style, "-o", target)
+        assert code == 2 and "--overwrite" in err
+        assert target.read_bytes() == before
+
+
+def test_a_slash_at_the_end_means_a_folder(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """One that is there, or one that is not; nothing is made."""
+    (tmp_path / "there").mkdir()
+    assert run(model, style, "-o", tmp_path / "o.safetensors")[0] == 0
+    for name in ("there/", "new/"):
+        jobs = f"version: 1\njobs: [{{base: base.safetensors, adapters: [style.safetensors], output: {name}}}]\n"
+        (tmp_path / "j.yaml").write_text(jobs)
+        for command in ((model, style, "-o"), ("replay", tmp_path / "o.safetensors", "-o")):
+            code, _, err = run(*command, f"{tmp_path}/{name}")
+            assert (code, "name a file in it" in err) == (2, True), err
+        assert run("batch", tmp_path / "j.yaml")[0] in (2, 7)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_adapter_is_never_replaced(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    link, hard, folder = tmp_path / "link.safetensors", tmp_path / "hard.safetensors", tmp_path / "folder"
+    link.symlink_to(style)
+    os.link(style, hard)
+    folder.mkdir()
+    inside = Path(shutil.copy(style, folder / "adapter_model.safetensors"))
+    before = style.read_bytes()
+    for target, adapter in (
+        (style, style),
+        (link, style),
+        (hard, style),
+        (inside, folder),
+        (style.parent / "new" / ".." / style.name, style),
+    ):
+        code, _, err = run(model, adapter, "-o", target, "--overwrite")
+        assert code == 2 and "an adapter or another file" in err, err
+        assert style.read_bytes() == inside.read_bytes() == before
+    kept = Path(shutil.copy(style, folder / "model.safetensors"))  # an output folder with nothing else in it
+    inside.unlink()
+    (tmp_path / "base").mkdir()
+    shutil.copy(model, tmp_path / "base" / "model.safetensors")
+    code, _, err = run(tmp_path / "base", kept, "-o", folder, "--overwrite")
+    assert code == 2 and "an adapter or another file" in err, err
+    assert kept.read_bytes() == style.read_bytes()
+
+
+def test_overwriting_an_input_is_atomic_and_right(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    assert run(model, style, "-o", tmp_path / "apart.safetensors")[0] == 0
+    assert run(model, style, "-o", model, "--overwrite")[0] == 0
+    a, b = load(model), load(tmp_path / "apart.safetensors")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+USAGE: dict[str, tuple[int, list[str]]] = {
+    "unknown device": (5, ["--device", "cuda:99"]),
+    "no device at all": (5, ["--device", "toaster"]),
+    "unknown dtype": (2, ["--dtype", "fp17"]),
+    "unknown compute dtype": (2, ["--compute-dtype", "int8"]),
+    "strengths twice": (2, ["-s", "0.5", "-s", "0.5"]),
+    "bad part": (2, ["--strength-for", "nose=1"]),
+    "bad part number": (2, ["--strength-for", "te=much"]),
+    "bad expression": (2, ["--strength-for", "re:(=1"]),
+    "infinite strength": (2, ["-s", "inf"]),
+    "a strength in Python's notation": (2, ["-s", "1_0"]),
+    "a part in Python's notation": (2, ["--strength-for", "unet=1_0"]),
+    "no strength at all": (2, ["-s", "much"]),
+    "bad memory": (2, ["--max-memory", "lots"]),
+    "endless memory": (2, ["--max-memory", "9" * 320 + "GB"]),
+    "endless video memory": (2, ["--max-vram", "9" * 30]),
+    "endless setting": (2, ["--setting", "lora_alpha=" + "9" * 400]),
+    "endless strength": (2, ["-s", "9" * 400]),
+    "too little memory": (5, ["--max-memory", "1KiB"]),
+    "bad unmatched": (2, ["--unmatched", "maybe"]),
+    "unknown option": (2, ["--fast"]),
+    "an empty path": (2, [""]),
+    "an empty output": (2, ["-o", ""]),
+    "an empty report": (2, ["--report", ""]),
+    "another kind of file": (2, ["-o", "o.gguf"]),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
+    code, arguments = USAGE[kind]
+    for dry in ([], ["--dry-run"]):
+        got, _, err = run(model, style, "-o", tmp_path / "o.safetensors", *arguments, *dry)
+        assert got == code, err
+        assert "Traceback" not in err and err.strip()
+        assert not list(tmp_path.glob("*o.safetensors*"))
+
+
+def test_outputs_of_odd_names(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    _refused(run(model, style, "-o", tmp_path / "loop" / "o.safetensors"), 2, tmp_path, "link to itself")
+    (tmp_path / "model").mkdir()
+    model.rename(tmp_path / "model" / "model.safetensors")
+    _refused(run(tmp_path / "model", style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "the output is a folder")
+
+
+def test_a_name_behind_a_folder_that_is_not_there_yet(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """new/../taken is there when new is made."""
+    (tmp_path / "taken").write_text("mine")
+    for target, why in (
+        (tmp_path / "new" / ".." / "taken", "exists"),
+        (tmp_path / "new" / ".." / model.name, "inputs"),
+    ):
+        code, _, err = run(model, style, "-o", target, "--dry-run")
+        assert (code, why in err) == (2, True), err
+    assert run(model, style, "-o", tmp_path / "new" / ".." / "o.safetensors")[0] == 0
+    assert (tmp_path / "o.safetensors").exists()
+
+
+def test_interrupted_while_folders_are_made(
+    tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program that calls the API: no handler of ours is in the way."""
+    really = Path.mkdir
+
+    def interrupted(self: Path, *rest: Any, **more: Any) -> None:
+        really(self, *rest, **more)
+        if self.name == "deep":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lora_merge.merge(model, style, tmp_path / "new" / "deep" / "o.safetensors")
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_before_a_command_are_told_their_place(run: Run, model: Path) -> None:
+    code, _, err = run("--json", "inspect", model)
+    assert (code, "lora-merge inspect … --json" in err) == (2, True), err
+
+
+def test_a_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    arguments = [model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--report", tmp_path / "r.json"]
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "memory" in out and "disk" in out
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert 0 < found["memory"] < found["max_memory"] == 2**30
+    assert found == json.loads(run(*arguments, "--json")[1])
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cpu:3", "cuda:98,cuda:99"])
+def test_a_device_that_is_not_here_is_told_by_the_plan(
+    run: Run, tmp_path: Path, model: Path, style: Path, device: str
+) -> None:
+    code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--device", device)
+    assert (code, "no device" in err) == (5, True), err
+    with pytest.raises(ResourceError, match="no device"):
+        lora_merge.plan(model, style, tmp_path / "o.safetensors", device=device)
+
+
+def test_a_folder_without_permission_is_told_by_the_plan(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is played."""
+    really = os.access
+    monkeypatch.setattr(os, "access", lambda path, *rest: path != tmp_path and really(path, *rest))
+    for target in (tmp_path / "o.safetensors", tmp_path / "new" / "o.safetensors", model):
+        code, _, err = run(model, style, "-o", target, "--overwrite", "--dry-run")
+        assert (code, "no permission" in err) == (2, True), err
+
+
+def test_no_space_is_noticed_before_the_first_byte(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lora_merge.disk.writer
+
+    monkeypatch.setattr(lora_merge.disk.writer, "free_bytes", lambda _: 1000)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
+
+
+def test_no_space_in_the_middle(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 5, tmp_path, "")
+
+
+def test_no_permission(run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by the system when the output is created; root may write anywhere, so the refusal is played."""
+    really = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_CREAT and ".part" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    _refused(run(model, style, "-o", tmp_path / "o.safetensors"), 2, tmp_path, "o.safetensors")
+
+
+def _refused(result: tuple[int, str, str], code: int, folder: Path, named: str) -> None:
+    got, _, err = result
+    assert got == code, err
+    assert err.startswith("error: ") and "\n  where: " in err and "\n  fix:   " in err
+    assert err.count("error: ") == 1 and "Traceback" not in err
+    assert named in err
+    assert not list(folder.glob("*o.safetensors*")) and not list(folder.glob(".*.part"))
+
+
+# ---------------------------------------------------------------- what files do not tell
+
+
+def test_llms_from_scratch_need_their_alpha_and_its_rule(run: Run, tmp_path: Path) -> None:
+    base = {"trf_blocks.0.att.W_query.weight": rand(6, 4), "out_head.weight": rand(9, 4)}
+    adapter = {f"trf_blocks.0.att.W_query.lora.{n}": rand(*s) for n, s in (("A", (4, 2)), ("B", (2, 6)))}
+    adapter["trf_blocks.0.att.W_query.linear.weight"] = rand(6, 4)  # the file holds the wrapped layer too
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    code, _, err = run(*files, "-o", tmp_path / "o.safetensors")
+    assert code == 4 and "--setting lora_alpha=VALUE" in err
+    product = (adapter["trf_blocks.0.att.W_query.lora.A"] @ adapter["trf_blocks.0.att.W_query.lora.B"]).T
+    for more, factor in (([], 8.0), (["--setting", "over_rank=false"], 16.0)):
+        arguments = (*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--setting", "lora_alpha=16", *more)
+        code, _, err = run(*arguments)
+        assert code == 0, err
+        assert torch.equal(load(tmp_path / "o.safetensors")["out_head.weight"], base["out_head.weight"])
+        got = load(tmp_path / "o.safetensors")["trf_blocks.0.att.W_query.weight"]
+        torch.testing.assert_close(got, base["trf_blocks.0.att.W_query.weight"] + factor * product)
+
+
+def test_litgpt_needs_the_parts_of_its_fused_weight(run: Run, tmp_path: Path) -> None:
+    base = {"transformer.h.0.attn.attn.weight": rand(16, 8)}
+    adapter = {"transformer.h.0.attn.attn.lora_A": rand(4, 8), "transformer.h.0.attn.attn.lora_B": rand(12, 2)}
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    assert run(*files, "-o", tmp_path / "o.safetensors")[0] == 4
+    code, _, err = run(*files, "-o", tmp_path / "o.safetensors", "--setting", "parts=[[0,8],[12,16]]")
+    assert code == 0, err
+    a, b = adapter["transformer.h.0.attn.attn.lora_A"], adapter["transformer.h.0.attn.attn.lora_B"]
+    delta = torch.zeros(16, 8)
+    delta[0:8], delta[12:16] = b[:8] @ a[:2], b[8:] @ a[2:]
+    torch.testing.assert_close(
+        load(tmp_path / "o.safetensors")["transformer.h.0.attn.attn.weight"],
+        base["transformer.h.0.attn.attn.weight"] + delta,
+    )
+
+
+@pytest.mark.parametrize("text", [
+    "nonsense=1", "lora_alpha", "lora_alpha=many", "lora_alpha=true", "lora_alpha=[1]", "lora_alpha=1e999",
+    "over_rank=1", "parts=7", "parts=[[0]]", 'parts=[[0,"a"]]', "parts=[[0.0,4.0]]", "terms=-1", "algo=3", "widest=[1,2]",
+    "lora_alpha=16",  # kohya's files hold theirs
+])  # fmt: skip
+def test_settings_that_nobody_asks_for(run: Run, tmp_path: Path, model: Path, style: Path, text: str) -> None:
+    assert run(model, style, "-o", tmp_path / "o.safetensors", "--setting", text)[0] == 2
+
+
+def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) -> None:
+    base = {"layers.0.attn.q_proj.weight": rand(6, 4)}
+    adapter = {"layers.0.attn.q_proj.lora_a.weight": rand(2, 4), "layers.0.attn.q_proj.lora_b.weight": rand(6, 2)}
+    files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    product = adapter["layers.0.attn.q_proj.lora_b.weight"] @ adapter["layers.0.attn.q_proj.lora_a.weight"]
+    for more, factor, warned in (([], 1.0, True), (["--setting", "lora_alpha=16"], 8.0, False)):
+        code, out, err = run(*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--json", *more)
+        assert code == 0, err
+        assert ("layers.0.attn.q_proj: no alpha is stored" in out) is warned
+        got = load(tmp_path / "o.safetensors")["layers.0.attn.q_proj.weight"]
+        torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
+
+
+@pytest.mark.parametrize("part", ["te3", "te1", "re:attn7"])
+def test_a_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
+    code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")
+    assert code == 2 and part in err and ("attn" if part.startswith("re:") else "te, unet, vae") in err
+
+
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(run: Run, tmp_path: Path, model: Path) -> None:
+    for options, shown in (([], False), (["--debug"], True)):
+        code, _, err = run(model, tmp_path / "absent.safetensors", "-o", tmp_path / "o.safetensors", *options)
+        assert code == 3
+        assert ("Traceback" in err) is shown
+        assert "error: file not found" in err
+
+
+def test_a_failure_is_reported_in_place_of_an_earlier_success(
+    run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, place = tmp_path / "o.safetensors", tmp_path / "r.json"
+    arguments = [style, "-o", out, "--report", place]
+    assert run(model, *arguments)[0] == 0
+    assert json.loads(place.read_text())["written"] == out.stat().st_size
+    code, _, err = run(model, *arguments)
+    told = json.loads(place.read_text())["error"]
+    assert (code, told["exit_code"], told["kind"]) == (2, 2, "UsageError")
+    assert told["what"] in err and told["where"] == str(out) and told["fix"] in err
+    assert run(tmp_path / "absent.safetensors", *arguments)[0] == 3
+    assert json.loads(place.read_text())["error"]["exit_code"] == 3
+    assert run(model, *arguments, "--dtype", "no")[0] == 2
+    assert json.loads(place.read_text())["error"]["where"] == "--dtype"
+    out.unlink()
+    seen = []
+
+    def broken(*_: object, **__: object) -> None:
+        seen.append(place.read_text())  # what would be there if the process were killed
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(program, "carry_out", broken)
+    assert run(model, *arguments)[0] == 5
+    assert seen == [""]
+    assert json.loads(place.read_text())["error"]["kind"] == "ResourceError"
+
+
+def test_a_failure_is_reported_over_nothing_but_a_report(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    """A folder's links, as in the cache of huggingface_hub, lead to inputs that are not known before it is read."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").symlink_to(model)
+    (tmp_path / "folder" / "config.json").write_text("{")
+    before = model.read_bytes()
+    assert run(tmp_path / "folder", tmp_path / "absent", "-o", tmp_path / "o", "--report", model)[0] == 3
+    assert model.read_bytes() == before
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"peft_type": "LORA"}')
+    for place in (mine, tmp_path / "o.safetensors"):
+        assert run(model, style, "-o", tmp_path / "o.safetensors", "--report", place, "--dtype", "no")[0] == 2
+    assert mine.read_text() == '{"peft_type": "LORA"}' and not (tmp_path / "o.safetensors").exists()
+
+
+def test_a_report_is_written_over_no_input_and_no_output(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+    (tmp_path / "link").symlink_to(model)
+    before = model.read_bytes(), style.read_bytes()
+    for place in (model, style, tmp_path / "o.safetensors", tmp_path / "link", tmp_path, tmp_path / "no" / "r.json"):
+        code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--report", place)
+        assert (code, "--report" in err) == (2, True), place
+    assert before == (model.read_bytes(), style.read_bytes())
+    assert not (tmp_path / "o.safetensors").exists()
+    jobs = tmp_path / "j.yaml"
+    jobs.write_text(
+        "version: 1\njobs: [{base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}]\n"
+    )
+    for place in (model, jobs, tmp_path / "o.safetensors"):
+        assert run("batch", jobs, "--report", place)[0] == 2, place
+    assert not (tmp_path / "o.safetensors").exists()
+    assert model.read_bytes() == before[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("PYTHONIOENCODING=ascii {} >/dev/full --json --report /dev/full", 0), ("{} >&- 2>&- <&-", 0),
+     ("PYTHONIOENCODING=ascii {} 2>/dev/full --dtype no", 2), ("{} 2>/dev/full --dtype no", 2)],
+)  # fmt: skip
+def test_what_cannot_be_told_undoes_nothing(tmp_path: Path, model: Path, style: Path, line: str, code: int) -> None:
+    """Typer goes around a stream that is ASCII."""
+    out = tmp_path / "o.safetensors"
+    line = line.format(f"{sys.executable} -m lora_merge {model} {style} -o {out}")
+    assert subprocess.run(["sh", "-c", line], capture_output=True, check=False).returncode == code
+    assert out.exists() == (code == 0)
+    assert strays(tmp_path) == []
+
+
+ODD = "日é😀\udcff"  # the last is a byte that is not UTF-8
+
+
+def test_names_command_no_terminal(tmp_path: Path) -> None:
+    """Names of tensors come from strangers; what a terminal would obey is told as JSON escapes it."""
+    evil = "\nerror: forged\x1b[2J\x07\x9b0m\x85"
+    save({"a.weight": torch.zeros(8, 8), f"{evil}.weight": torch.zeros(8, 8)}, tmp_path / "b.safetensors")
+    shapes = {"up": (8, 1), "down": (1, 8)}
+    factors = {f"{m}.lora_{s}.weight": torch.zeros(shapes[s]) for m in ("a", f"q{evil}") for s in shapes}
+    save(factors, tmp_path / "a.safetensors")
+    said = ""
+    for arguments, code in (([], 4), (["--unmatched", "skip", "-v"], 0), (["--unmatched", "skip", "--json"], 0)):
+        argv = ["b.safetensors", "a.safetensors", "-o", "o.safetensors", "--dry-run", *arguments]
+        done = cli(*argv, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        assert "\\u009b0m\\u0085" in said
+        assert not {*said} & {"\x1b", "\x07", "\x9b", "\x85"}, said
+        assert "\nerror: forged" not in done.stderr
+    assert f"q{evil}" in json.loads(said)["coverage"]["a.safetensors"]["skipped"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("cp1252", (r"\u65e5", r"é\ud83d\ude00\udcff")), ("utf-8", ("日", r"é😀\udcff")),
+     ("ascii", (r"\u65e5", r"\u00e9\ud83d\ude00\udcff"))],
+)  # fmt: skip
+def test_names_that_the_console_cannot_show(
+    tmp_path: Path, style: Path, nursery: Nursery, encoding: str, shown: tuple[str, str]
+) -> None:
+    """Shown with escapes that JSON knows; in the file, which is UTF-8, as near as can be."""
+    base, out = save(sd1(), tmp_path / "b").rename(tmp_path / ODD), tmp_path / f"{ODD}.safetensors"
+    log, err = tmp_path / "log", tmp_path / "err"
+    code = f"""if True:
+        import os, sys
+        from lora_merge.__main__ import start
+        os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdout = open(1, "w", encoding="{encoding}", closefd=False)
+        start()
+    """
+
+    def run(*arguments: object) -> str:
+        exit_code = nursery.wait(nursery.start([*map(str, arguments)], tmp_path, log=str(log), code=code))
+        assert (exit_code, err.read_bytes()) == (0, b"")
+        return log.read_bytes().decode(encoding)
+
+    told = json.loads(run(base, style, "-o", out, "--json", "--report", "r.json"))
+    assert told["output"] == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["output"] == str(out)
+    assert "".join(shown) in run("inspect", base)
+    (tmp_path / "j.yaml").write_text(
+        "version: 1\njobs: [{base: o.safetensors, adapters: [style.safetensors], output: 日.safetensors}]\n", "utf-8"
+    )
+    assert metadata(out.rename(tmp_path / "o.safetensors"))["modelspec.merged_from"] == "日é😀?, style.safetensors"
+    assert f"{shown[0]}.safetensors" in run("batch", "j.yaml")
+    assert json.loads(run("verify", "o.safetensors", "--json"))["proven"]
+
+
+@pytest.mark.parametrize("name", ["base", "lora", "merged"])
+def test_the_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, name: str) -> None:
+    mine = save({"x.weight": rand(2)}, tmp_path / f"{name}.safetensors")
+    before = mine.read_bytes()
+    _refused(run("demo", tmp_path), 2, tmp_path, mine.name)
+    assert mine.read_bytes() == before and list(tmp_path.iterdir()) == [mine]
+
+
+def test_the_demo_can_be_run_again_and_needs_a_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("demo", tmp_path / "demo")[0] == 0
+    looks = [sys.executable, "-c", "import sys; sys.exit('--overwrite' not in sys.argv)"]  # a merge takes seconds
+    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: looks)
+    assert run("demo", tmp_path / "demo")[0] == 0
+    _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
+
+
+def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(5)"])
+    assert run("demo", tmp_path / "demo")[0] == 5
+    monkeypatch.setattr("lora_merge.cli.demo.layout", full)
+    _refused(run("demo", tmp_path / "new"), 5, tmp_path, "no space left")
+
+
+@pytest.fixture
+def read_too(tmp_path: Path, model: Path, style: Path) -> list[Path]:
+    """What is read besides weights: a name table, a jobs file, the configuration of an adapter."""
+    table, jobs, peft = tmp_path / "map.yaml", tmp_path / "jobs.yaml", tmp_path / "peft"
+    shutil.copy(Path(program.__file__).parent / "models" / "architectures" / "sd1.yaml", table)
+    jobs.write_text(
+        f"version: 1\njobs: [{{base: {model.name}, adapters: [{style.name}, peft], map: map.yaml, output: o.safetensors}}]"
+    )
+    peft.mkdir()
+    save(kohya(sd1(), seed=3), peft / "adapter_model.safetensors")
+    (peft / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 2}')
+    return [table, jobs, peft / "adapter_config.json"]
+
+
+def test_no_report_and_no_output_replaces_what_is_read_too(
+    run: Run, tmp_path: Path, model: Path, style: Path, read_too: list[Path]
+) -> None:
+    table, jobs, config = read_too
+    before = [p.read_bytes() for p in read_too]
+    ours, peft = ["-o", tmp_path / "o.safetensors"], config.parent / "adapter_model.safetensors"
+    for place in (table, config):
+        refused = [run(model, style, peft, "--map", table, *ours, "--report", place),
+                   run(model, style, peft, "--map", table, "-o", place, "--overwrite")]  # fmt: skip
+        assert [code for code, _, _ in refused] == [2, 2], refused
+    for place in read_too:
+        assert run("batch", jobs, "--report", place)[0] == 2, place
+    text = jobs.read_text()
+    for place in ("jobs.yaml", "map.yaml", "peft/adapter_config.json"):
+        jobs.write_text(text.replace("o.safetensors", f"{place}, overwrite: true"))
+        assert run("batch", jobs)[0] in (2, 7), place
+    jobs.write_text(text)
+    assert [p.read_bytes() for p in read_too] == before
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_no_report_replaces_a_file_of_a_base_however_the_base_is_named(
+    run: Run, tmp_path: Path, model: Path, style: Path
+) -> None:
+    """By its folder or by its index: all files beside that one are the base. Beside a single file, others are not."""
+    folder, own = tmp_path / "base", tmp_path / "report.json"
+    folder.mkdir()
+    shard, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    shutil.copy(model, shard)
+    table = dict.fromkeys(load(shard), shard.name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    (folder / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for base in (folder, index):
+        for place in before:
+            code, _, said = run(base, style, "-o", tmp_path / "out", "--report", place)
+            assert (code, "over an input" in said) == (2, True), said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    own.write_text('{"error": null}\n')
+    assert run(model, style, "-o", tmp_path / "o.safetensors", "--report", own)[0] == 0

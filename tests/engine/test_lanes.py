@@ -1,0 +1,339 @@
+"""What threads queue on streams of one device, watched for races: a stand-in for compute-sanitizer where there is no GPU.
+
+The device is `meta`. Each lane's work stays queued until its stream is synchronised, which nobody else waits for, and
+memory that is freed goes to whoever allocates next on the stream that made it, as CUDA's allocator of torch has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lora_merge
+from lora_merge.engine import tensors as factors
+from lora_merge.engine.fold import Stack, fold
+from lora_merge.engine.parallelism import stack_size
+from lora_merge.engine.placement import Lane, Placement, _pinned, _stream, land, stage
+
+from ..support import load, rand, save
+
+META = Placement(torch.device("meta"), torch.float32)
+LORA = {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32)}
+aten = torch.ops.aten
+
+
+@dataclass
+class Work:
+    """One operation: the numbers of the storages that it reads and writes."""
+
+    name: str
+    reads: set[int]
+    writes: set[int]
+
+    def meets(self, other: Work) -> bool:
+        """Whether the order of the two matters."""
+        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
+
+
+class Stream:
+    """Work that is queued and not known to be done."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.queued, self.waited = device, list[Work](), False
+        device.streams.append(self)
+
+    def synchronize(self) -> None:
+        with self.device.lock:
+            self.device.sweep()
+            self.queued.clear()
+
+    def wait_stream(self, other: Stream) -> None:
+        """For the caller's, where nothing is queued here: its work would come first."""
+        assert other is self.device.streams[0]
+        self.waited = True
+
+
+@dataclass
+class Device:
+    """All streams, all storages, and the races found."""
+
+    streams: list[Stream] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    storages: dict[int, tuple[StorageWeakRef, int, Stream]] = field(default_factory=dict)
+    numbers: int = 0
+    lock: RLock = field(default_factory=RLock)
+
+    def number(self, tensor: Tensor, stream: Stream) -> int:
+        """The storage's own; an address is not used again while there is a weak reference to it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.numbers += 1
+            self.storages[storage._cdata] = (StorageWeakRef(storage), self.numbers, stream)
+        return self.storages[storage._cdata][1]
+
+    def sweep(self) -> None:
+        """Memory that was freed meanwhile: its stream may use it again at once, so no other may have work on it."""
+        for key, (storage, number, maker) in list(self.storages.items()):
+            if storage.expired():
+                del self.storages[key]
+                self.run(Work("what comes after its release", set(), {number}), maker, queue=False)
+
+    def run(self, work: Work, stream: Stream | None, *, queue: bool) -> None:
+        """Work of a stream, or of the host, which is in no order with what other streams have queued."""
+        for other in self.streams:
+            if other is not stream:
+                self.races += [f"{work.name} meets {w.name}" for w in other.queued if work.meets(w)]
+        if queue and stream is not None:
+            stream.queued.append(work)
+
+
+class Watching(TorchDispatchMode):
+    """Every operation of a thread: done at once on shapes, but for the device still queued."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        device, infos = self.stream.device, func._schema.arguments
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [a for a, i in zip(args, infos, strict=False) if i.alias_info and i.alias_info.is_write]
+        view = any(i.alias_info and not i.alias_info.is_write for i in infos)
+        with device.lock:
+            device.sweep()
+            down = func is aten.copy_.default and args[0].device.type == "cpu" and args[1].is_meta
+            out = args[0] if down else func(*args, **kwargs)
+            made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            if not view:
+                there = any(t.is_meta for t in (*inputs, *made))
+                writes = {device.number(t, self.stream) for t in [*made, *tree_leaves(written)]}
+                reads = {device.number(t, self.stream) for t in inputs} - writes
+                device.run(Work(str(func), reads, writes), self.stream if there else None, queue=True)
+                if there and any(not t.is_meta for t in inputs) and not kwargs.get("non_blocking", down):
+                    self.stream.synchronize()  # from memory that is not pinned, torch waits
+            return out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A fake device under real lanes."""
+    found = Device()
+    caller = Stream(found)
+
+    @contextmanager
+    def turn(stream: Stream) -> Iterator[None]:
+        with Watching(stream):
+            yield
+
+    for module in ("placement", "devices"):
+        monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
+    monkeypatch.setattr("lora_merge.engine.placement._queues", lambda device: device.type == "meta")
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
+    for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,
+                        "device": nullcontext}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    _stream.cache_clear()
+    yield found
+    _stream.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("lora", 9), ("oft", 9), ("lora", 1)])
+def test_lanes_share_factors_without_races(
+    kind: str, most: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge whose windows end, and give their factors' memory back, at the worst moment: while others use them.
+    Also where calls are made again, smaller, as more than `most` blocks do not fit."""
+    shared: list[factors.Kept] = []
+
+    class Kept(factors.Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            shared.append(self)
+
+    def late(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+        time.sleep(0.02)  # other lanes come that far too
+        shared[-1].clear()
+        if len(base) > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return fold(base, stacks)
+
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
+    monkeypatch.setattr("lora_merge.engine.fold_window.Kept", Kept)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": late})
+    shapes = (
+        {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
+    )
+    base = {f"layer.{n}.weight": rand(3072, 1024, seed=n).bfloat16() for n in range(3)}
+    adapter = {f"layer.{n}.{slot}": rand(*shape) for n in range(3) for slot, shape in shapes.items()}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    report = lora_merge.merge(*files, tmp_path / "o", verify=False, device="cpu", max_vram="160MiB", max_memory="64MiB")
+    assert len(report.notes) == (most == 1)
+    caller, *lanes = device.streams
+    assert len(lanes) > 1 and all(lane.waited for lane in lanes) and not caller.queued
+    assert device.numbers > 40
+    assert not device.races
+
+
+def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who names the device is told."""
+    files = (
+        save({f"m.{n}.weight": rand(64, 32, seed=n) for n in range(3)}, tmp_path / "b"),
+        save({f"m.{n}.{k}": rand(*s) for n in range(3) for k, s in LORA.items()}, tmp_path / "a"),
+    )
+    lora_merge.merge(*files, tmp_path / "want", device="cpu")
+
+    def full(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+        if base.is_meta:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return fold(base, stacks)
+
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": full})
+    report = lora_merge.merge(*files, tmp_path / "o")
+    assert "meta was short of memory: a block was folded on the CPU" in report.notes
+    assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()
+    assert all(torch.equal(t, load(tmp_path / "want")[k]) for k, t in load(tmp_path / "o").items())
+    with pytest.raises(lora_merge.MergeError, match="the device is out of memory"):
+        lora_merge.merge(*files, tmp_path / "p", device="cuda")
+    assert not device.races
+
+
+def test_the_watch_sees_what_it_is_for(device: Device) -> None:
+    """Memory freed under another lane's work, read before it is made, overwritten on its way up, read on its way down."""
+    one, other = Lane(META), Lane(META, 1)
+    host = torch.zeros(1, 4)
+
+    def made(lane: Lane) -> Tensor:
+        with torch.cuda.stream(lane.stream):  # type: ignore[arg-type]
+            return stage([host], META, lane)
+
+    theirs = made(one)
+    one.settle()
+    with torch.cuda.stream(other.stream):  # type: ignore[arg-type]
+        used = theirs + 1
+        del theirs
+        assert not device.races
+        device.sweep()
+        assert device.races == ["what comes after its release meets aten.add.Tensor"]
+    device.races.clear()
+    early = made(one)
+    with torch.cuda.stream(other.stream):  # type: ignore[arg-type]
+        early.add_(used)
+        assert len(device.races) == 1
+    one.settle()
+    other.settle()
+    device.races.clear()
+    up = made(one)
+    made(one)
+    assert any("aten.copy_" in r for r in device.races)
+    device.races.clear()
+    with one.turn():
+        land(up, [host], one)
+        assert not device.races
+        one.host("down", (1, 4), torch.float32).copy_(up, non_blocking=True)
+        one.host("down", (1, 4), torch.float32).add_(1)
+        assert len(device.races) == 1
+
+
+def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream's own way back, from another device's, starts that device up: half a gigabyte for nothing."""
+    order: list[str] = []
+
+    @contextmanager
+    def recorded(what: str, _at: object) -> Iterator[None]:
+        order.append(what)
+        yield
+        order.append(f"{what} left")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda at, name=name: recorded(name, at))
+    lane = Lane(Placement(torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    lane.stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)  # type: ignore[assignment]
+    with lane.turn():
+        order.append("work")
+    assert order == ["device", "stream", "work", "stream left", "device left"]
+
+
+def test_one_merge_after_the_other_uses_the_same_streams(device: Device) -> None:
+    """cuBLAS keeps a workspace for every stream that it has seen."""
+    for _ in range(3):
+        lanes = [Lane(META, n) for n in range(3)]
+    assert len({id(lane.stream) for lane in lanes}) == 3
+    assert len(device.streams) == 4, "the caller's, and three"
+
+
+class Logged(TorchDispatchMode):
+    """Where tensors are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [t.device.type for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+def test_what_is_on_the_device_never_comes_down_to_go_up_again(device: Device) -> None:
+    for kept, dtype in ((torch.float16, torch.float32), (torch.float32, torch.float32)):
+        given = [torch.empty(4, 6, dtype=kept, device="meta") for _ in range(2)]
+        with Logged() as log:
+            staged = stage(given, Placement(torch.device("meta"), dtype), Lane(META))
+            assert "cpu" not in log.made
+        assert (staged.shape, staged.dtype) == ((2, 4, 6), dtype)
+        one = stage(given[:1], Placement(torch.device("meta"), dtype))
+        assert one.untyped_storage()._cdata != given[0].untyped_storage()._cdata, "folds overwrite it"
+
+
+def test_without_pinned_memory_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.empty
+
+    def none(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return made(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", none)
+    assert _pinned(5, torch.float16).shape == (5,)
+
+
+def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[tuple[int, ...]] = []
+    bounds: list[object] = []
+
+    def counted(tensors: Sequence[Tensor], *more: Any) -> Tensor:
+        staged.extend(tuple(t.shape) for t in tensors)
+        return stage(tensors, *more)
+
+    def sized(at: Placement, max_vram: int | None, rows: int, cols: int) -> int:
+        bounds.append(max_vram)
+        return stack_size(at, max_vram, rows, cols)
+
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stage", counted)
+    monkeypatch.setattr("lora_merge.engine.fold_blocks.stack_size", sized)
+    factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
+    lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
+    assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]
+    assert set(bounds) == {2**26}

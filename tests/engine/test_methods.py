@@ -1,0 +1,367 @@
+"""How several adapters meet on one weight: `--method`. Run: pytest tests/engine/test_methods.py"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lora_merge
+from lora_merge.arguments import MergeOptions
+from lora_merge.batch.schema import Options
+from lora_merge.engine import blocks
+from lora_merge.engine.fold import RULES
+from lora_merge.engine.merge import run
+from lora_merge.errors import MergeError, VerificationFailed
+from lora_merge.methods import METHODS
+from lora_merge.planning.plan import coverage
+from lora_merge.planning.recipe import KEY
+from lora_merge.proof.replay import plan_again, prove
+
+from ..peft_oracle import Layers, assert_close, assert_same_function, train
+from ..peft_oracle import save as save_peft
+from ..support import Tensors, cli, load, metadata, rand, save
+
+W = 8
+KEYS = {
+    "x_embedder.weight": (W, 4), "transformer_blocks.0.norm1.linear.weight": (6 * W, W),
+    "transformer_blocks.0.attn.norm_added_q.weight": (W // 2,),
+    "time_text_embed.text_embedder.linear_1.weight": (W, 6),
+    **{f"transformer_blocks.0.attn.to_{n}.weight": (W, W) for n in "qkv"},
+    **{f"single_transformer_blocks.0.attn.to_{n}.weight": (W, W) for n in "qkv"},
+    "single_transformer_blocks.0.proj_mlp.weight": (4 * W, W),
+    "single_transformer_blocks.0.proj_out.weight": (W, 5 * W),
+}  # fmt: skip
+"""A tiny Flux as diffusers stores it: adapters may call q, k and v one weight, or three."""
+
+FUSED, PART = "lora_unet_double_blocks_0_img_attn_qkv", "transformer_transformer_blocks_0_attn_to_{}"
+MODULES = {FUSED: (3 * W, W), **{PART.format(n).replace("transformer_", "lora_transformer_", 1): (W, W) for n in "qkv"}}
+
+
+def flux(*, fused: bool) -> Tensors:
+    """The base in float64, q, k and v apart or as one tensor."""
+    split = {key: rand(*shape, seed=n, scale=0.5).double() for n, (key, shape) in enumerate(KEYS.items())}
+    if not fused:
+        return split
+    qkv = [split.pop(f"transformer_blocks.0.attn.to_{n}.weight") for n in "qkv"]
+    return {
+        "double_blocks.0.img_attn.qkv.weight": torch.cat(qkv),
+        "double_blocks.0.img_mod.lin.weight": split["transformer_blocks.0.norm1.linear.weight"],
+        "single_blocks.0.linear1.weight": rand(7 * W, W, seed=50).double(),
+    }
+
+
+def module(kind: str, name: str, seed: int) -> Tensors:
+    """One trained module of a kind, for a weight of the name's shape."""
+    out, cols = MODULES[name]
+
+    def draw(*shape: int, scale: float = 0.4) -> torch.Tensor:
+        return rand(*shape, seed=seed + len(found), scale=scale).double()
+
+    found: Tensors = {}
+    if kind in ("lora", "dora out", "dora in"):
+        found |= {"lora_up.weight": draw(out, 2), "lora_down.weight": draw(2, cols), "alpha": torch.tensor(2.0)}
+    if kind.startswith("dora"):
+        found["dora_scale"] = 1 + draw(*((out, 1) if kind == "dora out" else (1, cols))).abs()
+    if kind == "diff":
+        found["diff"] = draw(out, cols)
+    if kind == "ia3":
+        found |= {"weight": draw(out, 1), "on_input": torch.tensor(False)}  # noqa: FBT003
+    if kind == "diag-oft":
+        found["oft_blocks"] = draw(out // 4, 4, 4)
+    if kind == "boft":
+        found["oft_blocks"] = draw(2, out // 4, 4, 4)
+    if kind == "glora":
+        pairs = {"a1": (cols, 2), "a2": (2, cols), "b1": (out, 2), "b2": (2, cols)}
+        found |= {f"{slot}.weight": draw(*shape) for slot, shape in pairs.items()} | {"alpha": torch.tensor(2.0)}
+    return {f"{name}.{ending}": value for ending, value in found.items()}
+
+
+KINDS = ("lora", "dora out", "dora in", "diff", "ia3", "diag-oft", "boft", "glora")
+ADDED = ("lora", "diff")
+"""Kinds whose change does not depend on the base."""
+
+ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from(list(MODULES)), st.sampled_from([1.0, 0.6, -0.5]))
+
+
+def in_steps(base: Tensors, adapters: Sequence[tuple[Tensors, float]]) -> Tensors:
+    """One merge after the other, without rounding in between."""
+    for adapter in adapters:
+        base = lora_merge.merge_state_dict(base, [adapter], compute_dtype="fp64")
+    return base
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(chosen=st.lists(ONE, min_size=2, max_size=4), largest=st.sampled_from([1, 40, 2**20]))
+def test_to_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[Any], largest: int) -> None:  # noqa: FBT001
+    base = flux(fused=fused)
+    adapters = [(module(kind, name, seed=10 * n), s) for n, (kind, name, s) in enumerate(chosen)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+        got = lora_merge.merge_state_dict(base, adapters, method="compose", compute_dtype="fp64")
+    for key, value in in_steps(base, adapters).items():
+        torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("pair", [("lora", "diff"), ("boft", "lora"), ("dora in", "diff")])
+def test_where_no_later_formula_reads_the_base_both_methods_are_one(fused: bool, pair: tuple[str, str]) -> None:  # noqa: FBT001
+    base = flux(fused=fused)
+    adapters = [(module(kind, FUSED, seed=n), 0.7) for n, kind in enumerate(pair)]
+    by = [lora_merge.merge_state_dict(base, adapters, method=m, compute_dtype="fp64") for m in METHODS]
+    for key, value in by[0].items():
+        torch.testing.assert_close(by[1][key], value, rtol=1e-12, atol=1e-13, msg=key)
+
+
+LINEAR = ["wide", "tall", "square"]
+TRAINED: dict[str, dict[str, Any]] = {
+    "OFT": {"oft_block_size": 4, "r": 0, "use_cayley_neumann": False},
+    "BOFT": {"boft_block_size": 4, "boft_n_butterfly_factor": 2},
+    "HRA": {"r": 4},
+    "Road": {"variant": "road_4", "group_size": 4},
+    "IA3": {"feedforward_modules": ["tall"]},
+    "Lora": {"r": 4, "lora_alpha": 6, "use_dora": True},
+    "Hira": {"r": 4},
+    "LoHa": {"r": 3, "alpha": 5},
+    "Glora": {"r": 4},
+}
+TURNING = ("OFT", "BOFT", "HRA", "Road", "IA3")
+"""Those that multiply the weight."""
+
+
+def peft_config(name: str) -> Any:
+    import peft
+
+    return getattr(peft, f"{name}Config")(target_modules=LINEAR, **TRAINED[name])
+
+
+def peft_pair(name: str, folder: Path) -> list[Path]:
+    """Two trained adapters of a method, as PEFT saves them."""
+    for seed in range(2):
+        _, tuned = train(peft_config(name), 0.3 - 0.1 * seed)
+        with torch.no_grad():  # not the first one on another scale
+            for parameter_name, p in tuned.named_parameters():
+                if p.requires_grad and seed:
+                    p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(parameter_name))))
+        save_peft(tuned, folder / f"{seed}")
+    return [folder / "0", folder / "1"]
+
+
+def layers() -> Layers:
+    """The model that `train` starts from."""
+    torch.manual_seed(11)
+    return Layers()
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT has much to say of second adapters
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_is_what_peft_merges_one_after_the_other(name: str, order: tuple[int, int], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folders = [peft_pair(name, tmp_path)[n] for n in order]
+    ours = lora_merge.merge_state_dict(layers().state_dict(), folders, method="compose", compute_dtype="fp64")
+    model: Any = layers()
+    for folder in folders:
+        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    for key, value in model.state_dict().items():
+        assert_close(ours[key], value, key)
+    if name in TURNING:  # DoRA's norms are those of the untouched weight when PEFT merges several at once
+        model = PeftModel.from_pretrained(layers(), str(folders[0]), adapter_name="first")
+        model.load_adapter(str(folders[1]), adapter_name="second")
+        both = ["first", "second"]
+        model.base_model.set_adapter(both[::-1] if name == "OFT" else both)  # its forward pass turns the order round
+        model.eval()
+        assert_same_function(layers(), model, ours, LINEAR)
+        for key, value in model.merge_and_unload(adapter_names=both).state_dict().items():
+            assert_close(ours[key], value, f"at once: {key}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["OFT", "BOFT", "HRA", "Road"])
+def test_the_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:
+    folders, state = peft_pair(name, tmp_path), layers().state_dict()
+    one, two = (lora_merge.merge_state_dict(state, some, method="compose") for some in (folders, folders[::-1]))
+    assert any(not torch.allclose(one[key], two[key]) for key in state)
+
+
+def made(folder: Path, kinds: Sequence[str], *, fused: bool = False, **options: Any) -> Path:
+    """A merge of an adapter of one part with such adapters of all three, as files `0`, `1` …."""
+    base = save({k: v.float() for k, v in flux(fused=fused).items()}, folder / "base.safetensors")
+    some = [module("lora", list(MODULES)[2], seed=90), *(module(kind, FUSED, seed=n) for n, kind in enumerate(kinds))]
+    adapters = [
+        (save({k: v.float() for k, v in tensors.items()}, folder / f"{n}.safetensors"), 0.7)
+        for n, tensors in enumerate(some)
+    ]
+    lora_merge.merge(base, adapters, folder / "out.safetensors", **options)
+    return folder / "out.safetensors"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kinds", [("boft", "dora in"), ("glora", "diag-oft", "dora out"), ("ia3", "ia3", "boft")])
+def test_a_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    out = made(tmp_path, kinds, fused=fused, method="compose")
+    assert json.loads(metadata(out)[KEY])["method"] == "compose"
+    for full in (False, True):
+        proof = prove(out, full=full)
+        assert proof["proven"] and 0 < proof["tensors"] <= proof["changed"]
+    assert proof["tensors"] == proof["changed"]
+    again = run(plan_again(out, tmp_path / "again.safetensors"))
+    assert again.method == "compose"
+    assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("made_by", METHODS)
+def test_a_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) -> None:
+    out = made(tmp_path, ("boft", "diag-oft"), method=made_by)
+    plain = save(load(out), tmp_path / "plain.safetensors")
+    named = {
+        "base": tmp_path / "base.safetensors",
+        "adapters": [(tmp_path / f"{n}.safetensors", 0.7) for n in range(3)],
+    }
+    assert prove(plain, **named, options={"method": made_by})["proven"]
+    other = next(m for m in METHODS if m != made_by)
+    with pytest.raises(VerificationFailed):
+        prove(plain, **named, options={"method": other})
+
+
+def test_a_recipe_without_a_method_is_that_of_a_sum(tmp_path: Path) -> None:
+    out = made(tmp_path, ("boft", "diag-oft"))
+    assert "method" not in json.loads(metadata(out)[KEY])
+    assert prove(out, full=True)["proven"]
+
+
+def notes(base: Tensors, adapters: Sequence[tuple[str, Tensors]], folder: Path, **options: Any) -> dict[str, list[str]]:
+    """Adapter → its notes, by a dry run."""
+    weights = save(base, folder / "base.safetensors")
+    files = [save(tensors, folder / name) for name, tensors in adapters]
+    plan = lora_merge.plan(weights, files, folder / "o.safetensors", **options)
+    return {m.adapter.path.name: [n for n in m.notes if "--method" in n] for m in plan.adapters}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(chosen=st.lists(ONE, min_size=2, max_size=3), fused=st.booleans())
+def test_a_note_tells_whenever_the_methods_differ_and_only_then(
+    chosen: list[Any],
+    fused: bool,  # noqa: FBT001
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    base = flux(fused=fused)
+    adapters = [(f"{n}.safetensors", module(kind, name, seed=10 * n)) for n, (kind, name, _) in enumerate(chosen)]
+    folder = tmp_path_factory.mktemp("notes")
+    told = notes(base, adapters, folder)
+    for n in range(1, len(chosen)):
+        some = [tensors for _, tensors in adapters[: n + 1]]
+        by = [lora_merge.merge_state_dict(base, some, method=m, compute_dtype="fp64") for m in METHODS]
+        before = [lora_merge.merge_state_dict(base, some[:-1], method=m, compute_dtype="fp64") for m in METHODS]
+        own = [{k: by[m][k] - before[m][k] for k in base} for m in range(2)]  # what the last one does
+        differ = any(not torch.allclose(own[0][k], own[1][k], atol=1e-9) for k in base)
+        assert bool(told[f"{n}.safetensors"]) == differ, chosen
+    assert not any(notes(base, adapters, folder, method="compose").values())
+
+
+def test_the_note_names_modules_and_adapters(tmp_path: Path) -> None:
+    adapters = [("first.safetensors", module("boft", FUSED, 0)), ("second.safetensors", module("diag-oft", FUSED, 1))]
+    told = notes(flux(fused=False), adapters, tmp_path)
+    assert told["first.safetensors"] == []
+    (note,) = told["second.safetensors"]
+    assert FUSED in note and "first.safetensors" in note and "--method compose" in note
+
+
+def test_jobs_of_both_methods_share_one_read_and_are_told_apart(tmp_path: Path) -> None:
+    """Each gives what it gives by itself; an output of the other method is none of its own."""
+    kinds = ("boft", "diag-oft", "dora in")
+    single = {m: made(tmp_path, kinds, method=m, overwrite=True).read_bytes() for m in METHODS}
+    assert single["sum"] != single["compose"]
+    adapters = [{"path": f"{n}.safetensors", "strength": 0.7} for n in range(4)]
+    job = {"base": "base.safetensors", "adapters": adapters}
+    jobs = [{**job, "method": m, "output": f"{m}.safetensors"} for m in METHODS]
+    jobs.append({**job, "output": "default.safetensors"})
+    path = tmp_path / "jobs.yaml"
+    path.write_text(json.dumps({"version": 1, "jobs": jobs}))
+    for status in ("merged", "skipped"):
+        assert [report.status for report in lora_merge.run_batch(path)] == [status] * 3
+    for name, method in (("sum", "sum"), ("compose", "compose"), ("default", "sum")):
+        assert (tmp_path / f"{name}.safetensors").read_bytes() == single[method]
+    jobs[1]["method"] = "sum"
+    path.write_text(json.dumps({"version": 1, "defaults": {"method": "compose"}, "jobs": jobs}))
+    told = {report.number: report.error for report in lora_merge.run_batch(path)}
+    assert told.pop(1) is None
+    assert all("another recipe" in str(error) for error in told.values()) and len(told) == 2
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float64, torch.bfloat16)]
+)
+def test_any_mixture_of_dtypes_is_composed_in_the_compute_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    base = {key: value.to(dtypes[0]) for key, value in flux(fused=False).items()}
+    kinds = ("lora", "boft", "dora in", "glora")
+    adapters = [
+        ({k: v.to(dtypes[n % 2]) for k, v in module(kind, FUSED, n).items()}, 0.7) for n, kind in enumerate(kinds)
+    ]
+    wide = [({k: v.double() for k, v in tensors.items()}, s) for tensors, s in adapters]
+    got = lora_merge.merge_state_dict(base, adapters, method="compose")
+    for key, exact in in_steps({key: value.double() for key, value in base.items()}, wide).items():
+        assert got[key].dtype == dtypes[0]
+        bound = 2e-2 if dtypes[0] == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(got[key].double(), exact, rtol=bound, atol=bound, msg=key)
+        before = base[key].double()
+        assert torch.equal(before, exact) == torch.equal(got[key], base[key])
+
+
+@pytest.mark.parametrize("order", list(permutations(range(1, 4), 2)))
+def test_neighbouring_rows_are_not_the_same_rows(order: tuple[int, int], tmp_path: Path) -> None:
+    """q, k and v of one tensor: adapters of two of them do not meet."""
+    names = [list(MODULES)[n] for n in order]
+    some = [(f"{n}.safetensors", module("boft", name, n)) for n, name in enumerate(names)]
+    assert not any(notes(flux(fused=True), some, tmp_path).values())
+
+
+def test_a_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
+    """Not of modules that have no place and are skipped, nor of those that strength 0 leaves out; in every report."""
+    stray = {key.replace("qkv", "elsewhere"): value for key, value in module("diag-oft", FUSED, 1).items()}
+    some = [module("boft", FUSED, 0) | stray, module("diag-oft", FUSED, 1) | stray]
+    base = save(flux(fused=True), tmp_path / "base.safetensors")
+    words = [base, *(save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate(some))]
+    for method, factor in (("sum", "1"), ("sum", "0"), ("compose", "1")):
+        parts = {"re:img_attn": float(factor)}
+        options = {"method": method, "unmatched": "skip", "strength_for": parts, "overwrite": True}
+        plan = lora_merge.plan(base, words[1:], tmp_path / "o.safetensors", **options)
+        report = lora_merge.merge(base, words[1:], tmp_path / "o.safetensors", **options)
+        assert coverage(plan) == report.coverage
+        told = [note for one in report.coverage.values() for note in one["notes"] if "--method" in note]
+        assert len(told) == (method == "sum" and factor == "1")
+        assert not told or (FUSED in told[0] and "elsewhere" not in told[0] and "0.safetensors" in told[0])
+        assert all(len(one["skipped"]) == 1 for one in report.coverage.values())
+    dry = cli(*words, "--unmatched", "skip", "--dry-run", "--json", "-o", tmp_path / "p.safetensors")
+    assert sum("--method" in note for one in json.loads(dry.stdout)["coverage"].values() for note in one["notes"]) == 1
+
+
+def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
+    assert RULES.keys() == METHODS.keys()
+    literal = eval(str(MergeOptions.__annotations__["method"].__forward_arg__), {"Literal": Literal})
+    assert get_args(literal) == tuple(METHODS)
+    (field,) = [a for a in get_args(Options.model_fields["method"].annotation) if get_args(a)]
+    assert get_args(field) == tuple(METHODS)
+
+
+def test_the_command_line_takes_it(tmp_path: Path) -> None:
+    made(tmp_path, ("boft", "diag-oft"), method="compose")
+    words = [tmp_path / "base.safetensors", *(f"{tmp_path}/{n}.safetensors:0.7" for n in range(3))]
+    done = cli(*words, "-o", tmp_path / "b.safetensors", "--method", "compose", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["method"] == "compose"
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
+    for wrong in ("ties", ""):
+        refused = cli(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
+        assert refused.returncode == 2 and re.search("use sum or compose", refused.stderr)
+    with pytest.raises(MergeError, match="method"):
+        lora_merge.merge_state_dict(flux(fused=True), module("boft", FUSED, 0), method=None)  # type: ignore[typeddict-item]

@@ -1,0 +1,120 @@
+"""Whole merges through streams and pinned memory of a GPU that is not there (pretended_cuda.py), values and all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.engine.devices import _loaded
+from lora_merge.engine.placement import _stream, odd
+from lora_merge.errors import TooLarge
+
+from ..pretended_cuda import Pretended, Stream, pretended_cuda
+from ..support import Tensors, load, rand, save
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    """Two devices."""
+    _stream.cache_clear()
+    with pretended_cuda(monkeypatch) as found:
+        yield found
+    _stream.cache_clear()
+    _loaded.clear()
+
+
+def model() -> Tensors:
+    return {f"m.{n}.weight": rand(96, 64, seed=n).half() for n in range(24)} | {"other.weight": rand(8, 8)}
+
+
+def adapter() -> Tensors:
+    """LoRA, DoRA, LoHa, OFT in turn."""
+    found: Tensors = {}
+    for n in range(24):
+        up, down = rand(96, 4, seed=n), rand(4, 64, seed=n + 50)
+        lora = {"lora_up.weight": up, "lora_down.weight": down}
+        skew = rand(12, 8, 8, seed=n)
+        mine = [
+            lora, lora | {"dora_scale": rand(96, 1, seed=n).abs() + 1},
+            {"hada_w1_a": up, "hada_w1_b": down, "hada_w2_a": up + 1, "hada_w2_b": down - 1},
+            {"oft_blocks": skew - skew.mT},
+        ][n % 4]  # fmt: skip
+        found |= {f"m.{n}.{k}": t for k, t in mine.items()}
+    return found
+
+
+def close(got: Tensors, want: Tensors) -> bool:
+    return got.keys() == want.keys() and all(
+        got[k].shape == t.shape and bool(((got[k].double() - t.double()).abs() <= 2e-3 * t.double().abs() + 1e-3).all())
+        for k, t in want.items()
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return save(model(), tmp_path / "b"), save(adapter(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda:1", "cuda:0,cuda:1"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp32", "compute_dtype": "fp64"}], ids=["kept", "fp64"])
+def test_merges_are_what_they_are_on_the_cpu(
+    device: str, options: dict[str, str], files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    lora_merge.merge(*files, tmp_path / "want", device="cpu", **options)  # type: ignore[arg-type]
+    assert not cuda.counts
+    report = lora_merge.merge(*files, tmp_path / "got", device=device, **options)  # type: ignore[arg-type]
+    assert report.device == ("cuda:0" if device == "auto" else device)
+    assert not report.notes
+    assert close(load(tmp_path / "got"), load(tmp_path / "want"))
+    assert not cuda.races
+    assert cuda.counts["aten::baddbmm_"] <= 3, "six layers of LoRA in one call, or a window's"
+    assert cuda.counts["down"] <= 8, "one for a kind, and none that is waited for"
+    assert not cuda.counts["down and waited for"]
+
+
+def test_what_is_read_before_it_is_there_is_seen(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
+    The device's own look at them would wait for it."""
+    monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.devices.unusable", lambda _: "")
+    monkeypatch.setattr("lora_merge.engine.devices._load_decompositions", lambda _: None)
+    monkeypatch.setattr(Stream, "synchronize", lambda _: None)
+    plain = {k: t for k, t in adapter().items() if not int(k.split(".")[1]) % 4}
+    lora = save(plain, tmp_path / "lora")
+    with pytest.raises(lora_merge.MergeError, match="not what base and adapters give"):
+        lora_merge.merge(files[0], lora, tmp_path / "got", device="cuda:0")
+    assert cuda.counts
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp8_e4m3fn", "fp8_e5m2"])
+def test_numbers_too_large_are_seen_on_the_device_and_counted(
+    dtype: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one more look at them on the host."""
+    looked: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "lora_merge.engine.placement.odd", lambda t: looked.append((t.device.type, t.numel())) or odd(t)
+    )
+    limit = {"keep": 65520.0, "fp8_e4m3fn": 464.1, "fp8_e5m2": 61440.0}[dtype]
+    up, down = torch.zeros(96, 1), torch.zeros(1, 64)
+    up[7], down[0, :3] = 2 * limit, torch.tensor([1.0, -1.0, 0.1])
+    weights = {k: v for k, v in model().items() if k[2] == "0" or k == "other.weight"}
+    base = save({k: v.half() for k, v in weights.items()}, tmp_path / "b")
+    lora = save({"m.0.lora_up.weight": up, "m.0.lora_down.weight": down}, tmp_path / "a")
+    out = tmp_path / "o"
+    with pytest.raises(TooLarge) as caught:
+        lora_merge.merge(base, lora, out, device="cuda:0", dtype=dtype)
+    assert caught.value.where == f"{out}: m.0.weight"
+    looked.clear()
+    report = lora_merge.merge(base, lora, out, device="cuda:0", dtype=dtype, on_overflow="saturate")
+    assert report.saturated == {"m.0.weight": 2}
+    assert [device for device, numbers in looked if numbers == 96 * 64] == ["cuda"]
+    assert not cuda.races

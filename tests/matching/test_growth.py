@@ -1,0 +1,89 @@
+"""Adapters that make a weight larger: Flux control LoRAs, reshape_weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import FitError
+
+from ..support import Tensors, flux_control, load, rand, save
+
+
+def flux() -> Tensors:
+    return {
+        "img_in.weight": rand(12, 4), "img_in.bias": rand(12),
+        "double_blocks.0.img_attn.norm.key_norm.scale": rand(6), "double_blocks.0.img_attn.qkv.weight": rand(36, 12),
+        "single_blocks.0.norm.key_norm.scale": rand(6, seed=3), "single_blocks.0.linear1.weight": rand(84, 12),
+        "final_layer.linear.weight": rand(4, 12),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_a_flux_control_lora_widens_img_in(tmp_path: Path, strength: float) -> None:
+    base, lora = save(flux(), tmp_path / "b.safetensors"), save(flux_control(12), tmp_path / "a.safetensors")
+    lora_merge.merge(base, [(lora, strength)], tmp_path / "o.safetensors")
+    got, w, a = load(tmp_path / "o.safetensors"), flux(), flux_control(12)
+    padded = torch.cat([w["img_in.weight"], torch.zeros(12, 4)], dim=1)
+    delta = a["img_in.lora_B.weight"] @ a["img_in.lora_A.weight"]
+    torch.testing.assert_close(got["img_in.weight"], padded + strength * delta)
+    torch.testing.assert_close(got["img_in.bias"], w["img_in.bias"] + strength * a["img_in.lora_B.bias"])
+    key = "single_blocks.0.norm.key_norm.scale"
+    torch.testing.assert_close(got[key], w[key] + strength * (a[key] - w[key]))
+    assert torch.equal(got["final_layer.linear.weight"], w["final_layer.linear.weight"])
+
+
+def test_reshape_weight_pads_before_anything_is_added(tmp_path: Path) -> None:
+    base = {"m.a.weight": rand(6, 4), "m.b.weight": rand(3, 3)}
+    lora = {
+        "m.a.lora_up.weight": rand(8, 2),
+        "m.a.lora_down.weight": rand(2, 5),
+        "m.a.reshape_weight": torch.tensor([8, 5]),
+    }
+    merged = lora_merge.merge_state_dict(base, lora)["m.a.weight"]
+    padded = torch.zeros(8, 5)
+    padded[:6, :4] = base["m.a.weight"]
+    torch.testing.assert_close(merged, padded + lora["m.a.lora_up.weight"] @ lora["m.a.lora_down.weight"])
+    save(base, tmp_path / "b.safetensors")
+    lora_merge.merge(
+        tmp_path / "b.safetensors", save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors", dtype="bf16"
+    )
+    assert torch.equal(load(tmp_path / "o.safetensors")["m.a.weight"], merged.bfloat16())
+
+
+def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
+    base = {"m.a.weight": rand(6, 4)}
+    lora = {
+        "m.a.lora_up.weight": rand(5, 2),
+        "m.a.lora_down.weight": rand(2, 4),
+        "m.a.reshape_weight": torch.tensor([5, 4]),
+    }
+    with pytest.raises(FitError, match="smaller"):
+        lora_merge.merge_state_dict(base, lora)
+    with pytest.raises(FitError, match="number of axes"):
+        lora_merge.merge_state_dict(base, lora | {"m.a.reshape_weight": torch.tensor([5, 4, 1])})
+    wider = {k: v for k, v in flux_control(12).items() if "norm" not in k}
+    with pytest.raises(FitError):
+        lora_merge.merge_state_dict(flux(), wider)
+
+
+def test_two_adapters_that_disagree_about_the_size_are_refused() -> None:
+    plain = {"img_in.lora_A.weight": rand(2, 4), "img_in.lora_B.weight": rand(12, 2)}
+    with pytest.raises(FitError, match="larger"):
+        lora_merge.merge_state_dict(flux(), [flux_control(12), plain])
+
+
+def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: Path) -> None:
+    weight, up, down, magnitude = rand(6, 4), rand(8, 2), rand(2, 5), rand(8, 1, seed=4).abs() + 1
+    lora = {"m.a.lora_up.weight": up, "m.a.lora_down.weight": down, "m.a.dora_scale": magnitude}
+    lora["m.a.reshape_weight"] = torch.tensor([8, 5])
+    base = save({"m.a.weight": weight}, tmp_path / "b.safetensors")
+    lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors", verify=True)
+    v = torch.zeros(8, 5).double()
+    v[:6, :4] = weight
+    v += up.double() @ down.double()
+    exact = magnitude * v / v.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(load(tmp_path / "o.safetensors")["m.a.weight"].double(), exact, rtol=0, atol=2e-6)

@@ -1,0 +1,173 @@
+"""Adapters on bases that they were not made for: refused from headers, in a sentence that names both sides."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import FitError, InputError, ShapeMismatch
+from lora_merge.files.layout_check import layout
+
+from ..support import load, rand, save
+
+HEADERS = Path(__file__).parents[1] / "headers"
+
+
+def shapes(inventory: str) -> dict[str, tuple[int, ...]]:
+    table = json.loads(gzip.decompress((HEADERS / f"{inventory}.json.gz").read_bytes()))
+    return {name: tuple(shape) for name, shape in table.items()}
+
+
+def hollow(tensors: dict[str, tuple[int, ...]], path: Path) -> Path:
+    """A file of full size without its data."""
+    header = layout([(name, "BF16", shape) for name, shape in tensors.items()], {}, 0)
+    with path.open("wb") as f:
+        f.write(header)
+        f.truncate(len(header) + sum(2 * prod(s) for s in tensors.values()))
+    return path
+
+
+def adapter(inventory: str, prefix: str, path: Path, keep: Callable[[str], bool] = lambda _: True) -> Path:
+    """A rank-4 LoRA on every linear layer of an inventory."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes(inventory).items():
+        if key.endswith(".weight") and len(shape) == 2 and keep(key):
+            name = prefix + key.removesuffix(".weight").replace(".", "_")
+            tensors |= {f"{name}.lora_up.weight": (shape[0], 4), f"{name}.lora_down.weight": (4, shape[1])}
+    return hollow(tensors, path)
+
+
+def attention(key: str) -> bool:
+    return "attn" in key
+
+
+PAIRS = [
+    # adapter's inventory, base's inventory, words for the adapter, words for the base
+    ("diffusers/sd15", "single-file/sdxl", "Stable Diffusion 1", "Stable Diffusion XL"),
+    ("native/sdxl", "single-file/sd1", "Stable Diffusion XL", "Stable Diffusion 1"),
+    ("native/wan-i2v-14B", "native/wan-t2v-14B", "I2V", "T2V or 2.2"),
+    ("native/wan-t2v-14B", "native/wan-i2v-14B", "T2V or 2.2", "I2V"),
+    ("native/wan-t2v-1.3B", "native/wan-t2v-14B", "1.3B", "14B"),
+    ("native/wan-t2v-14B", "native/wan-t2v-1.3B", "14B", "1.3B"),
+    ("native/flux-dev", "native/qwen-image", "Flux.1", "Qwen-Image"),
+]
+
+
+@pytest.mark.parametrize(("made_for", "given", "theirs", "ours"), PAIRS)
+def test_both_sides_are_named(tmp_path: Path, made_for: str, given: str, theirs: str, ours: str) -> None:
+    base = hollow(shapes(given), tmp_path / "base.safetensors")
+    lora = adapter(made_for, "lora_unet_", tmp_path / "lora.safetensors", attention)
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(base, lora, tmp_path / "out.safetensors")
+    text = str(e.value)
+    assert e.value.exit_code == 4
+    assert theirs in text, text
+    assert ours in text, text
+
+
+@pytest.mark.parametrize("given", ["native/flux-dev", "native/qwen-image", "native/wan-t2v-14B"])
+@pytest.mark.parametrize("made_for", ["diffusers/sd15", "diffusers/sdxl"])
+def test_another_model_is_named_before_encoders_that_the_base_lacks(tmp_path: Path, made_for: str, given: str) -> None:
+    """Names of the UNet fit no better than those of its text encoders."""
+    base = hollow(shapes(given), tmp_path / "base.safetensors")
+    tensors = {}
+    for key, (rows, *cols) in shapes(made_for).items():
+        if key.endswith(("attn1.to_q.weight", "attn2.to_k.weight")):
+            name = f"unet.{key.removesuffix('.weight')}"
+            tensors |= {f"{name}.lora_A.weight": (4, *cols), f"{name}.lora_B.weight": (rows, 4)}
+    for encoder in ("text_encoder", "text_encoder_2"):
+        for layer in range(90):  # more modules than the UNet has
+            name = f"{encoder}.text_model.encoder.layers.{layer}.self_attn.q_proj"
+            tensors |= {f"{name}.lora_A.weight": (4, 768), f"{name}.lora_B.weight": (768, 4)}
+    with pytest.raises(FitError, match="no module") as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "looks made for Stable Diffusion" in e.value.fix and "text encoder" not in e.value.fix
+
+
+def test_a_doubtful_pair_can_be_merged_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
+    base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")
+    lora = adapter("native/wan-t2v-14B", "lora_unet_", tmp_path / "lora.safetensors", attention)
+    monkeypatch.setattr(
+        "lora_merge.disk.writer.free_bytes", lambda _: 1 << 40
+    )  # the plan of a 33 GB file asks for room
+    plan = lora_merge.plan(base, lora, tmp_path / "out.safetensors", unmatched="skip")
+    assert any("T2V" in note for note in plan.adapters[0].notes)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(2, 4), (1, 8)])
+@pytest.mark.parametrize("up", [(8, 4, 1, 1), (8, 1, 1, 1)], ids=["kohya", "PEFT"])
+def test_a_branch_beside_a_grouped_convolution_has_no_place_in_its_weight(
+    tmp_path: Path, channels: int, groups: int, up: tuple[int, ...]
+) -> None:
+    """PEFT refuses to merge it too: "Merging is not supported for _ConvNd layers with groups > 1"."""
+    base = hollow({"conv.weight": (8, channels, 3, 3)}, tmp_path / "base.safetensors")
+    tensors = {"conv.lora_down.weight": (4, 8, 3, 3), "conv.lora_up.weight": up}
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "conv" in e.value.where
+    assert f"a convolution in {groups} groups" in e.value.fix
+
+
+@pytest.mark.parametrize("down", [(4, 5, 3, 3), (4, 8, 1, 1), (4, 8, 3, 5)])
+def test_other_misfits_have_nothing_to_do_with_groups(tmp_path: Path, down: tuple[int, ...]) -> None:
+    base = hollow({"conv.weight": (8, 2, 3, 3)}, tmp_path / "base.safetensors")
+    tensors = {"conv.lora_down.weight": down, "conv.lora_up.weight": (8, 4, 1, 1)}
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(base, hollow(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors")
+    assert "groups" not in e.value.fix
+
+
+@pytest.mark.parametrize("alpha", ["inf", "-inf", "nan"])
+def test_an_alpha_that_is_no_number_is_the_fault_of_the_adapter(tmp_path: Path, alpha: str) -> None:
+    base = hollow({"layer.weight": (8, 8)}, tmp_path / "base.safetensors")
+    tensors = {"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}
+    lora = save(tensors | {"layer.alpha": torch.tensor(float(alpha))}, tmp_path / "lora.safetensors")
+    with pytest.raises(InputError, match=f"alpha is {alpha}\n") as e:
+        lora_merge.plan(base, lora, tmp_path / "out.safetensors")
+    assert e.value.where == f"{lora}: layer.alpha"
+
+
+def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
+    base = save({"layer.weight": torch.ones(8, 8, dtype=torch.int8)}, tmp_path / "base.safetensors")
+    lora = save({"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}, tmp_path / "l.safetensors")
+    with pytest.raises(FitError, match="whole numbers") as e:
+        lora_merge.plan(base, lora, tmp_path / "out.safetensors")
+    assert e.value.where == f"{base}: layer.weight is I8"
+
+
+def test_a_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> None:
+    """As where a text-to-video adapter meets an image-to-video model: all layers fit but the first."""
+    base = {f"{n}.weight": rand(8, 4, seed=i) for i, n in enumerate(("patch_embedding", "blocks.0.q", "blocks.0.k"))}
+    lora = {f"{n}.lora_B.weight": rand(8, 2) for n in ("patch_embedding", "blocks.0.q", "blocks.0.k")}
+    lora |= {k.replace("lora_B", "lora_A"): rand(2, 2 if "patch" in k else 4) for k in lora}
+    model, whole = save(base, tmp_path / "base.safetensors"), save(lora, tmp_path / "whole.safetensors")
+    for strength, parts in ((1, {}), (1, {"re:blocks": 0}), (0, {}), (0, {"re:patch": 0}), (1, {"re:patch": 0.5})):
+        with pytest.raises(ShapeMismatch, match=r"patch_embedding") as error:
+            lora_merge.plan(model, [(whole, strength)], tmp_path / "out.safetensors", strength_for=parts)
+        assert error.value.fix.endswith("leave out what does not fit with --strength-for re:NAME=0")
+    report = lora_merge.merge(model, whole, tmp_path / "out.safetensors", strength_for={"re:patch": 0})
+    assert any(
+        "patch_embedding: it does not fit the base, and is left out" in n for n in report.coverage[whole.name]["notes"]
+    )
+    fitting = {k: v for k, v in lora.items() if "patch" not in k}
+    wanted = lora_merge.merge_state_dict(base, fitting)
+    got = load(tmp_path / "out.safetensors")
+    assert all(torch.equal(got[k], wanted[k]) for k in wanted)
+    split = {f"double_blocks.0.img_attn.qkv.lora_{x}.weight": rand(*s) for x, s in (("A", (2, 9)), ("B", (24, 2)))}
+    flux = {f"transformer_blocks.0.attn.{n}.weight": rand(8, 8) for n in ("to_q", "to_k", "to_v")}
+    flux |= {f"single_transformer_blocks.0.{n}.weight": rand(8, 8) for n in ("proj_mlp", "attn.to_q")}
+    for name in ("x_embedder", "transformer_blocks.0.norm1.linear", "time_text_embed.text_embedder.linear_1"):
+        flux[f"{name}.weight"] = rand(8, 8)
+    flux["transformer_blocks.0.attn.norm_added_q.weight"] = rand(8)
+    with pytest.raises(ShapeMismatch):  # one of three tensors that it would change
+        lora_merge.merge_state_dict(flux, split, strength_for={"re:to_q": 0})
+    done = lora_merge.merge_state_dict(flux, split, strength_for={r"re:attn\.to_": 0})
+    assert all(torch.equal(done[k], flux[k]) for k in flux)

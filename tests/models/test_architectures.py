@@ -1,0 +1,545 @@
+"""The tables against independent row maps, and the notation itself.
+
+Oracle: the checkpoint converters of diffusers. Every row of a native checkpoint carries its own number
+(key · 2²² + row), the converter moves the rows about, and where it puts them is compared with where the
+tables say they are, both ways. Shapes have their true rows; columns hold one number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+
+from lora_merge.algorithms import Shape
+from lora_merge.errors import AmbiguousName, InputError
+from lora_merge.models.architectures import FOLDER, load, recognise, shipped
+from lora_merge.models.architectures.notation import BadRow, Table, parse
+from lora_merge.models.components import LOOSE
+from lora_merge.models.names import Names, names
+from lora_merge.models.weights import View, whole
+
+from ..support import index
+
+HEADERS = Path(__file__).parents[1] / "headers"
+ALL = sorted(f"{p.parent.name}/{p.name[: -len('.json.gz')]}" for p in HEADERS.glob("*/*.json.gz"))
+
+
+def header(name: str) -> dict[str, Shape]:
+    table = json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes()))
+    return {key: tuple(shape) for key, shape in table.items()}
+
+
+def parameter(found: Names, key: str) -> View | None:
+    module, _, leaf = key.rpartition(".")
+    return found.find(module, leaf) if module else found.find(key)
+
+
+# --- recognition ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if not n.startswith("single-file/")])
+def test_exactly_one_row_recognises_a_model(name: str) -> None:
+    shapes = header(name)
+    for prefix in LOOSE:
+        hits = recognise(lambda key, p=prefix: shapes.get(p + key), shipped())
+        if hits:
+            break
+    assert len(hits) == 1, [(a.title, layout) for a, layout in hits]
+    architecture, layout = hits[0]
+    folder = name.split("/")[0]
+    if architecture.tables.get("native") and folder in ("native", "diffusers") and name != "native/zimage-original":
+        assert (layout == "diffusers") == (folder == "diffusers"), (architecture.title, layout)
+
+
+# --- rows against diffusers' converters ---------------------------------------------------------------
+
+UNET = {"layers_per_block": 2, "addition_embed_type": None}
+H3: dict[str, Any] = {"config": {}}
+VAE = {"down_block_types": "1234", "up_block_types": "1234"}
+KOALA = {"layers_per_block": 1, "addition_embed_type": "text_time"}
+SDXL = {"layers_per_block": 2, "addition_embed_type": "text_time"}
+
+CONVERTERS = (
+    # native header             diffusers header         converter                        its arguments
+    ("native/sd15",             "diffusers/sd15",        "ldm_unet_checkpoint",           {"config": UNET}),
+    ("native/sd21",             "diffusers/sd21",        "ldm_unet_checkpoint",           {"config": UNET}),
+    ("native/sdxl",             "diffusers/sdxl",        "ldm_unet_checkpoint",           {"config": SDXL}),
+    ("",                        "diffusers/koala",       "ldm_unet_checkpoint",           {"config": KOALA}),
+    ("native/sdxl-refiner",     "diffusers/sdxl-refiner", "ldm_unet_checkpoint",          {"config": SDXL}),
+    ("native/vae-sd",           "diffusers/vae-sd",      "ldm_vae_checkpoint",            {"config": VAE}),
+    ("",                        "diffusers/animatediff", "animatediff_checkpoint_to_diffusers", {}),
+    ("native/sd3",              "diffusers/sd3",         "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/sd35-medium",      "diffusers/sd35-medium", "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/sd35-large",       "diffusers/sd35-large",  "sd3_transformer_checkpoint_to_diffusers", {}),
+    ("native/flux-dev",         "diffusers/flux-dev",    "flux_transformer_checkpoint_to_diffusers", {}),
+    ("native/flux2",            "diffusers/flux2",       "flux2_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/flux3",       "flux3_transformer_checkpoint_to_diffusers", {}),
+    ("native/chroma",           "diffusers/chroma",      "chroma_transformer_checkpoint_to_diffusers", {}),
+    ("native/auraflow",         "diffusers/aura-flow",   "auraflow_transformer_checkpoint_to_diffusers", {}),
+    ("native/lumina2",          "diffusers/lumina2",     "lumina2_to_diffusers",          {}),
+    ("native/zimage-fused",     "diffusers/zimage",      "z_image_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/sana",        "sana_transformer_to_diffusers", {}),
+    ("native/wan-i2v-14B",      "diffusers/wan-i2v-14B", "wan_transformer_to_diffusers",  {}),
+    ("native/wan-t2v-1.3B",     "diffusers/wan-t2v-1.3B", "wan_transformer_to_diffusers", {}),
+    ("native/wan-t2v-14B",      "diffusers/wan",         "wan_transformer_to_diffusers",  {}),
+    ("",                        "diffusers/sky-reels-v2", "wan_transformer_to_diffusers", {}),
+    ("",                        "diffusers/wan-vace",    "wan_transformer_to_diffusers",  {}),
+    ("native/hunyuanvideo",     "diffusers/hunyuan-video", "hunyuan_video_transformer_to_diffusers", {}),
+    ("native/ltxv",             "diffusers/ltxvideo",    "ltx_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/ltx2-video",  "ltx2_transformer_to_diffusers", {}),
+    ("native/mochi",            "diffusers/mochi",       "mochi_transformer_checkpoint_to_diffusers", {}),
+    ("native/cosmos2-2B",       "diffusers/cosmos2-2B",  "cosmos_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/krea2",       "krea2_transformer_checkpoint_to_diffusers", {}),
+    ("",                        "diffusers/mini-max-h3", "minimax_h3_transformer_checkpoint_to_diffusers", H3),
+    ("",                        "diffusers/cascade-c",   "stable_cascade_unet_single_file_to_diffusers", {}),
+    ("native/openclip-bigg-text", "transformers/clip-bigg", "open_clip_checkpoint",       {}),
+)  # fmt: skip
+
+
+def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
+    """Native key → the rows of a diffusers base that our tables say it is made of."""
+    from lora_merge.models.cutting import spelled
+
+    found = names(index(diffusers))
+    part = found._parts[0]
+    assert part.architecture is not None
+    table = part.architecture.spellings["native"].settled(part.keys)
+    covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}
+    views = dict(spelled({key: part.dotted(key) for key in diffusers}, [table]))
+    return views | {key: whole(key, shape) for key, shape in diffusers.items() if key not in covered}
+
+
+def native_of(diffusers: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The native header that our tables give for a diffusers one, where there is no independent one."""
+    return {key: view.shape for key, view in native_views(diffusers).items()}
+
+
+def tagged(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """A tensor per key: as many rows, one column, and in row r of key k the number k · 2²² + r."""
+    import torch
+
+    return {
+        key: (torch.arange(shape[0] if shape else 1) + (n << 22)).reshape(-1, *[1] * (len(shape) - 1))
+        for n, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
+    from diffusers.loaders import single_file_utils
+
+    converter: Callable[..., dict[str, Any]] = getattr(single_file_utils, f"convert_{name}")
+    if name == "open_clip_checkpoint":
+        model = SimpleNamespace(config=SimpleNamespace(hidden_size=1280))
+        return converter(model, {f"x.{k}": v for k, v in tags.items()}, prefix="x.")
+    prefix = {
+        "ldm_unet_checkpoint": "model.diffusion_model.",
+        "ldm_vae_checkpoint": "first_stage_model.",
+    }.get(name, "")
+    return converter({prefix + k: v for k, v in tags.items()}, **arguments)
+
+
+def rows(view: View, tags: Mapping[str, Any]) -> Any:
+    import torch
+
+    return torch.cat([tags[p.key].flatten()[p.start : p.stop] for p in view.pieces])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("native", "diffusers", "converter", "arguments"),
+    CONVERTERS,
+    ids=[c[1].split("/")[1] for c in CONVERTERS],
+)
+def test_rows_are_where_diffusers_puts_them(
+    native: str, diffusers: str, converter: str, arguments: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    there = header(diffusers)
+    here = header(native) if native else native_of(there)
+    if converter == "sana_transformer_to_diffusers":  # it insists on these two, which have no counterpart
+        here |= {"pos_embed": (1, 1024, 2240), "y_embedder.y_embedding": (300, 2304)}
+    tags = tagged(here)
+    moved = convert(converter, arguments, dict(tags))
+    on_native = names(index(here))
+    on_diffusers = names(index(there | {k: (*v.shape[:1], *there[k][1:]) for k, v in moved.items() if k in there}))
+    numbers = {key: n for n, key in enumerate(here)}
+    arrived = torch.cat([t.flatten() for t in moved.values()])
+    assert set(moved) <= set(there), sorted(set(moved) - set(there))[:5]
+    for key, rows_there in moved.items():
+        view = parameter(on_native, key)
+        assert view is not None, key
+        if not any(p.transposed for p in view.pieces) and rows_there.numel() == (there[key][0] if there[key] else 1):
+            assert torch.equal(rows(view, tags), rows_there.flatten()), (key, view)
+    present = set(torch.bincount(arrived >> 22).nonzero().flatten().tolist())
+    for key in here:
+        if numbers[key] not in present or not here[key]:
+            continue  # not in the diffusers model: buffers, heads that are never run
+        view = parameter(on_diffusers, key)
+        assert view is not None, key
+        if not any(p.transposed for p in view.pieces):
+            assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsynth(sharded: bool) -> None:  # noqa: FBT001
+    """The same tensors in one file hold q, then k, then v: the converter has to be told which it is, we look at the files."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    shapes = native_of(header("diffusers/mini-max-h3"))
+    tags = tagged(shapes)
+    there = index(shapes)
+    if sharded:
+        first = next(iter(there.tensors))
+        there.tensors[first] = dataclasses.replace(there.tensors[first], file=Path("another.safetensors"))
+    assert bool(names(there).notes) == sharded
+    assert not names(index({**header("diffusers/mini-max-h3")})).notes
+    config = {"num_attention_heads": 56, "attention_head_dim": 128}
+    name = "minimax_h3_transformer_checkpoint_to_diffusers"
+    orders = {
+        layout: convert(name, {"config": config, "qkv_layout": layout}, dict(tags))
+        for layout in ("stacked", "interleaved")
+    }
+    base = names(there)
+    for key, want in orders["interleaved" if sharded else "stacked"].items():
+        view = parameter(base, key)
+        assert view is not None, key
+        if want.numel() == view.shape[0]:
+            assert torch.equal(rows(view, tags), want.flatten()), key
+    moved = orders["stacked"]
+    on_diffusers = names(index({k: v.shape for k, v in moved.items()} | {"audio_proj_in.weight": (1, 1)}))
+    for block in ("blocks.7", "token_refiner.blocks.1"):
+        own = f"{block}.attn.qkv_proj"
+        heads = tags[f"{own}.weight"].reshape(3, 56, 128)  # what a trainer of the shards, and one of single files, sees
+        turned = heads.transpose(0, 1).reshape(-1)
+        assert torch.equal(rows(on_diffusers.find(own), moved), heads.flatten())
+        assert torch.equal(rows(on_diffusers.find(f"{own}.default"), moved), turned)
+        here = tags[f"{own}.weight"].flatten()
+        by_turns, stacked = here, here.reshape(56, 3, 128).transpose(0, 1).reshape(-1)
+        assert torch.equal(rows(base.find(own), tags), stacked if sharded else here)
+        assert torch.equal(rows(base.find(f"{own}.default"), tags), by_turns if sharded else turned)
+
+
+@pytest.mark.parametrize("module", ["blocks.0.attn.qkv_proj.default", "blocks.0.attn.qkv_proj"])
+def test_heads_of_another_width_than_the_table_has_are_refused(module: str) -> None:
+    shapes = {"token_refiner.blocks.0.attn.qkv_proj.weight": (96, 8), "blocks.0.attn.qkv_proj.weight": (96, 8)}
+    there = index(shapes)
+    if not module.endswith("default"):
+        key = "token_refiner.blocks.0.attn.qkv_proj.weight"
+        there.tensors[key] = dataclasses.replace(there.tensors[key], file=Path("another.safetensors"))
+    with pytest.raises(AmbiguousName):
+        names(there).find(module)
+
+
+RECORDED = sorted(p.name.removesuffix(".json.gz") for p in (HEADERS.parent / "rows").glob("*.json.gz"))
+SWAPPED = re.compile(r"blocks\.\d+\.norm[23]\.")
+"""HunyuanDiT's norms change their names with each other between the layouts, so the names alone fit both."""
+
+Rows: TypeAlias = dict[str, tuple[Shape, list[tuple[str, int, int]]]]
+
+
+def recorded(name: str) -> tuple[dict[str, Shape], Rows]:
+    """(native header, diffusers key → its shape, the native rows that it is made of)."""
+    table = json.loads(gzip.decompress((HEADERS.parent / "rows" / f"{name}.json.gz").read_bytes()))
+    there = {k: (tuple(shape), [(key, a, b) for key, a, b in rows]) for k, (shape, rows) in table["diffusers"].items()}
+    return {k: tuple(v) for k, v in table["native"].items()}, there
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_rows_are_where_the_scripts_of_diffusers_put_them(name: str) -> None:
+    native, there = recorded(name)
+    on_native, on_diffusers = names(index(native)), names(index({k: shape for k, (shape, _) in there.items()}))
+    back: dict[str, list[tuple[int, str, int, int]]] = {}
+    for key, (_, rows_there) in there.items():
+        at = 0
+        for source, start, stop in rows_there:
+            back.setdefault(source, []).append((start, key, at, at + stop - start))
+            at += stop - start
+        if name == "hunyuandit" and SWAPPED.match(key):
+            with pytest.raises(AmbiguousName):
+                parameter(on_native, key)
+            continue
+        view = parameter(on_native, key)
+        assert view is not None, key
+        assert [(p.key, p.start, p.stop) for p in view.pieces] == rows_there, key
+    assert set(back) == set(native)
+    for key, rows_here in back.items():
+        if name == "hunyuandit" and SWAPPED.match(key):
+            continue
+        view = parameter(on_diffusers, key)
+        assert view is not None, key
+        assert [(p.key, p.start, p.stop) for p in view.pieces] == [tuple(r[1:]) for r in sorted(rows_here)], key
+
+
+# --- rows against transformers' conversion ------------------------------------------------------------
+
+
+def tiny(name: str) -> Any:
+    """A model of transformers whose in-memory names differ from those it stores."""
+    import transformers as t
+
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 32}  # fmt: skip
+    vit = {k: small[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    moe = {"num_local_experts": 3, "num_experts_per_tok": 1}
+    experts = small | {"moe_intermediate_size": 12, "n_routed_experts": 3, "num_experts_per_tok": 1,
+                       "n_shared_experts": 1, "first_k_dense_replace": 0}  # fmt: skip
+    turned = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1],
+                                                 "rope_theta": 1e4, "partial_rotary_factor": 0.5}}  # fmt: skip
+    seeing = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+              "num_position_embeddings": 16}  # fmt: skip
+    made = {
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**small, **moe)),
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(**small, num_experts=3, moe_intermediate_size=8, head_dim=8, num_experts_per_tok=1)
+        ),
+        "gpt_neox": lambda: t.GPTNeoXForCausalLM(
+            t.GPTNeoXConfig(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                vocab_size=32,
+            )
+        ),
+        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, image_size=8, patch_size=4)),
+        "clip": lambda: t.CLIPTextModel(
+            t.CLIPTextConfig(**vit, vocab_size=32, max_position_embeddings=8, projection_dim=16)
+        ),
+        "clip_projection": lambda: t.CLIPTextModelWithProjection(
+            t.CLIPTextConfig(**vit, vocab_size=32, max_position_embeddings=8, projection_dim=16)
+        ),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8)),
+        "phi3": lambda: t.Phi3ForCausalLM(t.Phi3Config(**small, pad_token_id=0)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small)),
+        "deit": lambda: t.DeiTForImageClassification(t.DeiTConfig(**vit, image_size=8, patch_size=4)),
+        "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**vit, image_size=8, patch_size=4)),
+        "jamba": lambda: t.JambaForCausalLM(t.JambaConfig(**small, num_experts=3)),
+        "phimoe": lambda: t.PhimoeForCausalLM(t.PhimoeConfig(**small, **moe)),
+        "granite_moe": lambda: t.GraniteMoeForCausalLM(t.GraniteMoeConfig(**small, **moe)),
+        "glm4v_moe": lambda: t.Glm4vMoeForConditionalGeneration(
+            t.Glm4vMoeConfig(text_config=experts | turned, vision_config=seeing)
+        ),
+        "qwen3_vl_moe": lambda: t.Qwen3VLMoeForConditionalGeneration(
+            t.Qwen3VLMoeConfig(
+                text_config=experts | turned | {"num_experts": 3},
+                vision_config=seeing | {"deepstack_visual_indexes": [0]},
+            )
+        ),
+        "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(
+            t.DeepseekV3Config(
+                **experts,
+                n_group=1,
+                topk_group=1,
+                q_lora_rank=4,
+                kv_lora_rank=4,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=4,
+            )
+        ),
+        "qwen2_moe": lambda: t.Qwen2MoeForCausalLM(
+            t.Qwen2MoeConfig(**experts, num_experts=3, shared_expert_intermediate_size=8)
+        ),
+        "gemma3": lambda: t.Gemma3ForConditionalGeneration(
+            t.Gemma3Config(
+                text_config=small | {"head_dim": 8}, vision_config=vit | {"image_size": 28, "patch_size": 14}
+            )
+        ),
+        "llava": lambda: t.LlavaForConditionalGeneration(
+            t.LlavaConfig(
+                text_config={**small, "model_type": "llama"},
+                vision_config={**vit, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+            )
+        ),
+    }
+    return made[name]()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        "qwen3_moe",
+        "gpt_neox",
+        "vit",
+        "clip",
+        "clip_projection",
+        "gpt2",
+        "phi3",
+        "llama",
+        "deit",
+        "dinov2",
+        "jamba",
+        "phimoe",
+        "granite_moe",
+        "llava",
+        "glm4v_moe",
+        "qwen3_vl_moe",
+        "deepseek_v3",
+        "qwen2_moe",
+        "gemma3",
+    ],
+)
+def test_names_in_memory_are_where_transformers_stores_them(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    found = names(index({k: tuple(v.shape) for k, v in stored.items()}))
+    checked = 0
+    for key, value in model.named_parameters():
+        if key == "lm_head.weight" and name == "gpt2":
+            continue  # tied, not stored
+        view = parameter(found, f"base_model.model.{key}")
+        assert view is not None, key
+        parts = [stored[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.pieces]
+        there = torch.cat([part.T if p.transposed else part for part, p in zip(parts, view.pieces, strict=True)])
+        want = value.T if view.pieces[0].transposed else value
+        assert tuple(view.shape) == tuple(want.shape), key
+        assert torch.equal(there.reshape(want.shape), want), key
+        checked += view.pieces[0].transposed
+    assert bool(checked) == (name == "gpt2")
+
+
+# --- the notation -------------------------------------------------------------------------------------
+
+
+def expanded(name: str, canonical: str, **ranges: int) -> list[tuple[str, list[str]]]:
+    return [(".".join(r.name), [".".join(p.path) for p in r.parts]) for r in parse(name, canonical, ranges)]
+
+
+def test_alternatives_and_arithmetic_are_worked_out() -> None:
+    assert expanded("a.(x|y).b", "c.(p.q|r)") == [("a.x.b", ["c.p.q"]), ("a.y.b", ["c.r"])]
+    assert expanded("in.{3*i+j+1}", "down.{i}.{j}", i=2, j=2) == [
+        ("in.1", ["down.0.0"]), ("in.2", ["down.0.1"]), ("in.4", ["down.1.0"]), ("in.5", ["down.1.1"]),
+    ]  # fmt: skip
+
+
+def test_parts_sizes_halves_and_signs() -> None:
+    (row,) = parse("a", "b.[q:H, k<, k>].w", {})
+    assert [(p.path, p.half, p.sized) for p in row.parts] == [
+        (("b", "q", "w"), None, True), (("b", "k", "w"), 0, False), (("b", "k", "w"), 1, False),
+    ]  # fmt: skip
+    (row,) = parse("a", "~b", {})
+    assert [p.half for p in row.parts] == [1, 0]
+    (row,) = parse("a", "^b", {})
+    assert row.parts[0].transposed
+    (row,) = parse("a", "b.[q, k].w/64", {})
+    assert ([p.path for p in row.parts], row.block) == ([("b", "q", "w"), ("b", "k", "w")], 64)
+    (row,) = parse("a.{i}", "b.{i}.{e}.c", {})
+    assert row.stack == "e"
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "why"),
+    [
+        ("a.(x|y)", "b.(x|y|z)", "differ in number"),
+        ("a.{i+1}", "b.{i}", "no range"),
+        ("a.{i/2}", "b.{i}", "arithmetic"),
+        ("a.{i}", "b", "braces differ"),
+        ("a.{i}", "b.{i}.{j}.{k}", "braces differ"),
+        ("a b", "c", "no path"),
+        ("a", "b.[x y]", "no path"),
+        ("a", "^b.[x, y]", "whole weight"),
+        ("a", "b.[x:H, y]/8", "take turns"),
+        ("a", "~b.[x, y]/8", "take turns"),
+        ("a", "b.[x, y]/0", "no path"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(name: str, canonical: str, why: str) -> None:
+    with pytest.raises(BadRow, match=why):
+        list(parse(name, canonical, {"i": 2} if "/" in name else {}))
+
+
+def test_the_longest_and_the_most_literal_row_wins() -> None:
+    rows = [
+        *parse("a.{i}", "x.{i}", {}),
+        *parse("a.{i}.q", "x.{i}.to_q", {}),
+        *parse("a.{last}.q", "x.{last}.last_q", {}),
+    ]
+    table = Table(rows).settled(["a.0.q.weight", "a.11.q.weight", "a.3.r.weight"])
+
+    def canonical(name: str) -> str:
+        hit = table.canonical(tuple(name.split(".")))
+        assert hit is not None
+        return ".".join((*hit.row.parts[0].path, *hit.tail))
+
+    assert canonical("a.2.r.weight") == "x.{i}.r.weight"
+    assert canonical("a.1.q.weight") == "x.{i}.to_q.weight"
+    assert canonical("a.11.q.weight") == "x.11.last_q.weight"
+    assert table.canonical(("b", "0")) is None
+
+
+@pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
+def test_shipped_files_are_sound(file: str) -> None:
+    from lora_merge.models.guess import parsed
+
+    architecture = load(FOLDER / f"{file}.yaml")
+    assert architecture.layouts
+    assert all(table.settled([]) for table in architecture.spellings.values())
+    assert set(architecture.layouts) <= {*architecture.tables, architecture.canonical}
+    for condition in (*architecture.adapter, *chain(*architecture.variants.values())):
+        parsed(condition)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("title: [", 2, "no YAML"),
+        ("layouts: {}", 1, "no title"),
+        ("title: A\nnative: {a: b}", 1, "neither a setting nor one of its layouts"),
+        ("title: A\nlayouts: {native: [a b c d]}", 2, "`no key`"),
+        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  a b: c", 5, "no path"),
+        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  x: z", 5, "twice"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {<<: nothing}", 3, "no architecture file"),
+        ("title: A\nranges: {i: many}", 2, "number"),
+        ("- title", 1, "mapping"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {<<: sdxl.none}", 3, "no table none"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {a..b: c}", 3, "nothing between"),
+        ("title: A\nlayouts: {native: [a]}\nnative: {a.b: c.}", 3, "nothing between"),
+        ("title: A\nranges: {i: 999999999}\nlayouts: {native: [a]}\nnative: {'a.{i+1}': 'b.{i}'}", 4, "more than"),
+        ("title: A\nranges: {i: 99}\nlayouts: {native: [a]}\nnative:\n" +
+         "\n".join(f" a{n}.{{i+1}}: 'b.{{i}}'" for n in range(99)), 10, "more than"),
+        (f"title: A\nranges: {{i: 1}}\nlayouts: {{native: [a]}}\nnative: {{a: 'b.{{{'i+' * 99999}i}}'}}", 4, "too long"),
+        (f"title: A\n{'? ' * 30}\n", 2, "a name"),
+        ("title: A\n? [&a [x, x], &b [*a, *a], &c [*b, *b], *c]\n: 1\n", 2, "a name"),
+    ],
+)  # fmt: skip
+def test_a_bad_map_is_refused_with_its_line(
+    text: str, line: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_merge.models.architectures.MOST_ROWS", 500)  # so many are made before it is refused
+    file = tmp_path / "map.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=why) as error:
+        load(file)
+    assert f"map.yaml, line {line}:" in error.value.where
+
+
+def test_a_missing_map_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not found"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_a_map_that_nests_without_end_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 300_000)
+    with pytest.raises(InputError, match="absurd"):
+        load(tmp_path / "deep.yaml")
+    with pytest.raises(InputError, match="regular"):
+        load(Path("/dev/zero"))

@@ -1,0 +1,130 @@
+"""Names are worked out form by form; the result is that of all names at once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_merge.algorithms import Shape
+from lora_merge.models.cutting import Names, canonical, put, spelled
+from lora_merge.models.forms import PARAMETERS, NameTable, form
+from lora_merge.models.names import names
+from lora_merge.models.spellings import Component
+
+from ..support import index
+
+HEADERS = Path(__file__).parents[1] / "headers"
+USUAL = ("model.", "transformer.", "bert.", "vit.", "deit.")
+
+
+def shapes(name: str) -> dict[str, Shape]:
+    table = json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes()))
+    return {key: tuple(shape) for key, shape in table.items()}
+
+
+def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
+    module, _, leaf = path.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        yield f"{path}.weight"
+        if leaf in PARAMETERS:
+            yield f"{module}.{PARAMETERS[leaf]}"
+        yield from (f"{path[: -len(e) - 1]}.{e}" for e in ("weight", "bias") if leaf.endswith(f"_{e}"))
+    if path.startswith(inner):
+        yield path.split(".", 1)[1]
+
+
+def flattened(found: Names) -> Names:
+    flat: Names = {}
+    for path, view in found.items():
+        module, dot, leaf = path.rpartition(".")
+        put(flat, f"{module.replace('.', '_')}{dot}{leaf}", view)
+    return flat
+
+
+def all_at_once(t: NameTable, heads: tuple[str, ...] = ()) -> tuple[Names, Names]:
+    """Every dotted and every flat name, by the definition: strong names, then weaker ones, where they are not taken."""
+    whole, own = canonical(t._keys, t._keys, t._shapes, t._native)
+    strong = dict(whole)
+    for name, view in [*own, *spelled(whole, t._spellings)]:
+        put(strong, name, view)
+    inner = (*(USUAL[:1] if any(n.startswith("model.") for n in strong) else USUAL), *heads)
+    weak: Names = {}
+    for path, view in strong.items():
+        for other in others(path, inner):
+            put(weak, other, view)
+    return weak | strong, flattened(weak) | flattened(strong)
+
+
+def check(t: NameTable, dotted: Names, flat: Names, asked: list[str]) -> None:
+    for name in asked:
+        assert t.dotted(name) == (dotted.get(name), name in dotted), name
+        assert t.flat(name) == (flat.get(name), name in flat), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformers/gpt2", "transformers/phi3-mini", "transformers/falcon-7b", "transformers/t5-small",
+     "transformers/mixtral-8x7b.in-memory", "transformers/gpt-oss-20b", "native/sd3", "native/zimage-fused",
+     "diffusers/lumina2"],
+)  # fmt: skip
+def test_every_name_is_where_it_is_in_the_whole_table(name: str) -> None:
+    random = Random(name)
+    for part in names(index(shapes(name)))._parts:
+        dotted, flat = all_at_once(part._table)
+        some = [n for table in (dotted, flat) for n in random.sample(sorted(table), min(200, len(table)))]
+        moved = [n.replace("0", random.choice("0127")) for n in some]
+        check(part._table, dotted, flat, [*some, *moved])
+
+
+WORDS = st.sampled_from(
+    ["model", "transformer", "layers", "0", "1", "12", "1234567890", "#", "norm1", "3_weight", "mlp", "experts", "scale",
+     "gamma", "gate_proj", "up_proj", "gate_up_proj", "block_sparse_moe", "w1", "x_weight", "a_b", "weight", "bias", ""]
+)  # fmt: skip
+PATHS = st.lists(WORDS, min_size=1, max_size=6).map(".".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(keys=st.sets(PATHS, max_size=12), asked=st.lists(PATHS, max_size=8), inner=st.sampled_from(["", "mlp.", "0."]))
+def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
+    llm = names(index({"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)}))._parts[0]
+    own = {key: key for key in sorted(keys)}
+    part = Component("denoiser", "model", "", llm.architecture, llm.layout, inner=inner, keys=own)
+    part.shapes = dict.fromkeys(own, (2, 2))
+    dotted, flat = all_at_once(part._table, (inner,) if inner else ())
+    check(part._table, dotted, flat, [*asked, *dotted, *flat])
+
+
+def test_a_form_is_the_name_with_its_numbers_taken_out() -> None:
+    assert form("layers.12.norm1.experts.0.w") == "layers.#.norm1.experts.#.w"
+    assert form("0.1.2") == "#.#.#" == form(form("0.1.2"))
+    assert form("a.1234567890.b.3") == "a.1234567890.b.#"  # too long for a number
+    assert form("a.².b.٣") == "a.².b.٣"
+
+
+def test_what_a_form_cannot_be_is_not_worked_out() -> None:
+    """Of ten thousand experts' names none is put into a table for an adapter of the attention, or of an expert."""
+    base: dict[str, Shape] = {"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)}
+    for layer in range(4):
+        base[f"model.layers.{layer}.self_attn.q_proj.weight"] = (2, 2)
+        for expert in range(32):
+            for slot in ("gate_proj", "up_proj", "down_proj"):
+                base[f"model.layers.{layer}.mlp.experts.{expert}.{slot}.weight"] = (2, 2)
+    found = names(index(base))
+    table = found._parts[0]._table
+    for module in (
+        "model.layers.1.self_attn.q_proj",
+        "layers.2.mlp.experts.3.down_proj",
+        "layers_3_mlp_experts_31_up_proj",
+        "model.layers.9.self_attn.x",
+    ):
+        found.find(module)
+    assert not table._made
+    stack = found.find("model.layers.2.mlp.experts", "gate_up_proj")
+    assert stack is not None and len(stack.pieces) == 64 and len(table._made) == 1

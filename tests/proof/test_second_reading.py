@@ -1,0 +1,338 @@
+"""The second reading of an adapter knows most of it, on full-size inventories, and says what the plan says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lora_merge
+from lora_merge.adapters.file import group
+from lora_merge.algorithms import Shape
+from lora_merge.cli.text import show_proof
+from lora_merge.disk.files import TensorInfo
+from lora_merge.files.checkpoint import Index
+from lora_merge.job import Adapter, Job
+from lora_merge.models.names import names
+from lora_merge.planning.make_plan import match, outputs
+from lora_merge.proof.reference.places import Places
+from lora_merge.proof.replay import prove
+from lora_merge.proof.second_reading import Reading, compare
+
+from ..models.test_names import header, modules, pipeline
+from ..support import Tensors, index, kohya, rand, save, sd1
+
+KOHYA = ("lora_up", "lora_down")
+PEFT = ("lora_B", "lora_A")
+LLAMA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": True, "alpha_pattern": {"q_proj": 32}}
+
+
+class Numbers:
+    """Every α is 2; no two tensors are the same."""
+
+    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+        return (0.0,) * prod(info.shape) if info.dtype == "I64" else (2.0,)
+
+    def same(self, _a: TensorInfo, _b: TensorInfo) -> bool:
+        return False
+
+    def differing(self, _copy: TensorInfo, _own: TensorInfo) -> int:
+        return 0
+
+    def zero_outside(self, _info: TensorInfo, _rows: tuple[int, int], _columns: tuple[int, int]) -> bool:
+        return False
+
+
+def read(
+    base: Index,
+    adapter: Mapping[str, Shape],
+    config: Mapping[str, Any] | None = None,
+    parts: tuple[tuple[str, float], ...] = (),
+) -> Reading:
+    """What the second reading makes of an adapter of these tensors; it says so where it disagrees with the plan."""
+    path = Path("adapter.safetensors")
+    file = replace(index(adapter), path=path, files=(path,), config=config or {})
+    job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
+    matched = match(job, base, names(base), [group(file)], Numbers())
+    targets = [target for _, target in outputs(job, base, matched)]
+    return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
+
+
+def lora(shape: Shape, name: str, endings: tuple[str, str], *, alpha: bool) -> dict[str, Shape]:
+    up, down = ((shape[0], 4, *[1] * (len(shape) - 2)), (4, *shape[1:]))
+    found = {f"{name}.{endings[0]}.weight": up, f"{name}.{endings[1]}.weight": down}
+    return found | ({f"{name}.alpha": ()} if alpha else {})
+
+
+def layers(of: str) -> dict[str, Shape]:
+    """Module → shape of every layer that a trainer may choose."""
+    left_out = ("embed", "modulation", "table", "token", "latent")
+    return {
+        module: shape for (module, leaf), shape in modules(header(of)).items()
+        if leaf == "weight" and len(shape) > 1 and not module.rpartition(".")[2].endswith(left_out)
+    }  # fmt: skip
+
+
+def flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def dotted(name: str) -> str:
+    return name
+
+
+Row = tuple[str, str, Callable[[str], str], str, tuple[str, str], float]
+PAIRS: tuple[Row, ...] = (
+    # base                  adapter's words          names             prefix                endings  share
+    ("native/sdxl",         "native/sdxl",           flat,             "lora_unet_",         KOHYA,   1.0),
+    ("native/sdxl",         "diffusers/sdxl",        flat,             "lora_unet_",         KOHYA,   1.0),
+    ("diffusers/sdxl",      "diffusers/sdxl",        dotted,           "unet.",              PEFT,    1.0),
+    ("diffusers/sdxl",      "native/sdxl",           flat,             "lora_unet_",         KOHYA,   1.0),
+    ("native/sdxl-refiner", "diffusers/sdxl-refiner", flat,            "lora_unet_",         KOHYA,   0.95),
+    ("native/sd15",         "diffusers/sd15",        flat,             "lora_unet_",         KOHYA,   1.0),
+    ("diffusers/sd15",      "diffusers/sd15",        flat,             "lora_unet_",         KOHYA,   1.0),
+    ("native/flux-dev",     "native/flux-dev",       flat,             "lora_unet_",         KOHYA,   1.0),
+    ("native/flux-dev",     "native/flux-dev",       dotted,           "diffusion_model.",   PEFT,    1.0),
+    ("native/flux-dev",     "diffusers/flux-dev",    dotted,           "transformer.",       PEFT,    0.99),
+    ("diffusers/flux-dev",  "diffusers/flux-dev",    dotted,           "transformer.",       PEFT,    1.0),
+    ("diffusers/flux-dev",  "native/flux-dev",       dotted,           "diffusion_model.",   PEFT,    0.99),
+    ("diffusers/sd3",       "diffusers/sd3",         dotted,           "transformer.",       PEFT,    1.0),
+    ("native/sd3",          "diffusers/sd3",         dotted,           "transformer.",       PEFT,    0.9),  # the last block's halves
+    ("diffusers/qwen-image", "diffusers/qwen-image", dotted,           "transformer.",       PEFT,    1.0),
+    ("native/qwen-image",   "diffusers/qwen-image",  dotted,           "transformer.",       PEFT,    1.0),
+    ("diffusers/wan",       "diffusers/wan",         dotted,           "transformer.",       PEFT,    1.0),
+    ("native/wan-t2v-14B",  "native/wan-t2v-14B",    flat,             "lora_unet_",         KOHYA,   1.0),
+    ("native/wan-t2v-14B",  "diffusers/wan",         dotted,           "transformer.",       PEFT,    0.95),
+    ("diffusers/wan-i2v-14B", "native/wan-i2v-14B",  dotted,           "diffusion_model.",   PEFT,    0.95),
+    *((f"transformers/{name}", f"transformers/{name}", dotted, "base_model.model.", PEFT, 1.0) for name in (
+        "llama-3.1-8b", "qwen3-8b", "qwen3-0.6b", "phi3-mini", "mistral-7b", "gemma2-2b", "gemma3-1b", "mixtral-8x7b")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: " ".join((row[0], row[3], row[1])))
+def test_most_of_a_full_size_adapter_is_known_and_lies_where_the_plan_has_it(row: Row) -> None:
+    stored, words, named, prefix, endings, share = row
+    config = LLAMA if stored.startswith("transformers") else {}
+    chosen = layers(words)
+    tensors: dict[str, Shape] = {}
+    for name, shape in chosen.items():
+        tensors |= lora(shape, prefix + named(name), endings, alpha=not config)
+    found = read(index(header(stored)), tensors, config)
+    assert found.modules == len(chosen)
+    assert found.proven >= share * len(chosen), found.alone[:9]
+    assert len(found.alone) == found.modules - found.proven
+
+
+def test_both_encoders_of_sdxl_are_known_under_their_flat_names() -> None:
+    clip = "text_model.encoder.layers"
+    parts = {f"{clip}.{n}.self_attn.{p}_proj": 0 for n in range(2) for p in ("q", "k", "v", "out")}
+    tensors: dict[str, Shape] = {}
+    for module in parts:
+        tensors |= lora((768, 768), f"lora_te1_{flat(module)}", KOHYA, alpha=True)
+        tensors |= lora((1280, 1280), f"lora_te2_{flat(module)}", KOHYA, alpha=True)
+    for base in (index(header("single-file/sdxl")), pipeline(
+            unet=header("diffusers/sdxl"), text_encoder=header("transformers/clip-l.text_model"),
+            text_encoder_2=header("transformers/clip-bigg"))):  # fmt: skip
+        found = read(base, tensors)
+        assert (found.proven, found.modules) == (16, 16)
+
+
+def test_split_names_are_known_on_a_fused_base() -> None:
+    """Phi-3: grouped keys and values would be narrower; here all three are as high as the input is wide."""
+    block, tensors = "base_model.model.model.layers.3", {}
+    for part in ("q_proj", "k_proj", "v_proj"):
+        tensors |= lora((3072, 3072), f"{block}.self_attn.{part}", PEFT, alpha=False)
+    for part in ("gate_proj", "up_proj"):
+        tensors |= lora((8192, 3072), f"{block}.mlp.{part}", PEFT, alpha=False)
+    found = read(index(header("transformers/phi3-mini")), tensors, LLAMA)
+    assert (found.proven, found.modules) == (5, 5)
+
+
+def test_a_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter() -> None:
+    """`weight` beside what is only called like one, norms that store a scale, fused projections without modules."""
+    shapes: dict[str, Shape] = {
+        "a.weight": (8, 4), "a.bias": (8,), "a_weight": (4, 4), "a_bias": (4,), "a.scale": (4,),
+        "norm.scale": (8,), "attn.in_proj_weight": (24, 8), "attn.in_proj_bias": (24,),
+    }  # fmt: skip
+    found = Places(shapes)
+    wanted = {
+        ("a", "weight"): "a.weight", ("a", "bias"): "a.bias", ("a", "scale"): "a.scale",
+        ("norm", "weight"): "norm.scale", ("norm", "bias"): None, ("norm", "scale"): "norm.scale",
+        ("attn.in_proj", "weight"): "attn.in_proj_weight", ("attn.in_proj", "bias"): "attn.in_proj_bias",
+        ("attn.in_proj", "scale"): None, ("attn", "bias"): None,
+    }  # fmt: skip
+    for (module, parameter), key in wanted.items():
+        place = found.find(module, parameter)
+        assert (place and place.rows[0].key) == key, (module, parameter)
+
+
+@pytest.mark.parametrize(
+    ("stem", "part"),
+    [("te", "te"), ("te", "unet"), *((stem, part) for stem in ("te1", "te2") for part in ("te", "te1", "te2", "unet"))],
+)
+def test_strengths_by_encoder_are_proven_on_pipelines(stem: str, part: str) -> None:
+    """Of two, each by its own name and both by the common one; what a single one is called depends on the denoiser."""
+    small, large = header("transformers/clip-l.text_model"), header("transformers/clip-bigg")
+    if stem == "te":
+        base = pipeline(unet=header("diffusers/sd15"), text_encoder=small)
+    else:
+        base = pipeline(unet=header("diffusers/sdxl"), text_encoder=small, text_encoder_2=large)
+    width = 1280 if stem == "te2" else 768
+    tensors = lora((width, width), f"lora_{stem}_text_model_encoder_layers_3_self_attn_q_proj", KOHYA, alpha=True)
+    found = read(base, tensors, parts=((part, 0.5),))
+    assert found.modules == 1
+    assert found.proven or stem == "te"
+
+
+FAMILIES: dict[str, dict[str, Shape]] = {
+    "lora_mid": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "lora_mid.weight": (4, 4, 3, 3)},
+    "loha": {"hada_w1_a": (64, 4), "hada_w1_b": (4, 32), "hada_w2_a": (64, 4), "hada_w2_b": (4, 32), "alpha": ()},
+    "lokr": {"lokr_w1": (8, 4), "lokr_w2_a": (8, 2), "lokr_w2_b": (2, 8), "alpha": ()},
+    "lokr whole": {"lokr_w1": (8, 4), "lokr_w2": (8, 8), "alpha": ()},
+    "glora": {"a1.weight": (32, 4), "a2.weight": (4, 32), "b1.weight": (64, 4), "b2.weight": (4, 32), "alpha": ()},
+    "full": {"diff": (64, 32)},
+    "dora": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "alpha": (), "dora_scale": (64, 1)},
+    "dora in": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "alpha": (), "dora_scale": (1, 32)},
+    "webui's scale": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "scale": ()},
+}
+"""Tensors of one module on a weight [64, 32], or [64, 32, 3, 3] for a core, as trainers store them."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_known(family: str) -> None:
+    kernel = (3, 3) if family == "lora_mid" else ()
+    base = index({"a.weight": (64, 32, *kernel), "a.bias": (64,), "norm.weight": (64,)})
+    tensors = {f"a.{ending}": shape for ending, shape in FAMILIES[family].items()}
+    found = read(base, {**tensors, "norm.w_norm": (64,), "a.diff_b": (64,)}
+                 if family == "full" else tensors)  # fmt: skip
+    assert found.alone == []
+    assert found.proven == (3 if family == "full" else 1)
+
+
+@pytest.mark.parametrize("family", ["loha", "lokr", "lokr whole", "glora"])
+def test_every_family_is_known_on_convolutions(family: str) -> None:
+    """Of one by one: their factors are those of a linear layer, and the base's shape has two axes more."""
+    found = read(
+        index({"a.weight": (64, 32, 1, 1)}), {f"a.{ending}": shape for ending, shape in FAMILIES[family].items()}
+    )
+    assert (found.modules, found.proven, found.alone) == (1, 1, [])
+
+
+def written(
+    folder: Path, base: Tensors, adapter: Tensors, config: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """The matching part of the proof of a real merge."""
+    save(base, folder / "base.safetensors")
+    place = folder / "adapter"
+    place.mkdir()
+    if config is None:
+        path = save(adapter, place / "adapter.safetensors")
+    else:
+        save(adapter, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps(config))
+        path = place
+    out = folder / "out.safetensors"
+    report = lora_merge.merge(folder / "base.safetensors", [(path, 0.7)], out, **options)
+    assert report.verified is not None
+    return report.verified["matching"]
+
+
+def test_sparse_and_ia3_are_known(tmp_path: Path) -> None:
+    import torch
+
+    base = {"a.weight": rand(64, 32), "b.weight": rand(64, 32), "c.weight": rand(64, 32)}
+    sparse = {"a.lora_up.weight": rand(64, 4), "a.lora_down.weight": rand(4, 32), "a.alpha": torch.tensor(2.0),
+              "a.bias_indices": torch.tensor([[0, 63], [5, 31]], dtype=torch.int16), "a.bias_values": rand(2),
+              "a.bias_size": torch.tensor([64, 32], dtype=torch.int16)}  # fmt: skip
+    ia3 = {"b.weight": rand(64), "b.on_input": torch.tensor(0), "c.weight": rand(32), "c.on_input": torch.tensor(1)}
+    assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": []}
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "LOKR"])
+def test_methods_of_peft_are_known(tmp_path: Path, kind: str) -> None:
+    base, name = {"m.a.weight": rand(64, 32), "m.a.bias": rand(64), "m.b.weight": rand(64, 32)}, "base_model.model.m"
+    adapter, config = {
+        "IA3": ({f"{name}.a.ia3_l": rand(64, 1), f"{name}.b.ia3_l": rand(1, 32)}, {"feedforward_modules": ["b"]}),
+        "LOHA": ({f"{name}.a.hada_{w}": rand(*s, seed=1) for w, s in (("w1_a", (64, 4)), ("w1_b", (4, 32)),
+                                                              ("w2_a", (64, 4)), ("w2_b", (4, 32)))}, {"r": 4, "alpha": 2}),
+        "LOKR": ({f"{name}.a.lokr_w1": rand(8, 4), f"{name}.a.lokr_w2": rand(8, 8)}, {"r": 4, "alpha": 2}),
+    }[kind]  # fmt: skip
+    found = written(tmp_path, base, adapter, {"peft_type": kind, **config})
+    assert found["proven"] == found["modules"] == (2 if kind == "IA3" else 1)
+
+
+def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
+    base, out = sd1(), tmp_path / "out.safetensors"
+    odd = {"lora_unet_time_embed_0.oft_blocks": rand(4, 16, 16)}
+    save(base, tmp_path / "base.safetensors")
+    save(kohya(base, te=False) | odd, tmp_path / "style.safetensors")
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "style.safetensors", out)
+    assert report.verified is not None
+    matching = report.verified["matching"]
+    assert matching["alone"] == ["lora_unet_time_embed_0"]
+    assert matching["modules"] == matching["proven"] + 1 > 20
+    for proof in (report.verified, prove(out), prove(out, full=True)):
+        said: list[str] = []
+        show_proof(proof, said.append)
+        assert said[-1] == (f"matching proven a second way for {matching['proven']} of {matching['modules']} modules; "
+                            "1 by the plan alone: lora_unet_time_embed_0")  # fmt: skip
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_is_known_is_said_where_it_is_asked_for(*, verbose: bool) -> None:
+    said: list[str] = []
+    share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
+    proof = {"untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0,
+             "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}}  # fmt: skip
+    show_proof(proof, said.append, verbose=verbose)
+    assert said[2:] == ["matching proven a second way for 9 of 9 modules"] * verbose
+
+
+def test_whole_values_under_the_names_of_the_base_are_known(tmp_path: Path) -> None:
+    base = {"m.a.weight": rand(8, 8), "m.head.weight": rand(4, 8), "m.head.bias": rand(4)}
+    name = "base_model.model.m"
+    adapter = {f"{name}.head.weight": rand(4, 8, seed=1), f"{name}.head.bias": rand(4, seed=1),
+               f"{name}.a.lora_A.weight": rand(2, 8), f"{name}.a.lora_B.weight": rand(8, 2)}  # fmt: skip
+    save(base, tmp_path / "base.safetensors")
+    (tmp_path / "lora").mkdir()
+    save(adapter, tmp_path / "lora" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": ["head"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "out.safetensors")
+    assert report.verified is not None
+    assert report.verified["matching"] == {"modules": 3, "proven": 3, "alone": []}
+
+
+def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> None:
+    """VeRA: one pair of factors for all modules, of which the second reading knows nothing."""
+    base = {f"m.{n}.weight": rand(8, 8, seed=i) for i, n in enumerate("abc")}
+    adapter = {
+        f"base_model.model.m.{n}.vera_lambda_{s}": rand(*shape)
+        for n in "abc"
+        for s, shape in (("b", (8,)), ("d", (2,)))
+    }
+    adapter |= {"base_model.vera_A": rand(2, 8), "base_model.vera_B": rand(8, 2)}
+    found = written(tmp_path, base, adapter, {"peft_type": "VERA", "r": 2})
+    assert (found["modules"], found["proven"], len(found["alone"])) == (3, 0, 3)
+
+
+def test_it_shares_no_code_with_what_makes_the_plan() -> None:
+    """Headers and its own files alone: no table, name or number of the planner."""
+    own = {"reading", "layouts", "places", "numbers", "claims"}
+    for name in own:
+        tree = ast.parse((Path(lora_merge.__file__).parent / "reference" / f"{name}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                near = (node.level == 1 and node.module in own) or (node.level == 2 and node.module == "header")
+                assert near or (not node.level and str(node.module).partition(".")[0] in sys.stdlib_module_names), (
+                    node.module
+                )
+            elif isinstance(node, ast.Import):
+                assert all(alias.name in sys.stdlib_module_names for alias in node.names), name

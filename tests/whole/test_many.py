@@ -1,0 +1,73 @@
+"""Work grows with the number of tensors and of shards, not faster: calls are counted, not seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import lora_merge
+from lora_merge.engine import fold_window as making  # noqa: F401  # with torch: the import is not what is counted
+
+from ..bench import many
+from ..bench.measure import Run
+
+MOST = 200  # calls for one more tensor, planned, written and proven: 150 today, 597 with a table of all names
+MOST_FOR_SHARD = 5000  # calls for one more shard: 3800 today
+
+
+def calls(act: Callable[[], object]) -> int:
+    """How many functions were called meanwhile, by all threads that began meanwhile too."""
+    found = [0]
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        found[0] += event in ("call", "c_call")
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found[0]
+
+
+def merged(folder: Path, tensors: int, shards: int) -> int:
+    """The calls of a whole merge."""
+    base, lora = many.model(folder, tensors, shards)
+    out = folder / f"out-{tensors}-{shards}"
+    return calls(lambda: lora_merge.merge(base, lora, out, device="cpu"))
+
+
+def test_one_more_tensor_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    merged(tmp_path, 900, 2)  # what is worked out once a process
+    small, middle, large = (merged(tmp_path, n, 2) for n in (800, 1600, 3200))
+    assert large - middle < 1.2 * 2 * (middle - small)
+    assert (large - middle) / 1600 < MOST
+
+
+def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    merged(tmp_path, 900, 2)
+    small, middle, large = (merged(tmp_path, 1000, n) for n in (10, 20, 40))
+    assert large - middle < 1.2 * 2 * (middle - small)
+    assert (large - middle) / 20 < MOST_FOR_SHARD
+
+
+def test_the_bench_tells_growth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ..bench.__main__ import Bench
+
+    assert many.exponent(10, 1.0, 20, 4.0) == pytest.approx(2)
+    monkeypatch.setattr(many, "CASES", {"tensors": ((400, 2), (800, 2))})
+    monkeypatch.setattr(many, "run", lambda command, known: Run(1.0, len(command) * 1.0, 2**20, ""))
+    b = Bench(tmp_path, 1, ("warm",), "sd1", (), keep=False)
+    many.suite(b)
+    assert [r["growth"] for r in b.results] == [None, None, 0.0, 0.0]
+    assert "800       2" in capsys.readouterr().out
+    assert not list(tmp_path.glob("many-*"))

@@ -1,0 +1,82 @@
+"""The whole program where the system has nothing of POSIX. Run: pytest tests/whole/test_without_posix.py"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ..support import kohya, save, sd1
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the real thing")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "tests.without_posix", *map(str, arguments)]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    base = sd1()
+    save(base, folder / "base.safetensors")
+    save(kohya(base), folder / "style.safetensors")
+    return folder
+
+
+def test_it_merges_verifies_and_batches_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
+    here = [sys.executable, "-m", "lora_merge"]
+    pair = [str(files / "base.safetensors"), str(files / "style.safetensors"), "--device", "cpu"]
+    subprocess.run([*here, *pair, "-o", str(tmp_path / "with.safetensors")], cwd=ROOT, check=True, capture_output=True)
+    done = run(*pair, "-o", tmp_path / "without.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "without.safetensors").read_bytes() == (tmp_path / "with.safetensors").read_bytes()
+    again = run(*pair, "-o", tmp_path / "without.safetensors", "--overwrite")
+    assert again.returncode == 0, again.stderr
+    proof = run("verify", tmp_path / "without.safetensors", "--full", "--base", *pair[:1], "--adapter", *pair[1:2])
+    assert proof.returncode == 0, proof.stderr
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text(json.dumps({"version": 1, "jobs": [
+        {"base": pair[0], "adapters": [{"path": pair[1], "strength": s}], "output": f"{s}.safetensors"} for s in (0.5, 1)
+    ]}))  # fmt: skip
+    batch = run("batch", jobs, "--workers", "2")
+    assert batch.returncode == 0, batch.stderr + batch.stdout
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((files / "base.safetensors").read_bytes())
+    (model / "config.json").write_text("{}")
+    for _ in range(2):
+        done = run(model, files / "style.safetensors", "-o", tmp_path / "out", "--overwrite")
+        assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.safetensors"
+    out.write_bytes(b"old")
+    for wait in (0.3, 1.0, 1.8):
+        child = subprocess.Popen(
+            command(files / "base.safetensors", files / "style.safetensors", "-o", out, "--overwrite"),
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(wait)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        size = out.stat().st_size
+        assert size == 3 or size > 1000
+    done = run(files / "base.safetensors", files / "style.safetensors", "-o", out, "--overwrite")
+    assert done.returncode == 0, done.stderr
