@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .api import merge, plan
     from .batch.report import JobReport
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from .job import Adapter, Job
     from .planning.plan import Plan
     from .report import Report
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "merge": "api",

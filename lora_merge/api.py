@@ -28,10 +28,10 @@ def merge(
     dtype, compute_dtype, device, method, strength, strength_for, unmatched, on_overflow, map, setting, overwrite,
     max_memory, max_vram, verify.
     """
+    from .engine.admission import plan_merge
     from .engine.merge import run
-    from .planning.make_plan import make_plan
 
-    return run(make_plan(make_job(base, adapters, output, **options)))
+    return run(plan_merge(make_job(base, adapters, output, **options)))
 
 
 def plan(
@@ -41,9 +41,9 @@ def plan(
     **options: Unpack[MergeOptions],
 ) -> Plan:
     """What `merge` would do, without folding a weight; raises what it would raise."""
+    from .engine.admission import plan_merge
     from .engine.bounds import require_device
-    from .planning.make_plan import make_plan
 
-    made = make_plan(make_job(base, adapters, output, **options))
+    made = plan_merge(make_job(base, adapters, output, **options))
     require_device(made.job)
     return made

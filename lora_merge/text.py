@@ -1,4 +1,4 @@
-"""TODO."""
+"""Names, lists and sizes as text for messages."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python -m tests.mutate --record                      # once, half an hour: which test runs which line
     python -m tests.mutate --count 80 --seed 1           # proof, matching, publishing: 80 mistakes drawn from all
-    python -m tests.mutate --count 20 lora_merge/verify.py
+    python -m tests.mutate --count 20 lora_merge/proof/verify.py
     python -m tests.mutate --named                       # mistakes that once went unnoticed
-    python -m tests.mutate --at lora_merge/verify.py:184 --also tests/test_new.py  # all mistakes of one line
+    python -m tests.mutate --at lora_merge/proof/verify.py:184 --also tests/test_new.py  # all mistakes of one line
 
 A mistake is another operator or number, a condition turned over, a dropped statement, exchanged arguments, or a
 constant that is returned. Each is written into a copy of the repository, never into the working tree, and the tests
@@ -39,26 +39,26 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 CACHE: Final = ROOT / ".pytest_cache" / "lines"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "verify recompute second_reading sampling loadable header_changes seal reference/reading reference/places "
-    "reference/numbers reference/layouts reference/claims",
-    "matching": "matching patching row_parts shared_slots conv1d orientation tying growth doubles replacements",
-    "publishing": "publish headings known_hashes destination batch resume",
+    "proof": "proof/verify proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
+    "proof/reference/numbers proof/reference/layouts proof/reference/claims",
+    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/growth matching/conflicts matching/resizing",
+    "publishing": "disk/publish planning/headings disk/known_hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (
-    ("lora_merge/verify.py", "if not same.all():", "if False:"),
-    ("lora_merge/verify.py", "merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)", "pass"),
-    ("lora_merge/sampling.py", "chosen.add(random.choice(part))", "pass"),
-    ("lora_merge/matching.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
-    ("lora_merge/matching.py", "self.ref.factor(into, component)", "self.ref.factor(component, into)"),
-    ("lora_merge/peft_numbers.py", "found = 0 if _shares(fields, module) else rank(shapes)", "found = rank(shapes)"),
-    ("lora_merge/peft_numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
+    ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
+    ("lora_merge/proof/verify.py", "merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)", "pass"),
+    ("lora_merge/proof/sampling.py", "chosen.add(random.choice(part))", "pass"),
+    ("lora_merge/matching/match.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
+    ("lora_merge/matching/match.py", "self.ref.factor(into, component)", "self.ref.factor(component, into)"),
+    ("lora_merge/adapters/peft/numbers.py", "found = 0 if _shares(fields, module) else rank(shapes)", "found = rank(shapes)"),
+    ("lora_merge/adapters/peft/numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
-    ("lora_merge/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
-    ("lora_merge/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
-    ("lora_merge/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),
-    ("lora_merge/cli_batch.py", "elif not quiet or s.error is not None:", "elif not quiet:"),
-    ("lora_merge/cli_batch.py", "            if s.error is not None:", "            if s.error is None:"),
-    ("lora_merge/inspection.py", "if (why := index.quantised.how)", "if not (why := index.quantised.how)"),
+    ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
+    ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
+    ("lora_merge/proof/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),
+    ("lora_merge/cli/batch.py", "elif not quiet or s.error is not None:", "elif not quiet:"),
+    ("lora_merge/cli/batch.py", "            if s.error is not None:", "            if s.error is None:"),
+    ("lora_merge/cli/inspect.py", "if (why := index.quantised.how)", "if not (why := index.quantised.how)"),
 )  # fmt: skip
 """(file, text in it, what is put in its place): mistakes that once failed no test."""
 

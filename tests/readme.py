@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the code: python -m tests.readme. A test checks that they are current."""
+"""Writes the generated tables of the READMEs from the code: python -m tests.readme. A test checks that they are current."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.models.architectures import shipped
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = (ROOT / "algorithms" / "README.md", ROOT / "lora_merge" / "models" / "README.md")
+"""Pages that hold generated tables."""
 
 
 def algorithms() -> str:
@@ -24,7 +27,7 @@ def algorithms() -> str:
         paper = ", ".join(dict.fromkeys(ALGORITHMS[n].paper for n in names))
         file = module.rpartition(".")[2] + ".py"
         listed = ", ".join(f"`{n}`" for n in names)
-        lines.append(f"| {listed} | {first.replace('|', chr(92) + '|')} | {paper} | [`{file}`](algorithms/{file}) |")
+        lines.append(f"| {listed} | {first.replace('|', chr(92) + '|')} | {paper} | [`{file}`]({file}) |")
     return "\n".join(lines)
 
 
@@ -37,7 +40,7 @@ TABLES = {"algorithms": algorithms, "architectures": architectures}
 
 
 def current(text: str) -> str:
-    """The text of the README with its tables as the code has them now."""
+    """The text of a page with its tables as the code has them now."""
     for name, make in TABLES.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
@@ -45,4 +48,5 @@ def current(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(current(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(current(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -11,22 +11,38 @@ import pytest
 
 from lora_merge.cli import main as program
 
-from .readme import README, current
+from .readme import PAGES, README, ROOT, current
 from .support import kohya, load, save, sd1
 
 TEXT = README.read_text(encoding="utf-8")
 
 
-def test_the_tables_are_those_of_the_code() -> None:
-    assert current(TEXT) == TEXT, "run python -m tests.readme"
+EVERY = sorted(
+    [
+        README,
+        ROOT / "CONTRIBUTING.md",
+        *(p for room in ("lora_merge", "algorithms", "configs", "tests") for p in (ROOT / room).rglob("README.md")),
+    ]
+)
 
 
-def test_every_file_that_is_named_exists() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.parent.name)
+def test_the_tables_are_those_of_the_code(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<!--" in text
+    assert current(text) == text, "run python -m tests.readme"
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
-            assert (README.parent / target).exists(), target
-    for name in re.findall(r"`(\w+\.py)`", TEXT):
-        assert list(README.parent.glob(f"*/{name}")), name
+            assert (page.parent / target).exists(), target
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 120
 
 
 def test_its_first_commands_run(

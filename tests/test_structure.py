@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,17 +32,106 @@ def imports(path: Path, *, top_level: bool) -> Iterator[str]:
                 yield from ("." * node.level + a.name for a in node.names)
 
 
+ROOMS = ("disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "batch", "cli")
+"""From the lowest to the highest. A room imports only rooms before it, and the shared vocabulary."""
+
+FACE = ("lora_merge", "lora_merge.__main__", "lora_merge.api")
+"""Modules that show the rooms to the outside. They may import every room; no room imports them."""
+
+UPWARDS = {("lora_merge.proof.recompute", "lora_merge.engine.rebuilding")}
+"""The one arrow that points up: what PEFT computes from the base with torch when it loads an adapter, in its own steps,
+which a proof in numpy cannot repeat. It can go when these steps belong to the rows of the algorithms."""
+
+LIBRARIES = {
+    "torch": {"engine", "files", "cli"},
+    "numpy": {"proof", "adapters", "engine", "cli"},
+    "typer": {"cli"},
+    "tqdm": {"cli"},
+    "pydantic": {"batch"},
+    "ray": {"batch"},
+    "safetensors": {"proof"},
+}
+"""Library → the rooms that may import it, at the top of a file or inside a function."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package but the formulas, with its file."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "algorithms" not in parts:
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def room(module: str) -> str:
+    """The room that a module stands in; "" for the vocabulary, "face" for what shows the rooms to the outside."""
+    parts = module.split(".")
+    if module in FACE:
+        return "face"
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
+
+
+def own_imports(module: str, path: Path) -> Iterator[str]:
+    """Whole names of the project's own modules that a file imports anywhere, also inside functions and for types."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            target = ".".join([*above, *([node.module] if node.module else [])])
+            for name in node.names:
+                inner = Path(*target.split("."), f"{name.name}.py")
+                yield f"{target}.{name.name}" if (ROOT / inner).exists() else target
+
+
+def test_imports_point_downwards() -> None:
+    """Also those inside functions and for type checkers."""
+    heights = {"": -1, **{name: n for n, name in enumerate(ROOMS)}, "face": len(ROOMS)}
+    wrong = [
+        f"{module} imports {target}"
+        for module, path in modules()
+        for target in own_imports(module, path)
+        if (module, target) not in UPWARDS
+        and not target.startswith("lora_merge.algorithms")
+        and heights[room(target)] > heights[room(module)]
+    ]
+    assert not wrong
+
+
 def test_imports_have_no_cycle() -> None:
-    """Also those inside functions and for type checkers, but for the program's own `from . import __version__`."""
-    graph = {
-        path.stem: {
-            name.lstrip(".").partition(".")[0] for name in imports(path, top_level=False) if name.startswith(".")
-        }
-        for path in PACKAGE.glob("*.py")
-        if path.stem not in ("__init__", "__main__")
+    """Also those inside functions and for type checkers."""
+    graph = {module: set(own_imports(module, path)) - {module} for module, path in modules() if module not in FACE}
+    list(TopologicalSorter({k: v & graph.keys() for k, v in graph.items()}).static_order())
+
+
+def run_imports(path: Path) -> Iterator[str]:
+    """Modules that a file imports when it runs, also inside functions; not those for type checkers."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typed = {
+        n for b in tree.body if isinstance(b, ast.If) and ast.unparse(b.test) == "TYPE_CHECKING" for n in ast.walk(b)
     }
-    known = set(graph)
-    list(TopologicalSorter({k: v & known - {k} for k, v in graph.items()}).static_order())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node not in typed:
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node not in typed and not node.level:
+            yield node.module or ""
+
+
+def test_a_library_is_imported_only_where_it_belongs() -> None:
+    for module, path in modules():
+        for name in run_imports(path):
+            allowed = LIBRARIES.get(name.partition(".")[0])
+            assert allowed is None or room(module) in allowed, f"{module} imports {name}"
+
+
+def test_a_room_says_what_happens_in_it() -> None:
+    """Each has a page of its own, and holds at most seventeen modules, or parts with a folder of their own."""
+    for name in ROOMS:
+        text = (PACKAGE / name / "README.md").read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 60, name
+        named = {n for n in re.findall(r"`([\w/]+\.py)`", text) if n.partition("/")[0] not in ROOMS}
+        there = {p.relative_to(PACKAGE / name).as_posix() for p in (PACKAGE / name).rglob("*.py")}
+        assert named <= there, f"{name}: {named - there}"
+        direct = {p.name for p in (PACKAGE / name).glob("*.py")} - {"__init__.py"}
+        assert direct <= named, f"{name}: its README does not tell of {direct - named}"
 
 
 def test_algorithms_see_torch_the_standard_library_and_themselves() -> None:
@@ -53,12 +143,6 @@ def test_algorithms_see_torch_the_standard_library_and_themselves() -> None:
             else:
                 assert not name.startswith(".."), f"{path.name}: {name}"
         assert not any(n.partition(".")[0] == "torch" for n in imports(path, top_level=True)), path.name
-
-
-def test_only_the_command_line_knows_typer() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        if not path.name.startswith("cli"):
-            assert not any(n.partition(".")[0] == "typer" for n in imports(path, top_level=False)), path.name
 
 
 def test_plans_are_made_without_torch() -> None:

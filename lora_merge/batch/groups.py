@@ -15,7 +15,7 @@ from ..engine.merge import Progress, run_together
 from ..engine.windows import layout_key
 from ..job import Job
 from ..planning.cache import Opened
-from ..planning.make_plan import draw
+from ..planning.make_plan import make_plan
 from ..planning.outputs import contents
 from ..planning.plan import Plan
 from ..process import heed, here
@@ -97,7 +97,7 @@ def _once(
 
 def _needed(job: Job, opened: Opened, hashes: Hashes) -> Plan | None:
     """The plan for a job; None if its output is there."""
-    plan = draw(job, opened)
+    plan = make_plan(job, opened)
     return None if done(job, contents(plan), opened, hashes) else plan
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from .. import __version__
 from ..algorithms import ALGORITHMS
 from ..disk.pages import aligned_buffer
 from ..disk.system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
@@ -28,6 +27,7 @@ from ..job import exists
 from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
+from ..version import __version__
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))
@@ -144,7 +144,7 @@ def _stored(values: Array, dtype: str) -> Array:
 
 
 @undisturbed()
-def computed(  # noqa: PLR0913, PLR0917
+def computed(
     name: str, example: Example, base: Array, at: Placement, kept: dict[str, Array] | None = None,
     stored: tuple[str, str] = ("F64", "F64"),
 ) -> Array:  # fmt: skip

@@ -57,6 +57,7 @@ def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
 def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
     """How many modules of the adapter find their place in the base, per component, and which do not, and why."""
     from ..job import make_job
+    from ..matching.diagnosis import explain
     from ..planning.make_plan import match
 
     job = make_job(path, [adapter], path, unmatched="skip")
@@ -66,7 +67,7 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
         (matched,) = match(job, base, lookup, [file], FileValues())
     except FitError as e:
         return {"adapter": str(adapter), "matched": 0, "total": len(file.modules), "why": str(e)}
-    why = lookup.explain(list(matched.unmatched), weight_shapes(file.modules)) if matched.unmatched else ""
+    why = explain(lookup, list(matched.unmatched), weight_shapes(file.modules)) if matched.unmatched else ""
     return {
         "adapter": str(adapter), "algorithms": list(matched.algorithms), "matched": matched.modules,
         "total": matched.total, "components": dict(matched.components), "unmatched": dict(matched.unmatched),

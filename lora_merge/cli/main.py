@@ -99,7 +99,7 @@ app.command("batch")(batch)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options of the program itself."""
     if version:
-        from .. import __version__
+        from ..version import __version__
 
         echo(f"lora-merge {__version__}")
         raise typer.Exit
@@ -166,12 +166,12 @@ def merge(
 
 
 def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+    from ..engine.admission import plan_merge
     from ..engine.torch_preload import preload
-    from ..planning.make_plan import make_plan
 
     if not dry_run:
         preload()
-    plan = make_plan(job)
+    plan = plan_merge(job)
     if told is not None:
         told.spare(plan.inputs)
         told.begin()

@@ -65,11 +65,12 @@ def replay(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
 ) -> None:
     """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
+    from ..engine.admission import admit
     from ..job import expand
     from ..proof.replay import plan_again
 
     folders = [expand(p) for p in search or []]
-    plan = plan_again(expand(made), output, folders, device=device, overwrite=overwrite)
+    plan = admit(plan_again(expand(made), output, folders, device=device, overwrite=overwrite))
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=False)
     conclude(carry_out(plan, quiet=quiet), say, plan.base.notes, as_json=as_json)

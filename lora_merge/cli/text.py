@@ -134,9 +134,9 @@ def needs(plan: Plan) -> str:
 
 def dry(plan: Plan) -> dict[str, Any]:
     """What --dry-run --json prints."""
-    from .. import __version__
     from ..engine.windows import buffer_bytes
     from ..planning.plan import coverage
+    from ..version import __version__
 
     return {
         "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Files of checkpoints as the other rooms see them: their state, their header, their tensors' places."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""TODO."""
+"""Admits a plan to its run: room in memory and on the disk, and an output path that may be written."""
 
 from __future__ import annotations
 
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import require_space
+from ..job import Job
+from ..planning.cache import Opened
+from ..planning.make_plan import make_plan
 from ..planning.plan import Plan
 from .bounds import window_room
 from .windows import unshared_bytes
@@ -15,7 +18,7 @@ def disk_bytes(plan: Plan) -> int:
     return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
-def placed(plan: Plan) -> Plan:
+def admit(plan: Plan) -> Plan:
     """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
     job = plan.job
     window_room(job)
@@ -25,3 +28,8 @@ def placed(plan: Plan) -> Plan:
     )  # fmt: skip
     require_space(job.output, disk_bytes(plan))
     return plan
+
+
+def plan_merge(job: Job) -> Plan:
+    """Return the plan for a job, from headers alone, admitted; raises whatever the merge would raise."""
+    return admit(make_plan(job, Opened()))

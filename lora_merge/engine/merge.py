@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from .. import __version__
 from ..disk.hashes import Digests
 from ..disk.publish import replacing
 from ..disk.reader import Reader, changed
@@ -23,6 +22,7 @@ from ..planning.recipe import sha256
 from ..process import heed
 from ..proof.verify import verify
 from ..report import Report
+from ..version import __version__
 from .pipeline import Writing
 
 Progress: TypeAlias = Callable[[int], object]

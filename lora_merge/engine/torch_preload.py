@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
-from . import merge as run  # the loader takes one library at a time: compiled modules imported from here on would wait
+from . import merge  # noqa: F401  # the loader takes one library at a time: compiled modules imported from here on would wait
 
 
 def preload() -> None:

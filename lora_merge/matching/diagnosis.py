@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..algorithms import Shape
 from ..files.layouts import PEFT
 from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
+from ..models.names import Names, of_the_denoiser
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
@@ -34,6 +36,40 @@ PARTS: Final = {
     "denoiser": "the denoiser",
     "transformer_2": "the second transformer (low noise)",
 }
+
+
+def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+    """The likely reason why names found no place, in one sentence that names both sides.
+
+    `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
+    names (where shapes do not fit) "" if nothing looks wrong.
+    """
+    if names.second and any(m.startswith("transformer.") for m in unmatched):
+        return absence(["transformer"], ["transformer_2"])
+    wanted = Counter(names.wanted(m) for m in unmatched)
+    labels = {part.label for part in names.parts}
+    known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
+    if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
+        return why
+    if absent := sorted(set(wanted) - labels):
+        return absence(absent, sorted(labels))
+    part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
+    if part is None or part is names.parts[0]:
+        return likely_reason(unmatched, modules, known, names.weights())
+    there = [m for m in unmatched if names.wanted(m) == part.label]
+    return likely_reason(there, {}, part.architecture, names.weights(part))
+
+
+def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
+    """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
+
+    Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
+    `explain` takes, and is called only where the base has variants.
+    """
+    known = names.known
+    if known is None or not known.variants:
+        return ""
+    return other_variant(of_the_denoiser(shapes()), known, names.weights())
 
 
 def absence(absent: Sequence[str], held: Sequence[str]) -> str:

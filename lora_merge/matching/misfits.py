@@ -11,7 +11,7 @@ from ..files.lookalikes import foreign
 from ..job import Unmatched
 from ..models.names import Names
 from ..text import listed
-from .diagnosis import NO_NAMES, OWN_BASE
+from .diagnosis import NO_NAMES, OWN_BASE, doubt, explain
 from .patch import Matched
 
 UNKNOWN: Final = "unknown tensor"
@@ -27,12 +27,12 @@ def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatc
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        why = names.explain([], shapes) if isinstance(worst, ShapeMismatch) else ""
+        why = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
         others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
         raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {listed(result.unmatched)}", what[1])
-    reason = names.explain(list(result.unmatched), shapes)
+    reason = explain(names, list(result.unmatched), shapes)
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total})",
@@ -57,10 +57,10 @@ def doubtful(result: Matched, names: Names, unmatched: Unmatched) -> None:
     """Raise, or note if the rest is merged anyway, that the adapter looks made for another variant of the model."""
     if result.grown:  # it makes the variant that it was made for
         return
-    doubt = names.doubt(lambda: weight_shapes(result.adapter.modules))
-    if doubt and unmatched == "error":
+    why = doubt(names, lambda: weight_shapes(result.adapter.modules))
+    if why and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
         fix = "use the base it was trained on, or merge all the same with --unmatched skip"
-        raise FitError(what, f"{result.adapter.path}: {doubt}", fix)
-    if doubt:
-        result.notes.append(doubt)
+        raise FitError(what, f"{result.adapter.path}: {why}", fix)
+    if why:
+        result.notes.append(why)

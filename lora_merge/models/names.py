@@ -9,8 +9,7 @@ once. A name that fits two places is refused. Nothing here reads weights or impo
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from typing import Final
 from ..algorithms import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
-from ..matching.diagnosis import absence, likely_reason, other_model, other_variant
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .guess import architectures, described, seen
@@ -77,7 +75,7 @@ class Names:
     def __init__(
         self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self._shapes = shapes
         self._stored = stored  # its names without levels that training left → the keys, where these have some
         self._inner = {key: name for name, key in stored.items()}
@@ -91,7 +89,7 @@ class Names:
         self._by_hint: dict[str, list[Component]] = {}
         self.second = False  # whether the base lies in the folder of a pipeline's second expert
         main = parts[0] if parts else None
-        self._known = known = main.architecture if main else None
+        self.known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or "unknown"
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
@@ -121,7 +119,7 @@ class Names:
     def lone_expert(self, modules: Sequence[str]) -> str:
         """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
         first, second = EXPERTS
-        denoisers = [p for p in self._parts if p.role == "denoiser"]
+        denoisers = [p for p in self.parts if p.role == "denoiser"]
         alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
         if not alone or not any(m.startswith(second) for m in modules):
             return ""
@@ -163,7 +161,7 @@ class Names:
     def _part(self, key: str) -> Component | None:
         """The network that a base tensor belongs to; None for what is in none that matters."""
         name = self._name(key)
-        return next((part for part in self._parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
+        return next((part for part in self.parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
 
     def _name(self, key: str) -> str:
         """What a base tensor is called without levels that training left."""
@@ -171,7 +169,7 @@ class Names:
 
     def wanted(self, module: str) -> str:
         """What part of a model an adapter's module name speaks of."""
-        main = self._parts[0].label if self._parts and self._parts[0].role == "denoiser" else "denoiser"
+        main = self.parts[0].label if self.parts and self.parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):
             if hint in DENOISERS and hint != "transformer_2":
                 return main
@@ -179,41 +177,9 @@ class Names:
                 return next((p.label for p in self._hinted(hint)), hint)
         return main
 
-    def explain(self, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
-        """The likely reason why names found no place, in one sentence that names both sides.
-
-        `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
-        names (where shapes do not fit) "" if nothing looks wrong.
-        """
-        if self.second and any(m.startswith("transformer.") for m in unmatched):
-            return absence(["transformer"], ["transformer_2"])
-        wanted = Counter(self.wanted(m) for m in unmatched)
-        labels = {part.label for part in self._parts}
-        known, modules = self._known, _denoiser({m: () for m in unmatched} | dict(shapes))
-        if known and self._parts[0].label in wanted and (why := other_model(modules, known, self._weights())):
-            return why
-        if absent := sorted(set(wanted) - labels):
-            return absence(absent, sorted(labels))
-        part = next((p for p in self._parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
-        if part is None or part is self._parts[0]:
-            return likely_reason(unmatched, modules, known, self._weights())
-        there = [m for m in unmatched if self.wanted(m) == part.label]
-        return likely_reason(there, {}, part.architecture, self._weights(part))
-
-    def doubt(self, shapes: Callable[[], Mapping[str, Shape]]) -> str:
-        """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
-
-        Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
-        `explain` takes, and is called only where the base has variants.
-        """
-        known = self._known
-        if known is None or not known.variants:
-            return ""
-        return other_variant(_denoiser(shapes()), known, self._weights())
-
-    def _weights(self, part: Component | None = None) -> dict[str, Shape]:
+    def weights(self, part: Component | None = None) -> dict[str, Shape]:
         """Module → shape of the weight, of one network; of the main one without."""
-        part = part or (self._parts[0] if self._parts else None)
+        part = part or (self.parts[0] if self.parts else None)
         found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
         return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
 
@@ -239,21 +205,21 @@ class Names:
 
     def _hinted(self, hint: str) -> list[Component]:
         if hint[0] == "@":
-            return [p for p in self._parts if p.prefix == hint[1:]]
+            return [p for p in self.parts if p.prefix == hint[1:]]
         if hint == "any":
-            return list(self._parts)
+            return list(self.parts)
         if hint == "vae":
-            return [p for p in self._parts if p.label == "vae"]
+            return [p for p in self.parts if p.label == "vae"]
         if hint in DENOISERS:
-            named = [p for p in self._parts if p.label == hint]
-            return named or [p for p in self._parts if p.role == "denoiser" and hint != "transformer_2"]
+            named = [p for p in self.parts if p.label == hint]
+            return named or [p for p in self.parts if p.role == "denoiser" and hint != "transformer_2"]
         return self._encoders(hint)
 
     def _encoders(self, hint: str) -> list[Component]:
-        encoders = [p for p in self._parts if p.kind]
-        if not encoders and len(self._parts) == 1 and self._parts[0].label == "model" and self._parts[0].architecture:
-            return list(self._parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
-        known = self._known
+        encoders = [p for p in self.parts if p.kind]
+        if not encoders and len(self.parts) == 1 and self.parts[0].label == "model" and self.parts[0].architecture:
+            return list(self.parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
+        known = self.known
         if hint[0] == "=":  # a folder calls none of its encoders so
             return self._by_id(ENCODER_IDS.get(hint[1:], hint[1:]), encoders)
         if known and known.text_encoders:
@@ -269,14 +235,14 @@ class Names:
         if kind == NO_ID:
             return [p for p in encoders if not p.kind.startswith("clip")]
         unsure = [p for p in encoders if p.kind in UNSURE]
-        theirs = self._known.text_encoders if self._known else {}
+        theirs = self.known.text_encoders if self.known else {}
         placed = [p for p in unsure if theirs.get(p.label) == kind]
         meant = [p for p in encoders if p.kind == kind]
         return meant or placed or (unsure if len(unsure) == 1 else [])
 
     def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
-        experts = {p.label for p in self._parts if p.role == "denoiser"}
+        experts = {p.label for p in self.parts if p.role == "denoiser"}
         there = sorted({self.component(key) for key in keys})
         fix = "rename it in the adapter so that it names one of them"
         if len(there) > 1 and experts.issuperset(there):
@@ -304,11 +270,11 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
     "unknown" if nothing tells, "A or B" if too little does.
     """
-    found = seen(_denoiser(modules))
+    found = seen(of_the_denoiser(modules))
     return described(architectures(found), found)
 
 
-def _denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
+def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
     """The modules that do not speak of an encoder, without their prefixes."""
     innermost = {module: list(prefixed(module))[-1] for module in modules}
     return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}

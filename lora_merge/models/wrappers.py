@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from ..adapters.suffixes import split
 from ..files.layouts import PEFT
 from ..text import listed
 from .prefixes import TRAINING
@@ -42,15 +41,14 @@ def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
     notes = [KEPT.format(levels=listed(sorted(levels)))]
     if "base_layer" in levels:
         layers = {key.partition(".base_layer.")[0] for key in stored.values() if ".base_layer." in key}
-        left = [key for key in stored.values() if (of := _adapter_of(key)) is not None and of in layers]
+        left = [key for key in stored.values() if _is_attached(key, layers)]
         if left:
             notes.append(ATTACHED.format(count=len(left), names=listed(left, 2)))
     return notes
 
 
-def _adapter_of(key: str) -> str | None:
-    """The layer that an adapter's tensor belongs to; None for what is no such tensor."""
-    found = split(key)
-    if found is None or (found[1].ending == ".weight"):
-        return None
-    return found[0]
+def _is_attached(key: str, layers: Collection[str]) -> bool:
+    """Whether a tensor lies in a wrapped layer beside the layer itself, as an attached adapter does."""
+    parts = key.split(".")
+    inside = any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
+    return inside and ".base_layer." not in key

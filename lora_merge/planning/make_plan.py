@@ -17,7 +17,6 @@ from ..adapters.peft.rules import rules
 from ..algorithms import Shape
 from ..disk.files import TensorInfo
 from ..disk.reader import Reader
-from ..engine.admission import placed
 from ..errors import ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.layout_check import layout
@@ -44,12 +43,7 @@ from .recipe import STALE, blanks, entries
 NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms
 
 
-def make_plan(job: Job) -> Plan:
-    """The plan for a job, from headers, alphas, and what PEFT stores of the base; raises what the merge would raise."""
-    return placed(draw(job, Opened()))
-
-
-def draw(job: Job, opened: Opened) -> Plan:
+def make_plan(job: Job, opened: Opened) -> Plan:
     """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
     base, lookup = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path) for ref in job.adapters]

@@ -54,7 +54,7 @@ def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
 
 def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
     """What was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
-    from .. import __version__
+    from ..version import __version__
 
     left = iter(digests)
     found: dict[str, Any] = {

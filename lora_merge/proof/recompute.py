@@ -30,7 +30,6 @@ from .sampling import runs, sample, shuffled
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
 CHUNK: Final = 2**18  # elements recomputed at once where all rows are; more would leave the caches: twice the time
 DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
-
 UNASKED: Final = (
     "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
     "with --on-overflow saturate"

@@ -11,12 +11,11 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..disk.reader import Reader
-from ..engine.admission import placed
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import DTYPES, Adapter, Job, make_job
 from ..planning.cache import Opened
-from ..planning.make_plan import draw
+from ..planning.make_plan import make_plan
 from ..planning.outputs import contents, differing, misleading
 from ..planning.plan import FLOATS, Plan
 from ..planning.recipe import KEY
@@ -81,7 +80,7 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
         job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
-    return placed(plan)
+    return plan
 
 
 def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
@@ -97,7 +96,7 @@ def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
 def _followed(job: Job, made: Index) -> Plan:
     """The plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
     try:
-        return draw(job, Opened())
+        return make_plan(job, Opened())
     except UsageError as e:
         if KEY not in made.metadata:
             raise

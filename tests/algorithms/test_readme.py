@@ -45,8 +45,8 @@ def example_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_example_merges_a_file(example_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     row = example_module.GAIN
     table = MappingProxyType({**ALGORITHMS, "gain": row})
-    for module in vars(lora_merge).values():
-        if isinstance(module, ModuleType) and getattr(module, "ALGORITHMS", None) is ALGORITHMS:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lora_merge.") and getattr(module, "ALGORITHMS", None) is ALGORITHMS:
             monkeypatch.setattr(module, "ALGORITHMS", table)
     monkeypatch.setattr(algorithms, "ALGORITHMS", table)
     rows = {f".{slot}": conventions.Suffix(f".{slot}", slot, ("gain",)) for slot in row.slots}

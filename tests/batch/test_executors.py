@@ -65,7 +65,7 @@ def heavy(models: Path, count: int = 12) -> None:
 
 DYING = """
     import os, signal
-    from lora_merge import worker
+    from lora_merge.batch import worker
     from lora_merge.batch.report import JobReport
 
     def send(reports, message, real=worker._send):
@@ -120,7 +120,7 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
 
 STOPPING = """
     import os, signal, sys
-    from lora_merge import worker
+    from lora_merge.batch import worker
     from lora_merge.disk.writer import Writer
 
     os.dup2(os.open("tasks", os.O_RDONLY), 0)

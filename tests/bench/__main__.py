@@ -198,9 +198,9 @@ def start(b: Bench) -> None:
     }  # fmt: skip
     b.compare("start", commands, dict.fromkeys(commands, (base, lora)), "warm")
     large, alphas = inputs.large(b.data)
-    code = ("import sys, time; from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; "
+    code = ("import sys, time; from lora_merge.job import make_job; from lora_merge.engine.admission import plan_merge; "
             "from lora_merge.process import collect_rarely; collect_rarely(); "  # as the command does
-            "t = time.perf_counter(); make_plan(make_job(*sys.argv[1:])); print(time.perf_counter() - t)")  # fmt: skip
+            "t = time.perf_counter(); plan_merge(make_job(*sys.argv[1:])); print(time.perf_counter() - t)")  # fmt: skip
     times = [float(run([sys.executable, "-c", code, str(large), str(alphas)]).output) for _ in range(b.rounds + 1)][
         -max(1, b.rounds) :
     ]

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lora_merge.disk.reader import Reader
+from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import Slot, Turn
 from lora_merge.engine.fold_window import Making
 from lora_merge.engine.windows import Fold, window_bytes, windows
 from lora_merge.files.safetensors import ITEM_BYTES
 from lora_merge.job import COMPUTE_DTYPES, make_job
-from lora_merge.planning.make_plan import make_plan
 from lora_merge.planning.plan import Plan
 
 GB: Final = 1e9
@@ -172,7 +172,7 @@ def shares(sizes: dict[str, int], seconds: float, spent: dict[str, float], rate:
 
 def folding(device: str, base: Path, adapter: Path, way: str, *, rounds: int, rate: dict[str, float]) -> dict[str, Any]:
     """The folds of one merge, after a warm-up: median seconds of a pass, then one that is recorded."""
-    plan = make_plan(make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device, max_vram=WAYS[way]))
+    plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device, max_vram=WAYS[way]))
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         work = Folding(plan, reader)
         try:

@@ -33,7 +33,7 @@ CASES: Final = {
 
 PLAN: Final = (
     "import sys; from lora_merge.process import collect_rarely; collect_rarely(); "
-    "from lora_merge.job import make_job; from lora_merge.planning.make_plan import make_plan; make_plan(make_job(*sys.argv[1:]))"
+    "from lora_merge.job import make_job; from lora_merge.engine.admission import plan_merge; plan_merge(make_job(*sys.argv[1:]))"
 )
 
 

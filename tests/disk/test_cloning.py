@@ -27,11 +27,10 @@ from lora_merge.disk.reader import Reader
 from lora_merge.disk.volumes import file_system
 from lora_merge.engine import pipeline as writing
 from lora_merge.engine import windows
-from lora_merge.engine.admission import disk_bytes
+from lora_merge.engine.admission import disk_bytes, plan_merge
 from lora_merge.engine.merge import run, run_together
 from lora_merge.errors import ResourceError
 from lora_merge.job import make_job
-from lora_merge.planning.make_plan import make_plan
 
 from ..support import rand, save
 
@@ -83,7 +82,7 @@ def inputs(folder: Path, layers: int = LAYERS, rows: int = ROWS) -> tuple[Path, 
 def merged(base: Path, lora: Path, name: str, strength: float = 1.0) -> bytes:
     """The bytes of a new merge, but for its own name in them."""
     out = base.with_name(name)
-    run(make_plan(make_job(base, (str(lora), strength), output=out)))
+    run(plan_merge(make_job(base, (str(lora), strength), output=out)))
     return out.read_bytes()
 
 
@@ -115,7 +114,7 @@ def test_shared_bytes_of_a_known_base_are_not_read(
 
     monkeypatch.setattr(Reader, "read_into", counting)
     out = tmp_path / "again.safetensors"
-    run(make_plan(make_job(base, lora, output=out, verify=False)))
+    run(plan_merge(make_job(base, lora, output=out, verify=False)))
     assert out.read_bytes() == first
     assert sum(got) < 1.2 * 2 * ROWS * COLS
 
@@ -126,7 +125,7 @@ def test_several_outputs_share_with_one_base(tmp_path: Path, clones: Clones) -> 
     alone = [merged(base, lora, f"{s}.safetensors", s) for s in strengths]
     clones.sizes.clear()
     jobs = [make_job(base, (str(lora), s), output=tmp_path / f"together-{s}.safetensors") for s in strengths]
-    outcomes = dict(run_together([make_plan(job) for job in jobs]))
+    outcomes = dict(run_together([plan_merge(job) for job in jobs]))
     assert not [o for o in outcomes.values() if isinstance(o, Exception)]
     assert [job.output.read_bytes() for job in jobs] == alone
     assert sum(clones.sizes) > 0.95 * len(jobs) * (base.stat().st_size - 2 * ROWS * COLS)
@@ -138,7 +137,7 @@ def test_bytes_that_do_not_lie_in_the_same_pages_are_copied(tmp_path: Path, clon
     tensors = {"first.weight": rand(3).float(), **{k: v for k, v in _load(base).items() if "layernorm" not in k}}
     mixed = save(tensors, tmp_path / "mixed.safetensors")
     out = tmp_path / "out.safetensors"
-    run(make_plan(make_job(mixed, lora, output=out, dtype="fp16")))
+    run(plan_merge(make_job(mixed, lora, output=out, dtype="fp16")))
     assert not clones.sizes
     got = _load(out)
     assert all(torch.equal(got[k], tensors[k].half()) for k in tensors if k != f"{TOUCHED}.weight")
@@ -157,18 +156,18 @@ def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, m
     changed = 2 * ROWS * COLS
     monkeypatch.setattr(disk, "free_bytes", lambda _: int(1.5 * changed))
     jobs = [{"base": base, "adapters": [lora], "output": tmp_path / f"{n}.safetensors"} for n in range(2)]
-    assert changed < disk_bytes(make_plan(make_job(base, lora, tmp_path / "a.safetensors"))) < 1.5 * changed
+    assert changed < disk_bytes(plan_merge(make_job(base, lora, tmp_path / "a.safetensors"))) < 1.5 * changed
     assert [report.status for report in lora_merge.run_batch(jobs[:1])] == ["merged"]
     assert sum(clones.sizes) > base.stat().st_size / 2
     (tmp_path / "0.safetensors").unlink()
     with pytest.raises(ResourceError, match="no space"):  # there is room for one of them
         lora_merge.run_batch(jobs)
     with pytest.raises(ResourceError, match="no space"):  # where another dtype leaves nothing as it is
-        make_plan(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
+        plan_merge(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
     for place in (windows, survey):
         monkeypatch.setattr(place, "share_blocks", lambda *_: False)  # on two disks
     with pytest.raises(ResourceError, match="no space"):
-        make_plan(make_job(base, lora, tmp_path / "c.safetensors"))
+        plan_merge(make_job(base, lora, tmp_path / "c.safetensors"))
     with pytest.raises(ResourceError, match="no space"):
         lora_merge.run_batch(jobs[:1])
 

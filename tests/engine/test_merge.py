@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.adapters.file import FileValues
+from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import Turn
 from lora_merge.engine.fold_blocks import Folder
 from lora_merge.engine.fold_window import Making
@@ -31,7 +32,6 @@ from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-from lora_merge.planning.make_plan import make_plan
 
 from ..support import TE, UNET, assert_rounded, expected, kohya, kohya_names, load, metadata, rand, save, sd1
 
@@ -313,7 +313,7 @@ def test_windows_stay_within_the_memory_bound(tmp_path: Path, stored: str, dtype
     save(adapter, tmp_path / "a.safetensors")
     bound = 2**28
     paths = (tmp_path / f"{n}.safetensors" for n in "bao")
-    plan = make_plan(make_job(*paths, dtype=dtype, max_memory=bound))
+    plan = plan_merge(make_job(*paths, dtype=dtype, max_memory=bound))
     found = list(windows([plan], window_bytes(plan)))
     assert max(w.size + w.input_size for w in found) <= bound // SLOTS
     assert sum(w.size for w in found) == sum(t.nbytes for f in plan.files for t in f.targets)

@@ -268,7 +268,7 @@ def stopped(scene: Scene, code: str, number: signal.Signals, *, quiet: bool = Tr
 
 LOST = """
     import os, sys
-    from lora_merge import planning
+    from lora_merge.engine import admission
     from lora_merge.__main__ import start
 
     class Lost:
@@ -276,11 +276,11 @@ LOST = """
             os.kill(os.getpid(), NUMBER)
             sys.stderr.write("")  # here the handler raises
 
-    def make_plan(job, make=planning.make_plan):
+    def plan_merge(job, make=admission.plan_merge):
         Lost()
         return make(job)
 
-    planning.make_plan = make_plan
+    admission.plan_merge = plan_merge
     start()
 """
 
@@ -293,17 +293,17 @@ def test_interrupted_where_python_loses_what_is_raised(scene: Scene, number: sig
 
 TURNED = """
     import os, time
-    from lora_merge import planning
+    from lora_merge.engine import admission
     from lora_merge.__main__ import start
 
-    def make_plan(job):
+    def plan_merge(job):
         try:
             os.kill(os.getpid(), NUMBER)
             time.sleep(1)  # here the handler raises
         except BaseException as e:
             raise ValueError("in the words of a library") from e
 
-    planning.make_plan = make_plan
+    admission.plan_merge = plan_merge
     start()
 """
 

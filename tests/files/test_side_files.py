@@ -14,10 +14,10 @@ import torch
 
 import lora_merge
 from lora_merge.disk.writer import copy_file
+from lora_merge.engine.admission import plan_merge
 from lora_merge.errors import FitError, InputError
 from lora_merge.files.side_files import configured
 from lora_merge.job import make_job
-from lora_merge.planning.make_plan import make_plan
 from lora_merge.proof.replay import prove
 
 from ..support import cli, rand, save
@@ -69,7 +69,7 @@ def test_what_cannot_be_copied_is_refused_while_planning(model: Path, kind: str,
     path.unlink(missing_ok=True)
     make(path)
     with pytest.raises(InputError, match=why if name != "config.json" else ".") as caught:
-        make_plan(make_job(model / "base", model / "lora.safetensors", model / "out"))
+        plan_merge(make_job(model / "base", model / "lora.safetensors", model / "out"))
     assert str(path) in caught.value.where
 
 

@@ -20,7 +20,7 @@ from lora_merge.algorithms import Shape
 from lora_merge.disk.files import TensorInfo
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index
-from lora_merge.matching.diagnosis import absence
+from lora_merge.matching.diagnosis import absence, doubt, explain
 from lora_merge.models.names import Names, guess, names
 from lora_merge.models.weights import Piece, View, stacked, transposed, whole
 
@@ -548,7 +548,7 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
     assert two.find(name("transformer").replace("transformer.transformer", "transformer")) == view
     both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
     assert both.find(name("qwen3_4b")) is None
-    assert "text encoder qwen3_4b" in both.explain([name("qwen3_4b")], {})
+    assert "text encoder qwen3_4b" in explain(both, [name("qwen3_4b")], {})
 
 
 @pytest.mark.parametrize("width", [1280, 24])  # in other widths, only their places tell the encoders apart
@@ -702,7 +702,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     views = {m: found.find(m) for m in modules}
     wrong = [m for m, view in views.items() if view is None or view.shape[:2] != modules[m][:2]]
     assert wrong
-    text = found.explain(wrong, modules)
+    text = explain(found, wrong, modules)
     assert all(title in text for title in both), text
 
 
@@ -747,27 +747,27 @@ def test_an_adapter_of_some_layers_is_not_taken_for_another_models(name: str, pa
 def test_doubt_where_names_fit_all_the_same() -> None:
     t2v, base_i2v = adapter("native/wan-t2v-14B", "diffusion_model."), base("native/wan-i2v-14B")
     assert all(base_i2v.find(m) for m in t2v)
-    assert "without image embeddings" in base_i2v.doubt(lambda: t2v)
-    assert not base_i2v.doubt(lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
-    assert not base_i2v.doubt(lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
-    assert not base("native/wan-t2v-14B").doubt(lambda: t2v)
-    assert "without image embeddings" in base_i2v.doubt(lambda: adapter("diffusers/wan", "transformer.", "blocks"))
+    assert "without image embeddings" in doubt(base_i2v, lambda: t2v)
+    assert not doubt(base_i2v, lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
+    assert not doubt(base_i2v, lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
+    assert not doubt(base("native/wan-t2v-14B"), lambda: t2v)
+    assert "without image embeddings" in doubt(base_i2v, lambda: adapter("diffusers/wan", "transformer.", "blocks"))
     for there in (base_i2v, base("diffusers/wan-i2v-14B")):  # their trainers' default: to_q, to_k, to_v, to_out.0
-        assert not there.doubt(lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
+        assert not doubt(there, lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
     for name in ("sdxl", "sd15", "flux-dev", "sd35-medium", "chroma", "mochi"):
-        assert not base(f"native/{name}").doubt(partial(adapter, f"diffusers/{name}", "lycoris_")), name
+        assert not doubt(base(f"native/{name}"), partial(adapter, f"diffusers/{name}", "lycoris_")), name
 
 
 def test_other_reasons() -> None:
-    text = base("native/sdxl").explain(["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {})
+    text = explain(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {})
     assert "first text encoder" in text
     assert "unet" in text
-    text = base("transformers/llama-3.2-1b").explain(["base_model.model.lm_head"], {})
+    text = explain(base("transformers/llama-3.2-1b"), ["base_model.model.lm_head"], {})
     assert "input embeddings" in text
     modules = adapter("transformers/llama-3.1-8b", "base_model.model.", "self_attn.q_proj")
     found = base("transformers/llama-3.2-1b")
-    assert "block 31" in found.explain([m for m in modules if not found.find(m)], modules)
-    text = base("single-file/sdxl").explain(["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {})
+    assert "block 31" in explain(found, [m for m in modules if not found.find(m)], modules)
+    text = explain(base("single-file/sdxl"), ["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {})
     assert "block 40" in text
     assert "block 31" in text, "of the same encoder, not of the denoiser"
     assert guess({"strange.module": (3, 3)}) == "unknown"
@@ -842,7 +842,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
                 found.find(called(dialect, strange))
             except AmbiguousName:
                 continue
-    found.explain(STRANGE, {strange: (1,) for strange in STRANGE})
+    explain(found, STRANGE, {strange: (1,) for strange in STRANGE})
     assert time.process_time() - start < 30  # 0.8
 
 

@@ -12,10 +12,10 @@ import safetensors
 
 import lora_merge
 from lora_merge.engine import merge as run
+from lora_merge.engine.admission import plan_merge
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
-from lora_merge.planning.make_plan import make_plan
 from lora_merge.proof.loadable import check_loadable
 
 from ..support import blob, load, metadata, rand, save
@@ -160,7 +160,7 @@ def test_the_library_sees_what_was_planned(model: Path, monkeypatch: pytest.Monk
     base, out = model / "base" / "model-00001-of-00002.safetensors", model / "one.safetensors"
     job = {"base": base, "adapters": [(model / "lora.safetensors", 1.0)], "output": out}
     lora_merge.merge(base, model / "lora.safetensors", out)
-    plan = make_plan(make_job(**job, overwrite=True))
+    plan = plan_merge(make_job(**job, overwrite=True))
     assert check_loadable(plan, out) == []
     written = out.read_bytes()
     headers = [written[: parse_file(out).data_offset]]
