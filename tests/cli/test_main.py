@@ -731,7 +731,7 @@ def test_the_demo_fails_as_its_merge_does(run: Run, tmp_path: Path, monkeypatch:
 def read_too(tmp_path: Path, model: Path, style: Path) -> list[Path]:
     """What is read besides weights: a name table, a jobs file, the configuration of an adapter."""
     table, jobs, peft = tmp_path / "map.yaml", tmp_path / "jobs.yaml", tmp_path / "peft"
-    shutil.copy(Path(program.__file__).parent / "models" / "architectures" / "sd1.yaml", table)
+    shutil.copy(Path(lora_merge.__file__).parent / "models" / "architectures" / "sd1.yaml", table)
     jobs.write_text(
         f"version: 1\njobs: [{{base: {model.name}, adapters: [{style.name}, peft], map: map.yaml, output: o.safetensors}}]"
     )

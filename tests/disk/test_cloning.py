@@ -25,8 +25,8 @@ from lora_merge.disk.cloning import clone_range
 from lora_merge.disk.pages import PAGE
 from lora_merge.disk.reader import Reader
 from lora_merge.disk.volumes import file_system
+from lora_merge.engine import admission, windows
 from lora_merge.engine import pipeline as writing
-from lora_merge.engine import windows
 from lora_merge.engine.admission import disk_bytes, plan_merge
 from lora_merge.engine.merge import run, run_together
 from lora_merge.errors import ResourceError
@@ -164,7 +164,7 @@ def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, m
         lora_merge.run_batch(jobs)
     with pytest.raises(ResourceError, match="no space"):  # where another dtype leaves nothing as it is
         plan_merge(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
-    for place in (windows, survey):
+    for place in (admission, survey):
         monkeypatch.setattr(place, "share_blocks", lambda *_: False)  # on two disks
     with pytest.raises(ResourceError, match="no space"):
         plan_merge(make_job(base, lora, tmp_path / "c.safetensors"))

@@ -143,7 +143,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
             yield
 
     for module in ("placement", "devices"):
-        monkeypatch.setattr(f"lora_merge.{module}.WHOLE", {"cpu", "meta"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.engine.placement._queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
     for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,

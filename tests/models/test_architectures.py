@@ -110,7 +110,7 @@ def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
     from lora_merge.models.cutting import spelled
 
     found = names(index(diffusers))
-    part = found._parts[0]
+    part = found.parts[0]
     assert part.architecture is not None
     table = part.architecture.spellings["native"].settled(part.keys)
     covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}

@@ -76,7 +76,7 @@ def check(t: NameTable, dotted: Names, flat: Names, asked: list[str]) -> None:
 )  # fmt: skip
 def test_every_name_is_where_it_is_in_the_whole_table(name: str) -> None:
     random = Random(name)
-    for part in names(index(shapes(name)))._parts:
+    for part in names(index(shapes(name))).parts:
         dotted, flat = all_at_once(part._table)
         some = [n for table in (dotted, flat) for n in random.sample(sorted(table), min(200, len(table)))]
         moved = [n.replace("0", random.choice("0127")) for n in some]
@@ -93,7 +93,7 @@ PATHS = st.lists(WORDS, min_size=1, max_size=6).map(".".join)
 @settings(max_examples=60, deadline=None)
 @given(keys=st.sets(PATHS, max_size=12), asked=st.lists(PATHS, max_size=8), inner=st.sampled_from(["", "mlp.", "0."]))
 def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
-    llm = names(index({"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)}))._parts[0]
+    llm = names(index({"model.embed_tokens.weight": (4, 2), "model.layers.0.input_layernorm.weight": (2,)})).parts[0]
     own = {key: key for key in sorted(keys)}
     part = Component("denoiser", "model", "", llm.architecture, llm.layout, inner=inner, keys=own)
     part.shapes = dict.fromkeys(own, (2, 2))
@@ -117,7 +117,7 @@ def test_what_a_form_cannot_be_is_not_worked_out() -> None:
             for slot in ("gate_proj", "up_proj", "down_proj"):
                 base[f"model.layers.{layer}.mlp.experts.{expert}.{slot}.weight"] = (2, 2)
     found = names(index(base))
-    table = found._parts[0]._table
+    table = found.parts[0]._table
     for module in (
         "model.layers.1.self_attn.q_proj",
         "layers.2.mlp.experts.3.down_proj",

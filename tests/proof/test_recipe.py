@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import lora_merge
+from lora_merge.engine.admission import admit
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
@@ -276,7 +277,7 @@ def test_values_of_a_recipe_are_checked_like_options(files: Path) -> None:
 def test_what_the_user_asks_for_is_no_damage_of_the_recipe(files: Path) -> None:
     out = merged(files)
     with pytest.raises(UsageError, match="the output exists"):
-        plan_again(out, out)
+        admit(plan_again(out, out))
     with pytest.raises(UsageError, match="is no size"):
         plan_again(out, files / "again.safetensors", max_memory="much")
 
