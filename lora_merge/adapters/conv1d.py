@@ -9,8 +9,11 @@ shapes tell. For a square weight whose signs contradict each other there is no a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from ..job import SETTING
@@ -52,10 +55,17 @@ class Layer:
     turned: bool | None  # whether its shapes say that it is [in, out]; None where they fit both ways
 
 
+@cache
+def known_types() -> frozenset[str]:
+    """Return every model type of transformers 5.23 (CONFIG_MAPPING_NAMES), and those above that come with own code."""
+    text = Path(__file__).with_name("model_types.json").read_text(encoding="ascii")
+    return frozenset(json.loads(text)) | MODELS | UPRIGHT
+
+
 def base_types(config: Mapping[str, Any]) -> frozenset[str]:
-    """The model types in a config.json, those of the model's parts too; "" stands for code of its own."""
+    """The model types in a config.json, those of the model's parts too; "" stands for code that nothing is known of."""
     found = {str(config["model_type"])} if config.get("model_type") else set()
-    if "auto_map" in config and not found & UPRIGHT:
+    if found - known_types() or ("auto_map" in config and not found & UPRIGHT):
         found.add("")
     for part in config.values():
         found |= base_types(part) if isinstance(part, Mapping) and "model_type" in part else set()
@@ -84,7 +94,7 @@ def decide(name: str, layers: Sequence[Layer], types: Collection[str], *, flag: 
     """Whether a layer whose shapes fit both ways is a Conv1D, in a model that nothing is known of.
 
     None where signs contradict each other. `flag`: the configuration's, None where that says nothing. `types`: a
-    model of a type that is none of ours is transformers' own and of nn.Linear, unless shapes say otherwise.
+    model of a type of transformers that is none of ours is of nn.Linear, unless shapes say otherwise.
     """
     lie = [layer for layer in layers if layer.turned is not None]
     same = {layer.turned for layer in lie if layer.name == name}

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora_merge
-from lora_merge.adapters.conv1d import Layer, decide, stored
+from lora_merge.adapters.conv1d import Layer, base_types, decide, stored
 
 from ..support import load_all
 
@@ -171,6 +171,18 @@ def test_the_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Pat
     config = {"model_type": "qwen", "auto_map": {"AutoModel": "modeling_qwen.QWenLMHeadModel"}}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     check(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("kind", ["weird", ["gpt2"], {"a": 1}, 7, None])
+@pytest.mark.parametrize("types", ["base", "a part of it"])
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("name", ["square", "c_proj", "conv1d"])
+def test_a_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: bool, name: str) -> None:
+    """A config.json with one is like none at all: a custom model may have layers of both kinds."""
+    config = {"model_type": kind} if types == "base" else {"text_config": {"model_type": kind}}
+    layers, said = [Layer(name, None)], base_types(config)
+    assert decide(name, layers, said, flag=flag) is decide(name, layers, (), flag=flag)
+    assert stored(name, said, recognised=False, kind="LORA") is stored(name, (), recognised=False, kind="LORA")
 
 
 def test_one_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
