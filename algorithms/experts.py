@@ -31,7 +31,7 @@ class ExpertsTensors:
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
     """Shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones are taken
-    for (E, out, in): the caller knows that they are (peft_parameters.py)."""
+    for (E, out, in): the caller knows that they are (target_parameters.py)."""
     return _fit(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 

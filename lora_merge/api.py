@@ -1,4 +1,4 @@
-"""The Python API for files: merge, plan. That for tensors in memory is in memory.py."""
+"""The Python API for files: merge, plan. That for tensors in memory is in engine/in_memory.py."""
 
 from __future__ import annotations
 

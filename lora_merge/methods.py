@@ -1,6 +1,6 @@
 """How several adapters meet on one weight: what `--method` may be. A table; no torch.
 
-The arithmetic of each row is in kernels.py, and a second time, for the proof, in recompute.py.
+The arithmetic of each row is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
 
 A strength multiplies the change of its formula, F(W) − W, in all of them, also where the library that trains the
 formula has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or puts it elsewhere (LyCORIS's BOFT, into every stage).

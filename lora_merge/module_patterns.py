@@ -84,4 +84,4 @@ class Matching:
     steps: Steps = field(default_factory=Steps)
     tables: dict[str, Ends] = field(default_factory=dict)
     parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
-    """`target_parameters`, as peft_parameters.py looks them up."""
+    """`target_parameters`, as target_parameters.py looks them up."""

@@ -1,6 +1,6 @@
 """A worker process of a batch: takes passes on stdin, gives reports on stdout, both pickled; see executors.py.
 
-Started anew (see child.py), and not forked: torch and CUDA do not survive a fork, and a program that
+Started anew (see process.py), and not forked: torch and CUDA do not survive a fork, and a program that
 calls `run_batch` need not guard its main module.
 """
 

@@ -1,4 +1,4 @@
-"""What a plan is: every output byte's place and origin. `planning.py` makes it."""
+"""What a plan is: every output byte's place and origin. `make_plan.py` makes it."""
 
 from __future__ import annotations
 

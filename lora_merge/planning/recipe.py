@@ -1,4 +1,4 @@
-"""Provenance: what goes into an output's metadata. The way back is in recipe_reader.py and recipe_inputs.py."""
+"""Provenance: what goes into an output's metadata. The way back is in proof/read_recipe.py and proof/find_inputs.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ layouts:                            # how to recognise each; exactly one row of 
     - no txt_in.input_embedder.weight              # there is none
     - img_in.weight _x64                           # of this shape: _ any, 3H three times H
 canonical: diffusers                # the layout that the right-hand sides below name
-native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # rows.py
+native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # notation.py
 native in shards: {…}               # the same where the base is several files, if that means other rows
 spellings: {…}                      # further names that only adapters use, same notation
 native: sdxl                        # or: the same table as in sdxl.yaml

@@ -1,6 +1,6 @@
 """An adapter file read a second time: which tensors make up a module, and of what kind it is.
 
-The plan's own tables (conventions.py, adapter.py) are not used here. Only the spellings that trainers write today are
+The plan's own tables (suffixes.py, file.py) are not used here. Only the spellings that trainers write today are
 known; of anything else this says that it does not know, so that a rare spelling is never a false alarm.
 """
 
