@@ -31,7 +31,7 @@ TEXT: Final = 96  # width of the text encoder; the real one has 768
 RANK: Final = 8
 ALPHA: Final = 4.0
 
-METADATA: Final = {"format": "pt", "lora_merge.cli.demo": "1"}
+METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
 """Of every file that is made here; a merge keeps that of its base."""
 
 Tensors = dict[str, Tensor]

@@ -18,6 +18,7 @@ from ..files.lookalikes import foreign
 from ..json_text import from_json
 from ..models.names import Names, guess, names
 from ..models.prefixes import PREFIXES
+from ..planning.recipe import KEY
 from ..text import size
 from .text import COUNT
 
@@ -81,7 +82,7 @@ def _is_adapter(index: Index) -> bool:
 
 def _base(index: Index) -> dict[str, Any]:
     lookup = names(index)
-    recipe = _json(index, "lora_merge.planning.recipe")
+    recipe = _json(index, KEY)
     other = foreign(index.tensors) if lookup.architecture == "unknown" else None
     return {
         **({"looks_like": other[0]} if other else {}),

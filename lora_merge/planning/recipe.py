@@ -16,7 +16,7 @@ from ..job import Job
 from ..json_text import from_json
 from ..methods import SUM
 
-KEY: Final = "lora_merge.planning.recipe"
+KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2
 """The format of recipes. From 2 on, the header that holds one holds a digest of itself, too (seal.py)."""
 

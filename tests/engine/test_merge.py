@@ -169,7 +169,7 @@ def test_the_recipe_names_and_hashes_every_input(files: tuple[Path, Path], tmp_p
     base, adapter = files
     lora_merge.merge(base, [(adapter, 0.25)], tmp_path / "out.safetensors", dtype="bf16")
     kept = metadata(tmp_path / "out.safetensors")
-    recipe = json.loads(kept["lora_merge.planning.recipe"])
+    recipe = json.loads(kept["lora_merge.recipe"])
     hashes = {hashlib.sha256(p.read_bytes()).hexdigest() for p in (base, adapter)}
     assert hashes == {f["sha256"] for part in (recipe["base"], *recipe["adapters"]) for f in part["files"]}
     assert recipe["adapters"][0]["strength"] == 0.25

@@ -70,6 +70,15 @@ def test_no_text_of_the_base_is_taken_for_the_place_of_a_digest(
     assert not prove(out, full=True)["warnings"]
 
 
+def test_the_entries_have_the_names_that_the_contract_states(tmp_path: Path) -> None:
+    """Other programs look for these names: no move of a module changes them."""
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(save({"a.weight": rand(4, 4)}, tmp_path / "b.safetensors"), adapter(tmp_path / "a"), out)
+    names = {"lora_merge.recipe", "lora_merge.header_sha256", "modelspec.merged_from", "sd_merge_recipe", MODELS}
+    assert metadata(out).keys() == names
+    assert MODELS == "sd_merge_models"
+
+
 def test_nor_is_the_name_of_a_file(tmp_path: Path) -> None:
     """It stands in the recipe, between the digests."""
     for n, place in enumerate(PLACES):

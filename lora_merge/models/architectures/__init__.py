@@ -219,7 +219,7 @@ def _line(node: Any) -> int:
 
 def _bad(file: Path, line: int, why: str) -> InputError:
     return InputError("the architecture file cannot be used", f"{file}, line {line}: {why}",
-                      "compare it with the files in lora_merge/architectures")  # fmt: skip
+                      "compare it with the files in lora_merge/models/architectures")  # fmt: skip
 
 
 def fits(want: tuple[str, ...], shape: Shape) -> bool:
