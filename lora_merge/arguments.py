@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
+from .dtypes import TABLE
 from .errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
 
 def dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:
     """Our name of a dtype, also where torch's is given; UsageError for one that the option does not take."""
-    known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64",
-             "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}  # fmt: skip
+    known = {row.library: row.option for row in TABLE.values() if row.option}
     name = str(value).removeprefix("torch.")
     name = known.get(name, name)
     if name not in allowed:

@@ -15,14 +15,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .algorithms import ALGORITHMS, COUNT
 from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
+from .dtypes import COMPUTE_DTYPES, DTYPES
 from .errors import UsageError
 from .methods import METHODS, SUM
 from .patterns import STEPS_A_NAME, Refused, Steps, pattern
-
-DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
-"""`--dtype` → the name the file format uses; `keep` is None."""
-
-COMPUTE_DTYPES: Final = {"fp32": "F32", "fp64": "F64", "bf16": "BF16", "fp16": "F16"}
 
 PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),

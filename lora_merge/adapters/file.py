@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from ..algorithms import ALGORITHMS, Shape
 from ..disk.files import TensorInfo
 from ..disk.reader import Reader, read_bytes
+from ..dtypes import FLOATS, TABLE, WHOLE
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
@@ -37,19 +38,8 @@ _IGNORED: Final = tuple(IGNORED)
 WRAPPED: Final = ".linear"
 """Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
 
-READABLE: Final = frozenset(
-    ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
-)
-"""Dtypes that the formulas take; the format has more, which nothing trains adapters in."""
-
-WHOLE: Final = frozenset(dtype for dtype in READABLE if dtype[0] in "IU" or dtype == "BOOL")
-"""Those of them that are whole numbers, which are indices and switches, and no factors."""
-
-CODES: Final = {
-    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b",
-    "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "?",
-}  # fmt: skip
-"""Dtype → what `struct` calls it."""
+READABLE: Final = FLOATS | WHOLE
+"""Dtypes that the formulas take, whole numbers as indices and switches; nothing trains adapters in the others."""
 
 SCALES: Final = ("alpha", "scale_override")
 """Shared slots that say how much of the product of the factors counts."""
@@ -165,7 +155,7 @@ class FileValues:
         if info.dtype in ("BF16", "F8_E5M2"):  # the upper halves of F32 and F16
             half = info.nbytes // max(1, prod(info.shape))
             raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
-        code = CODES[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)]
+        code = TABLE[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)].code
         return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
 
     def same(self, a: TensorInfo, b: TensorInfo) -> bool:

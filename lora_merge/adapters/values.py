@@ -8,13 +8,13 @@ from typing import Final
 
 from ..disk.files import TensorInfo
 from ..disk.reader import read_bytes
-from ..files.safetensors import ITEM_BITS
+from ..dtypes import ITEM_BYTES, TABLE
 
 ELEMENTS: Final = 2**20
 """Numbers of either tensor that are compared at once."""
 
 
-KINDS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+KINDS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
 """Dtypes that models are trained in, as numpy reads them."""
 
 
@@ -47,7 +47,7 @@ def zero_outside(
     """
     import numpy as np
 
-    size, cols = ITEM_BITS[info.dtype] // 8, prod(info.shape[1:])
+    size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
     step = max(1, ELEMENTS // max(cols, 1))
     for low in range(*rows, step):
         count = min(step, rows[1] - low)
@@ -75,5 +75,5 @@ def _stored(raw: bytes, dtype: str, other: str) -> bytes:
 
 def _read(info: TensorInfo, first: int, count: int) -> bytes:
     """`count` elements of a stored tensor."""
-    size = ITEM_BITS[info.dtype] // 8
+    size = ITEM_BYTES[info.dtype]
     return read_bytes(info, first * size, count * size)

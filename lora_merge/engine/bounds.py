@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..dtypes import COMPUTE_DTYPES
 from ..errors import ResourceError
-from ..job import COMPUTE_DTYPES, Job
+from ..job import Job
 
 WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory
 SMALLEST_WINDOW: Final = 2**20

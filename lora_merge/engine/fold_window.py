@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ..disk.reader import Reader
-from ..job import COMPUTE_DTYPES
+from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import Turn
 from .devices import passed_over, places, release, spare

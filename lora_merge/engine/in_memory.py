@@ -19,9 +19,10 @@ from ..algorithms import ALGORITHMS, flat
 from ..arguments import a_list, unlike
 from ..disk.files import TensorInfo
 from ..disk.reader import Reader
+from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import COMPUTE_DTYPES, Adapter, expand, is_pair, make_job
+from ..job import Adapter, expand, is_pair, make_job
 from ..matching.choose import Patcher
 from ..matching.patch import Use
 from ..models.names import Names, names

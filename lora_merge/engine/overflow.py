@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..dtypes import COMPUTE_DTYPES, DTYPES
 from ..errors import TooLarge
-from ..job import COMPUTE_DTYPES, DTYPES
 from .placement import FILE_DTYPES, ROOM, TORCH_DTYPES, beyond, cut, pieces
 
 WIDER: Final = ("bf16", "fp32")

@@ -6,34 +6,28 @@ holds the rest of the project to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from math import inf, isfinite, nextafter, prod
+from math import inf, isfinite, prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..algorithms.base import expect
+from ..dtypes import FLOATS, TABLE
 
-TORCH_DTYPES: Final = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    name: getattr(torch, row.library)
+    for name, row in TABLE.items()
+    if row.bits >= 8 and name != "F8_E8M0"  # of exponents, which older versions of torch lack
+}
 FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
-ROOM: Final = {
-    torch.float8_e4m3fn: 464.0, torch.float8_e5m2: nextafter(61440.0, 0), torch.float16: nextafter(65520.0, 0),
-    torch.bfloat16: nextafter(2.0**128 - 2.0**119, 0), torch.float32: nextafter(2.0**128 - 2.0**103, 0),
-    torch.float64: inf,
-}  # fmt: skip
-"""Dtype → the largest number that still rounds to a finite one: half a step above the largest finite number, where the
-tie goes to the even neighbour (448 of e4m3 is even; all others' largest are odd)."""
+ROOM: Final = {TORCH_DTYPES[name]: TABLE[name].room for name in FLOATS}
+"""Dtype → the largest number that still rounds to a finite one."""
 
 PATTERNS: Final = {
     torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..disk.files import MEMORY, TensorInfo
 from ..disk.pages import PAGE
-from ..files.safetensors import ITEM_BYTES
+from ..dtypes import ITEM_BYTES
 from ..planning.plan import Plan, Target
 from .blocks import Block, blocks
 from .bounds import SLOTS, SMALLEST_WINDOW, window_room

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from ..algorithms import Shape
 from ..disk.pages import PAGE
+from ..dtypes import bytes_of
 from ..errors import InputError
-from .safetensors import HEADER_LIMIT, bytes_of
+from .safetensors import HEADER_LIMIT
 
 _METADATA: Final = '{"__metadata__":'
 _DECODER: Final = json.JSONDecoder()

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.files import MEMORY, FileState, Header, TensorInfo, open_regular
 from ..disk.reader import read_bytes
+from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError
 from ..text import listed, quoted
 from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
 from .pickle_scan import NotRun, scan
-from .safetensors import ITEM_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,12 +64,7 @@ PICKLES: Final = 5
 NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
 """Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
 
-FORMAT_NAMES: Final = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64",
-}  # fmt: skip
+FORMAT_NAMES: Final = {row.library: name for name, row in TABLE.items() if row.bits >= 8}
 """torch's dtype → the format's."""
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.files import TensorInfo
+from ..dtypes import ITEM_BYTES
 from ..errors import FitError, InputError
-from .safetensors import ITEM_BYTES
 
 SIGNS: Final = (
     # a tensor's last name    what stores it so

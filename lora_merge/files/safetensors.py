@@ -15,25 +15,14 @@ import json
 import re
 import struct
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from ..algorithms import Shape
 from ..disk.files import FileState, Header, TensorInfo, open_regular
+from ..dtypes import ITEM_BITS
 from ..errors import InputError
 from ..text import quoted
 from .lookalikes import refusal
-
-ITEM_BITS: Final = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "F8_E8M0": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-"""Bits per element of every dtype of the format."""
-
-ITEM_BYTES: Final = {name: bits // 8 for name, bits in ITEM_BITS.items() if bits >= 8}
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
 
@@ -183,11 +172,6 @@ def _all_u64(numbers: list[Any]) -> bool:
         if type(n) is not int or not 0 <= n < U64:  # type(): true is no 1
             return False
     return True
-
-
-def bytes_of(dtype: str, shape: Shape) -> int:
-    """Bytes of a tensor of this dtype and shape."""
-    return prod(shape) * ITEM_BITS[dtype] // 8
 
 
 def _nbytes(shape: list[int], bits: int) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 from ..algorithms import Shape
 from ..disk.destination import WEIGHTS
 from ..disk.files import TensorInfo
+from ..dtypes import TABLE
 from ..errors import InputError
 from ..json_text import from_json
 from ..text import listed
@@ -42,7 +43,8 @@ HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
 """Tensor → its shape in the base, () if that tied it to another, and in the output."""
 
-CONFIG_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CONFIG_DTYPES: Final = {name: TABLE[name].library for name in ("F32", "F16", "BF16")}
+"""Dtype → what transformers calls it in a config.json."""
 
 
 def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:

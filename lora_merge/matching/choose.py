@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..adapters.conv1d import STATE
-from ..adapters.file import SCALES, WHOLE, AdapterFile, Module, Values
+from ..adapters.file import SCALES, AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
 from ..adapters.peft.kinds import STARTED
 from ..adapters.peft.numbers import CONFIGURED
@@ -20,6 +20,7 @@ from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from ..algorithms.frod import LAYER
 from ..disk.files import TensorInfo
+from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import View, turned

@@ -11,13 +11,14 @@ from dataclasses import replace
 from math import prod
 from typing import Final
 
-from ..adapters.file import WHOLE, WRAPPED, Module, twice
+from ..adapters.file import WRAPPED, Module, twice
 from ..adapters.peft.rules import Plain
 from ..adapters.peft.target_parameters import paths, saved_inside
 from ..adapters.suffixes import apart, part
 from ..algorithms import ALGORITHMS, flat
 from ..algorithms.frod import LAYER
 from ..disk.files import TensorInfo
+from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import Adapter, Unmatched
 from ..models.module_order import type_of

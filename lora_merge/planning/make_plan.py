@@ -17,12 +17,12 @@ from ..adapters.peft.rules import rules
 from ..algorithms import Shape
 from ..disk.files import TensorInfo
 from ..disk.reader import Reader
+from ..dtypes import DTYPES, FLOATS, bytes_of
 from ..errors import ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.layout_check import layout
-from ..files.safetensors import bytes_of
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
-from ..job import DTYPES, SETTING, Job, covers
+from ..job import SETTING, Job, covers
 from ..matching.choose import Patcher
 from ..matching.match import Matcher
 from ..matching.meetings import note_meetings
@@ -37,7 +37,7 @@ from ..models.tied_weights import tied
 from ..patterns import STEPS, STEPS_A_NAME, Steps
 from ..text import listed
 from .cache import Opened
-from .plan import FLOATS, OutputFile, Plan, Target, values
+from .plan import OutputFile, Plan, Target, values
 from .recipe import STALE, blanks, entries
 
 NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms

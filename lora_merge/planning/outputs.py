@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ..dtypes import DTYPES
 from ..files.side_files import configured
-from ..job import DTYPES
 from .plan import Plan
 from .recipe import parsed, sha256
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..algorithms import Shape, flat
 from ..disk.files import TensorInfo
@@ -16,8 +16,6 @@ from ..files.checkpoint import Index, configuration
 from ..job import Job
 from ..matching.patch import Matched, Use
 from ..methods import METHODS, SUM, Method
-
-FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
 class Target(NamedTuple):

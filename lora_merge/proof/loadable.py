@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from ..dtypes import DTYPES, FLOATS, WHOLE
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_json
 from ..files.layout_check import metadata_of
 from ..files.side_files import CONFIG_DTYPES
-from ..job import DTYPES
 from ..planning.plan import OutputFile, Plan
 from ..text import listed, quoted
 
-EVERYBODY: Final = frozenset(
-    ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
-)
+EVERYBODY: Final = FLOATS | WHOLE
 """Dtypes that every version of the library reads which this project may be installed with."""
 
 TIED: Final = "tie_word_embeddings"

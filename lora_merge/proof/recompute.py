@@ -15,7 +15,7 @@ from ..algorithms import ALGORITHMS, Shape
 from ..disk.files import TensorInfo
 from ..disk.reader import Reader
 from ..disk.system import read_at
-from ..files.safetensors import ITEM_BYTES
+from ..dtypes import ITEM_BYTES
 from ..matching.choose import Patch
 from ..matching.patch import Use
 from ..matching.relatives import kin

@@ -11,13 +11,14 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..disk.reader import Reader
+from ..dtypes import DTYPES, FLOATS
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import DTYPES, Adapter, Job, make_job
+from ..job import Adapter, Job, make_job
 from ..planning.cache import Opened
 from ..planning.make_plan import make_plan
 from ..planning.outputs import contents, differing, misleading
-from ..planning.plan import FLOATS, Plan
+from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..text import listed, quoted
 from .find_inputs import different, find

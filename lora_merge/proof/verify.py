@@ -18,8 +18,9 @@ import numpy as np
 from ..disk.files import FileState, open_regular
 from ..disk.reader import Reader
 from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
+from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
-from ..files.safetensors import ITEM_BYTES, parse_file
+from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, Plan, Target
 from ..planning.recipe import KEY, OURS
 from ..text import quoted

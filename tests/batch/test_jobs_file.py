@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from lora_merge.batch.jobs_file import Entry, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output
+from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
-from lora_merge.job import COMPUTE_DTYPES, DTYPES
 
 
 def read(folder: Path, text: str) -> tuple[Entry, ...]:

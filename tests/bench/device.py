@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lora_merge.disk.reader import Reader
+from lora_merge.dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import Slot, Turn
 from lora_merge.engine.fold_window import Making
 from lora_merge.engine.windows import Fold, window_bytes, windows
-from lora_merge.files.safetensors import ITEM_BYTES
-from lora_merge.job import COMPUTE_DTYPES, make_job
+from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
 GB: Final = 1e9

@@ -27,10 +27,11 @@ from lora_merge.disk.files import MEMORY, FileState, Header
 from lora_merge.disk.pages import PAGE, aligned_buffer
 from lora_merge.disk.reader import Reader, read_bytes
 from lora_merge.disk.volumes import Mode
+from lora_merge.dtypes import ITEM_BITS
 from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.files.pickles import FORMAT_NAMES
-from lora_merge.files.safetensors import ITEM_BITS, parse
+from lora_merge.files.safetensors import parse
 
 from ..support import blob, steps
 

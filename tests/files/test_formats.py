@@ -23,9 +23,10 @@ from safetensors import deserialize, safe_open
 from lora_merge.disk import publish
 from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
+from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.errors import MergeError, UsageError
 from lora_merge.files.layout_check import layout
-from lora_merge.files.safetensors import ITEM_BITS, bytes_of, parse
+from lora_merge.files.safetensors import parse
 
 ROOT = Path(__file__).parents[2]
 text = st.text(st.characters(codec="utf-8"), max_size=6)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import TensorInfo
+from ...dtypes import FLOATS
 from .numbers import Number, Numbers, strength
 from .places import Place, Places, rows_of
 from .reading import NUMBERS, Group, groups, shapes
@@ -29,8 +30,6 @@ IN_OUT: Final = ("gpt2",)
 TABLES: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
                  "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
 """Layers that may share one weight."""
-
-FLOATS: Final = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
 
 
 class Span(NamedTuple):

@@ -1,0 +1,86 @@
+"""Every dtype that a checkpoint stores, in one table: its names, its size, its range. No torch and no numpy here."""
+
+from __future__ import annotations
+
+from math import frexp, inf, nextafter, prod
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from .algorithms import Shape
+
+
+class Dtype(NamedTuple):
+    """One dtype. The last three columns are of floating-point numbers alone."""
+
+    name: str  # in the header of .safetensors
+    bits: int  # of one element
+    library: str  # in torch, and in numpy or ml_dtypes; torch lacks some of those below a byte
+    code: str = ""  # of struct and of numpy; "" where only ml_dtypes knows the format
+    option: str = ""  # on the command line
+    significand: int = 0  # bits of the significand, with the leading one that is not stored
+    smallest: int = 0  # exponent of two of the smallest step
+    largest: float = 0.0  # finite number
+
+    @property
+    def room(self) -> float:
+        """The largest number that rounds to a finite one: half a step above the largest finite number, itself included
+        where that is even, as the tie goes to the even neighbour. 448 of e4m3 is, the others are odd."""
+        if self.name == "F64":
+            return inf
+        step = 2.0 ** (frexp(self.largest)[1] - self.significand)
+        beyond = self.largest + step / 2
+        return beyond if self.largest / step % 2 == 0 else nextafter(beyond, 0)
+
+
+TABLE: Final = MappingProxyType({
+    row.name: row
+    for row in (
+        #     name           bits  library            code  option        significand, smallest step, largest
+        Dtype("F64",         64, "float64",           "d", "fp64",        53, -1074, (2.0 - 2.0**-52) * 2.0**1023),
+        Dtype("F32",         32, "float32",           "f", "fp32",        24, -149, 2.0**128 - 2.0**104),
+        Dtype("F16",         16, "float16",           "e", "fp16",        11, -24, 65504.0),
+        Dtype("BF16",        16, "bfloat16",          "",  "bf16",        8, -133, 2.0**128 - 2.0**120),
+        Dtype("F8_E4M3",     8,  "float8_e4m3fn",     "",  "fp8_e4m3fn",  4, -9, 448.0),
+        Dtype("F8_E5M2",     8,  "float8_e5m2",       "",  "fp8_e5m2",    3, -16, 57344.0),
+        Dtype("F8_E4M3FNUZ", 8,  "float8_e4m3fnuz",   "",  "",            4, -10, 240.0),
+        Dtype("F8_E5M2FNUZ", 8,  "float8_e5m2fnuz",   "",  "",            3, -17, 57344.0),
+        Dtype("F8_E8M0",     8,  "float8_e8m0fnu",    "",  "",            1, -127, 2.0**127),
+        Dtype("F6_E2M3",     6,  "float6_e2m3fn"),
+        Dtype("F6_E3M2",     6,  "float6_e3m2fn"),
+        Dtype("F4",          4,  "float4_e2m1fn"),
+        Dtype("C64",         64, "complex64"),
+        Dtype("I64",         64, "int64",             "q"),
+        Dtype("I32",         32, "int32",             "i"),
+        Dtype("I16",         16, "int16",             "h"),
+        Dtype("I8",          8,  "int8",              "b"),
+        Dtype("U64",         64, "uint64",            "Q"),
+        Dtype("U32",         32, "uint32",            "I"),
+        Dtype("U16",         16, "uint16",            "H"),
+        Dtype("U8",          8,  "uint8",             "B"),
+        Dtype("BOOL",        8,  "bool",              "?"),
+    )
+})  # fmt: skip
+"""Name in files → its row. https://github.com/huggingface/safetensors, safetensors/src/tensor.rs; numbers of 8 bits:
+the OCP specification of microscaling formats, and for those called fnuz Noune et al. 2022, arXiv:2206.02915."""
+
+ITEM_BITS: Final = {name: row.bits for name, row in TABLE.items()}
+ITEM_BYTES: Final = {name: row.bits // 8 for name, row in TABLE.items() if row.bits >= 8}
+
+FLOATS: Final = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
+"""Dtypes of weights: an adapter may change such numbers, and `--dtype` converts them."""
+
+WHOLE: Final = frozenset(name for name, row in TABLE.items() if row.code and name not in FLOATS)
+"""Dtypes of whole numbers, and of switches."""
+
+_NAMES: Final = {row.option: name for name, row in TABLE.items() if row.option}
+
+DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")}
+"""`--dtype` → name in files; `keep` is none of them."""
+
+COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}
+"""`--compute-dtype` → name in files."""
+
+
+def bytes_of(dtype: str, shape: Shape) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    return prod(shape) * ITEM_BITS[dtype] // 8
