@@ -122,7 +122,7 @@ def device_full(e: Exception) -> str:
     return text if isinstance(e, RuntimeError) and any(sign in text for sign in DEVICE_SIGNS) else ""
 
 
-def scarcity(e: Exception) -> ResourceError | None:
+def as_resource_error(e: Exception) -> ResourceError | None:
     """What to say where the system gave no memory, thread or descriptor; None for any other failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:

@@ -23,12 +23,12 @@ class _Stops:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self.too_late = False
+        self.begin_commit = False
         self.waiting: int | None = None  # one that came too late, or too early
         self.heard: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if self.too_late:
+        if self.begin_commit:
             self.waiting = number
         elif self.heard is None:
             self.heard = number
@@ -50,12 +50,12 @@ def on_stop(handler: Handler) -> None:
             signal.signal(number, _stops)
 
 
-def heed() -> None:
+def deliver_pending() -> None:
     """Hear a signal that came too late for the last job, or while something was made whole, and let them stop the work
     again. What one has raised is raised once more: Python drops what leaves a destructor or a callback of its own."""
     if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
         return
-    _stops.too_late = False
+    _stops.begin_commit = False
     if _stops.heard is not None:
         _stops.handler(_stops.heard, None)
     elif _stops.waiting is not None:
@@ -68,29 +68,29 @@ def heeding() -> Iterator[None]:
     try:
         yield
     except Exception:
-        heed()
+        deliver_pending()
         raise
 
 
-def too_late() -> None:
-    """From here on, up to the next `heed`, signals do not end the work: an output gets its name.
+def begin_commit() -> None:
+    """From here on, up to the next `deliver_pending`, signals do not end the work: an output gets its name.
 
     Either it has it and its job has succeeded, or the job was stopped and it has none. Where no job follows, nothing
     is heard any more until the process ends.
     """
-    heed()
+    deliver_pending()
     if threading.current_thread() is threading.main_thread():
-        _stops.too_late = True
+        _stops.begin_commit = True
 
 
 @contextmanager
-def whole() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """A short block that makes something and notes that it did: a signal is heard before it or after it."""
-    too_late()
+    begin_commit()
     try:
         yield
     finally:
-        heed()
+        deliver_pending()
 
 
 def deaf() -> None:

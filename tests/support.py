@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
 
 Tensors = dict[str, Tensor]
@@ -155,7 +155,7 @@ def blob(header: Any, data: bytes = b"") -> bytes:
 
 def index(shapes: Mapping[str, tuple[int, ...]]) -> Index:
     """A checkpoint of which there are names and shapes alone."""
-    infos = {k: TensorInfo(k, "BF16", s, Path("base.safetensors"), 0, 0) for k, s in shapes.items()}
+    infos = {k: StoredTensor(k, "BF16", s, Path("base.safetensors"), 0, 0) for k, s in shapes.items()}
     return Index(Path("base.safetensors"), infos, {}, ())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS, Shape
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
 from ..dtypes import FLOATS, TABLE, WHOLE
 from ..errors import InputError
@@ -52,16 +52,16 @@ CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 class Values(Protocol):
     """Stored tensors that the plan has to know: from files, or from memory."""
 
-    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
         """All elements of a small tensor of any stored dtype."""
 
-    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
         """Whether two tensors are equal, byte for byte."""
 
-    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
 
-    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
         """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
 
 
@@ -71,10 +71,10 @@ class Module:
 
     name: str
     parameter: str
-    slots: Mapping[str, TensorInfo]
-    shared: Mapping[str, TensorInfo]
+    slots: Mapping[str, StoredTensor]
+    shared: Mapping[str, StoredTensor]
     algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
-    repeated: tuple[tuple[str, TensorInfo], ...] = ()  # further tensors for slots of `shared`, which have to be equal
+    repeated: tuple[tuple[str, StoredTensor], ...] = ()  # further tensors for slots of `shared`, which have to be equal
 
     @property
     def where(self) -> str:
@@ -116,19 +116,19 @@ class AdapterFile:
     path: Path
     index: Index
     modules: tuple[Module, ...]
-    strange: tuple[TensorInfo, ...]
+    strange: tuple[StoredTensor, ...]
     ignored: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
 
 @dataclass
 class _Group:
-    slots: dict[str, TensorInfo] = field(default_factory=dict)
-    shared: dict[str, list[TensorInfo]] = field(default_factory=dict)
+    slots: dict[str, StoredTensor] = field(default_factory=dict)
+    shared: dict[str, list[StoredTensor]] = field(default_factory=dict)
     algorithms: tuple[str, ...] | None = None
 
     @property
-    def tensors(self) -> Iterator[TensorInfo]:
+    def tensors(self) -> Iterator[StoredTensor]:
         """All of them."""
         yield from self.slots.values()
         yield from chain.from_iterable(self.shared.values())
@@ -145,7 +145,7 @@ class FileValues:
     def __init__(self, reader: Reader | None = None) -> None:
         self._reader = reader
 
-    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
         """All elements of a small tensor of any stored dtype."""
         if not info.nbytes:
             return ()
@@ -158,22 +158,22 @@ class FileValues:
         code = TABLE[{"BF16": "F32", "F8_E5M2": "F16"}.get(info.dtype, info.dtype)].code
         return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
 
-    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
         """Whether two tensors are equal, byte for byte."""
         sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
 
-    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
         return differing(copy, own)
 
-    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
         """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
         return zero_outside(info, rows, columns, self._bytes)
 
-    def _bytes(self, info: TensorInfo, first: int, count: int) -> bytes | bytearray:
+    def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
         return (self._reader.read if self._reader else read_bytes)(info, first, count)
 
 
@@ -188,9 +188,9 @@ def _e4m3(byte: int) -> float:
 def group(index: Index) -> AdapterFile:
     """The adapter's tensors as modules; InputError if the file is no adapter at all."""
     groups: dict[tuple[str, str], _Group] = {}
-    strange: list[TensorInfo] = []
+    strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}
-    bare: dict[str, TensorInfo] = {}
+    bare: dict[str, StoredTensor] = {}
     for key, info in index.tensors.items():
         if key.startswith(_IGNORED):
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
@@ -236,7 +236,7 @@ def group(index: Index) -> AdapterFile:
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
 
 
-def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, StoredTensor]) -> list[StoredTensor]:
     """Give every bare `.weight` that is (IA)³'s to its module; returns those that are not."""
     others = []
     for name, info in bare.items():
@@ -266,7 +266,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     """
     whole, number = part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
-    held: dict[str, list[TensorInfo]] = {slot: [*infos] for slot, infos in g.shared.items()}
+    held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
     is_bias = g.algorithms == ("lora_bias",)
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
@@ -293,7 +293,7 @@ def looks_like_adapter(index: Index) -> bool:
     return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
 
 
-def twice(path: Path, first: TensorInfo, second: TensorInfo) -> InputError:
+def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
     """The error for two tensors of one meaning."""
     return InputError(
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ..algorithms import dora
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import InputError
 from .file import Module, Values
 
@@ -24,7 +24,7 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
         yield slot
 
 
-def _same(slot: str, one: TensorInfo, other: TensorInfo, values: Values) -> bool:
+def _same(slot: str, one: StoredTensor, other: StoredTensor, values: Values) -> bool:
     """Whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
     if prod(one.shape) == prod(other.shape) == 1:
         return values.numbers(one) == values.numbers(other)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Final
 
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BYTES, TABLE
 
@@ -18,7 +18,7 @@ KINDS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16"
 """Dtypes that models are trained in, as numpy reads them."""
 
 
-def differing(copy: TensorInfo, own: TensorInfo) -> int:
+def differing(copy: StoredTensor, own: StoredTensor) -> int:
     """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype; reads both."""
     import numpy as np
 
@@ -38,8 +38,8 @@ def differing(copy: TensorInfo, own: TensorInfo) -> int:
 
 
 def zero_outside(
-    info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int],
-    read: Callable[[TensorInfo, int, int], bytes | bytearray],
+    info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int],
+    read: Callable[[StoredTensor, int, int], bytes | bytearray],
 ) -> bool:  # fmt: skip
     """Whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
 
@@ -73,7 +73,7 @@ def _stored(raw: bytes, dtype: str, other: str) -> bytes:
     return found
 
 
-def _read(info: TensorInfo, first: int, count: int) -> bytes:
+def _read(info: StoredTensor, first: int, count: int) -> bytes:
     """`count` elements of a stored tensor."""
     size = ITEM_BYTES[info.dtype]
     return read_bytes(info, first * size, count * size)

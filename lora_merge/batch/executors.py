@@ -17,7 +17,7 @@ from typing import IO, Any, Final, TypeAlias
 from ..arguments import shown
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from ..process import command
 from .groups import Pass, carry_out
 from .jobs_file import Entry
@@ -50,7 +50,7 @@ class Executor:
 def local(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:
     """In this process, or in several others on this machine."""
     if crew.workers in (None, 1):
-        opened = Opened()
+        opened = CheckpointCache()
         for this in passes:
             yield from carry_out(this, opened, progress)
     else:

@@ -14,11 +14,11 @@ from ..disk.locks import claimed
 from ..engine.merge import Progress, run_together
 from ..engine.windows import layout_key
 from ..job import Job
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from ..planning.make_plan import make_plan
 from ..planning.outputs import contents
 from ..planning.plan import Plan
-from ..process import heed, here
+from ..process import deliver_pending, here
 from ..report import Report
 from .jobs_file import Entry
 from .report import JobReport, Status, failed
@@ -44,7 +44,7 @@ class Pass:
     wait: bool = False  # for jobs that another process is at; otherwise they come back as `taken`
 
 
-def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -> Iterator[JobReport]:
+def carry_out(this: Pass, opened: CheckpointCache, progress: Progress = lambda _: None) -> Iterator[JobReport]:
     """Every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the pass."""
     entries = [_bounded(e, this.workers) for e in this.entries]
     with ExitStack() as claims:
@@ -68,7 +68,7 @@ def carry_out(this: Pass, opened: Opened, progress: Progress = lambda _: None) -
             left = again
             if not left:
                 return
-            heed()
+            deliver_pending()
             time.sleep(PAUSE * attempt)
 
 
@@ -80,7 +80,7 @@ def _bounded(entry: Entry, workers: int) -> Entry:
 
 
 def _once(
-    entries: Sequence[Entry], opened: Opened, progress: Progress, tries: int
+    entries: Sequence[Entry], opened: CheckpointCache, progress: Progress, tries: int
 ) -> Iterator[tuple[Entry, JobReport]]:
     """Each job's outcome of one try."""
     groups: dict[object, list[tuple[Entry, Plan]]] = {}
@@ -95,7 +95,7 @@ def _once(
         yield from _together(group, progress, tries)
 
 
-def _needed(job: Job, opened: Opened, hashes: Hashes) -> Plan | None:
+def _needed(job: Job, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """The plan for a job; None if its output is there."""
     plan = make_plan(job, opened)
     return None if done(job, contents(plan), opened, hashes) else plan

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..engine.merge import Progress
 from ..errors import MergeError, ResourceError, UsageError
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from .groups import Pass, carry_out
 from .jobs_file import Entry
 from .report import JobReport, failed
@@ -200,7 +200,7 @@ def _here(this: Pass, progress: Progress) -> Iterator[JobReport]:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
             present.append(entry)
-    yield from carry_out(replace(this, entries=tuple(present)), Opened(), progress)
+    yield from carry_out(replace(this, entries=tuple(present)), CheckpointCache(), progress)
 
 
 def _unseen(path: str, where: str) -> MergeError:

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from ..errors import MergeError, error_dict, scarcity
+from ..errors import MergeError, as_resource_error, error_dict
 from ..lines import Lines
 from ..process import here
 from ..report import Report
@@ -53,7 +53,7 @@ class JobReport:
 def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
     """The report of a job that failed; a failure that is none of ours is told with its traceback."""
     if isinstance(error, Exception):
-        error = scarcity(error) or error
+        error = as_resource_error(error) or error
     if not isinstance(error, MergeError):
         trace = "".join(traceback.format_exception(error)).rstrip()
         cause = error

@@ -15,7 +15,7 @@ from ..disk.known_hashes import Known, remember, state
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Job
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, blanks, parsed, recipe, sha256
 from ..text import listed
@@ -43,7 +43,7 @@ class Hashes:
         return self._known[key]
 
 
-def done(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> bool:
+def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
     """Whether the output holds what this job would write. Hashes the inputs only if all else agrees.
 
     UsageError if something else is there and may not be replaced.
@@ -58,7 +58,7 @@ def done(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> bool:
     return not other
 
 
-def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
+def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> str:
     """What is wrong with an output; empty if nothing is."""
     try:
         there = open_checkpoint(job.output)
@@ -77,7 +77,7 @@ def _other(job: Job, wanted: Contents, opened: Opened, hashes: Hashes) -> str:
     return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
 
 
-def _same(job: Job, stored: dict[str, Any] | None, opened: Opened, hashes: Hashes) -> bool:
+def _same(job: Job, stored: dict[str, Any] | None, opened: CheckpointCache, hashes: Hashes) -> bool:
     """Whether a recipe is that of the job."""
     base, _ = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]

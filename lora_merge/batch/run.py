@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import shown, switch
-from ..disk.destination import spare
+from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..engine.merge import Progress
@@ -142,7 +142,7 @@ def make_batch(
     entries = load(source, overwrite=overwrite)
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
-            spare(e.job.output, [path])
+            protect(e.job.output, [path])
     return Batch(survey(entries, workers=_share(len(entries), workers, find(executor))))
 
 

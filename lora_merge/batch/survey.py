@@ -18,7 +18,7 @@ from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
 from ..job import Job
 from ..lines import Lines
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from ..planning.make_plan import make_plan
 from ..planning.outputs import Contents, contents
 from .jobs_file import Entry
@@ -136,7 +136,7 @@ class _Outline:
 class _Surveyor:
     def __init__(self, outputs: _Outputs, workers: int) -> None:
         self.outputs, self.workers = outputs, workers
-        self.opened, self.hashes = Opened(), Hashes()
+        self.opened, self.hashes = CheckpointCache(), Hashes()
         self.outlines: dict[Any, _Outline | MergeError] = {}
         self.sketches: dict[int, Sketch] = {}
         self.grounded: dict[int, Job] = {}

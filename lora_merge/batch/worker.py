@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..process import collect_rarely, heed, heeding, on_stop
+from ..process import collect_rarely, deliver_pending, heeding, on_stop
 
 if TYPE_CHECKING:
     from .groups import Pass
@@ -39,16 +39,16 @@ def main() -> None:
 def _work() -> None:
     """What anything prints goes to stderr, so that stdout carries reports alone."""
     from ..engine.torch_preload import preload
-    from ..planning.cache import Opened
+    from ..planning.cache import CheckpointCache
     from .groups import carry_out
 
     collect_rarely()
     preload()
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    opened = Opened()
+    opened = CheckpointCache()
     while True:
-        heed()
+        deliver_pending()
         try:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it

@@ -59,7 +59,7 @@ def batch(
         _announce(made, quiet=quiet or as_json)
     told = None if report is None else ReportFile(report)
     if told is not None:
-        told.spare(*_files(made, jobs))
+        told.protect(*_files(made, jobs))
     if dry_run:
         _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
         return

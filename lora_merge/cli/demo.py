@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..disk.destination import failures
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.publish import replacing
 from ..engine.placement import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
@@ -192,7 +192,7 @@ def _save(tensors: Tensors, path: Path) -> None:
             f.write(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def _load(info: TensorInfo) -> Tensor:
+def _load(info: StoredTensor) -> Tensor:
     with info.file.open("rb") as f:
         f.seek(info.offset)
         return view_bytes(memoryview(bytearray(f.read(info.nbytes))), info.dtype, info.shape)

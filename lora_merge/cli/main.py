@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..arguments import DEVICES
-from ..errors import MergeError, UsageError, scarcity
+from ..errors import MergeError, UsageError, as_resource_error
 from ..lines import Lines, one_line
 from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
@@ -161,7 +161,7 @@ def merge(
             max_vram=max_vram, verify=verify, map=map_file, setting=[one_setting(s) for s in setting or []],
         )  # fmt: skip
         if told is not None:
-            told.spare(sources(job), [job.output])
+            told.protect(sources(job), [job.output])
         _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
@@ -173,7 +173,7 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
         preload()
     plan = plan_merge(job)
     if told is not None:
-        told.spare(plan.inputs)
+        told.protect(plan.inputs)
         told.begin()
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=verbose)
@@ -257,7 +257,7 @@ def main() -> None:
     except _Stopped as stop:
         _fail(f"{stop}; nothing was left behind", stop.exit_code)
     except Exception as error:
-        told = scarcity(error) or error
+        told = as_resource_error(error) or error
         if isinstance(told, MergeError):
             _fail(str(told), told.exit_code)
         if not isinstance(error, OSError):

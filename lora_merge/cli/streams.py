@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..disk.volumes import same
-from ..errors import UsageError, error_dict, scarcity
+from ..errors import UsageError, as_resource_error, error_dict
 from ..lines import CONTROLS, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -89,7 +89,7 @@ class ReportFile:
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
             raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
 
-    def spare(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
+    def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
         """UsageError if one of these is meant."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
@@ -143,5 +143,5 @@ def reporting(text: str | None) -> Iterator[ReportFile | None]:
         yield told
     except BaseException as e:
         if told is not None:
-            told.fail((isinstance(e, Exception) and scarcity(e)) or e)
+            told.fail((isinstance(e, Exception) and as_resource_error(e)) or e)
         raise

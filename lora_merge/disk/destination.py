@@ -33,7 +33,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     with failures(target):
         if ".." in target.parent.parts:  # new/../name is there when new is made
             target = Path(os.path.realpath(target.parent), target.name)
-        spare(target, spared)
+        protect(target, spared)
         _check_name(target, folder=folder)
         _check_kind(target, inputs, overwrite=overwrite, folder=folder)
         lost = sorted({*files_under(target)} - {*contents}) if folder and target.is_dir() else []
@@ -45,7 +45,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
         )
 
 
-def spare(target: Path, spared: Iterable[Path]) -> None:
+def protect(target: Path, spared: Iterable[Path]) -> None:
     """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))
     if exists(real) and any(same(real, p) for file in spared for p in (file, *file.parents)):

@@ -17,7 +17,7 @@ MEMORY: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class StoredTensor:
     """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
 
     `stored` is its name inside `file`, where that differs from `name` (parts of a pipeline, unwrapped
@@ -74,7 +74,7 @@ class FileState:
 class Header:
     """One file: its tensors in byte order, metadata, and where the data starts."""
 
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     data_offset: int
     state: FileState

@@ -24,7 +24,7 @@ PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would
 GAP: Final = 4 * 2**20  # the same where the merge skipped something
 
 
-class Digests:
+class RunningHashes:
     """One running digest per file, from `with` on. Bytes of the base may be fed in any pieces; the rest is read."""
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
@@ -46,7 +46,7 @@ class Digests:
             self._fed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
 
-    def __enter__(self) -> Digests:
+    def __enter__(self) -> RunningHashes:
         """Begin with the base, until it is fed; then all of the adapters."""
         self._ahead = self._thread.submit(self._read_ahead)
         self._rest = self._thread.submit(self._read_others)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ..process import here, whole
+from ..process import here, uninterrupted
 from .publish import make_parents, try_lock
 from .writer import failure
 
@@ -36,7 +36,7 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
     try:
         try:
             while True:
-                with whole():
+                with uninterrupted():
                     fd = _reach(path, made)
                 if fd is not None or not wait:
                     break

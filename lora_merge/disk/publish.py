@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError, UsageError
-from ..process import too_late, whole
+from ..process import begin_commit, uninterrupted
 from .destination import check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now, path_of
 
@@ -58,10 +58,10 @@ def replacing(
     made: list[Path] = []
     try:
         with failures(target):
-            with whole():
+            with uninterrupted():
                 make_parents(target.parent, made)
             _sweep(target.parent)
-            with whole():
+            with uninterrupted():
                 part, lock = _create(target, folder=folder)
         yield part
         with failures(target):
@@ -70,7 +70,7 @@ def replacing(
                 check_output(target, overwrite=True, folder=folder, contents=contents)
             _sync_parents(target.parent)
             sync_folder(target.parent)  # a disk that fails at this had better do so before
-            too_late()
+            begin_commit()
             _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
             done = True
     finally:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from ..errors import InputError
 from . import volumes
-from .files import MEMORY, FileState, Header, TensorInfo, open_regular
+from .files import MEMORY, FileState, Header, StoredTensor, open_regular
 from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
 from .system import (
@@ -107,7 +107,7 @@ class Reader:
         one = self._files[file]
         _fill(buffer, file, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
 
-    def read(self, info: TensorInfo, first: int = 0, count: int | None = None) -> bytearray:
+    def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
         """Bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
         raw = bytearray(info.nbytes - first if count is None else count)
         if raw:
@@ -118,7 +118,7 @@ class Reader:
         """Of an open file, for calls of the system."""
         return self._files[file].fd
 
-    def expect(self, info: TensorInfo, first: int, count: int) -> None:
+    def expect(self, info: StoredTensor, first: int, count: int) -> None:
         """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
         if info.offset < MEMORY:
             advise(self._files[info.file].fd, info.offset + first, count, WILL_NEED)
@@ -255,7 +255,7 @@ def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryvie
         done += got
 
 
-def read_bytes(info: TensorInfo, first: int = 0, count: int | None = None) -> bytes:
+def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> bytes:
     """Bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends before."""
     count = info.nbytes - first if count is None else count
     if info.data is not None:

@@ -6,7 +6,7 @@ from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import require_space
 from ..job import Job
-from ..planning.cache import Opened
+from ..planning.cache import CheckpointCache
 from ..planning.make_plan import make_plan
 from ..planning.plan import Plan
 from .bounds import window_room
@@ -32,4 +32,4 @@ def admit(plan: Plan) -> Plan:
 
 def plan_merge(job: Job) -> Plan:
     """Return the plan for a job, from headers alone, admitted; raises whatever the merge would raise."""
-    return admit(make_plan(job, Opened()))
+    return admit(make_plan(job, CheckpointCache()))

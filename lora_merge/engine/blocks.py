@@ -13,25 +13,25 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
-from ..matching.patch import Use
-from ..planning.plan import Target
+from ..matching.patch import PatchPart
+from ..planning.plan import OutputTensor
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: both casts take a third of what 2**22 take
 
 
 @dataclass(frozen=True)
-class Slice:
+class BlockPart:
     """One use inside a block: block rows [low, high) are rows `taken` of what the formula gives, None: all of them.
 
     It is given the factors of the view's rows `formed`, as many whole grains as the block needs.
     """
 
-    use: Use
+    use: PatchPart
     low: int
     high: int
     formed: tuple[int, int]
     taken: tuple[int, int] | None
-    target: Target
+    target: OutputTensor
 
     @property
     def needs_view(self) -> bool:
@@ -49,11 +49,11 @@ class Slice:
 class Block:
     """Rows [first, last) of a target with all that is added to them."""
 
-    target: Target
+    target: OutputTensor
     first: int
     last: int
     cols: int
-    slices: tuple[Slice, ...]
+    slices: tuple[BlockPart, ...]
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ class Block:
         return (self.last - self.first) * self.cols
 
 
-def blocks(target: Target) -> Iterator[Block]:
+def blocks(target: OutputTensor) -> Iterator[Block]:
     """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
     rows, cols = target.matrix
     for low, high in _uncut(target, rows, cols):
@@ -100,7 +100,7 @@ def blocks(target: Target) -> Iterator[Block]:
             yield Block(target, first, last, cols, found)
 
 
-def _uncut(target: Target, rows: int, cols: int) -> list[tuple[int, int]]:
+def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
     """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several."""
     if _grows(target):
         return [(0, rows)]
@@ -115,7 +115,7 @@ def _uncut(target: Target, rows: int, cols: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _bounds(use: Use, cols: int) -> Iterator[int]:
+def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
     """Where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
     piece, grain = use.piece, _grain(use)
     yield piece.start
@@ -126,24 +126,24 @@ def _bounds(use: Use, cols: int) -> Iterator[int]:
     yield piece.stop
 
 
-def _grows(target: Target) -> bool:
+def _grows(target: OutputTensor) -> bool:
     return target.source is not None and target.source.shape != target.shape
 
 
-def _grain(use: Use) -> int:
+def _grain(use: PatchPart) -> int:
     return use.patch.view.matrix[0] if use.piece.transposed else use.patch.grain
 
 
-def _joined(use: Use) -> bool:
+def _joined(use: PatchPart) -> bool:
     """Whether its formula gives more than a row of the target at once."""
     return use.piece.transposed or use.patch.grain > 1
 
 
-def _overlaps(use: Use, low: int, high: int) -> bool:
+def _overlaps(use: PatchPart, low: int, high: int) -> bool:
     return use.piece.start < high and low < use.piece.stop
 
 
-def _slice(target: Target, use: Use, first: int, last: int) -> Slice:
+def _slice(target: OutputTensor, use: PatchPart, first: int, last: int) -> BlockPart:
     low, high = max(use.piece.start, first), min(use.piece.stop, last)
     start, rows = use.start + low - use.piece.start, high - low
     if use.piece.transposed:
@@ -151,4 +151,4 @@ def _slice(target: Target, use: Use, first: int, last: int) -> Slice:
     grain = _grain(use)
     formed = start // grain * grain, -(-(start + rows) // grain) * grain
     taken = None if formed == (start, start + rows) else (start - formed[0], start - formed[0] + rows)
-    return Slice(use, low - first, high - first, formed, taken, target)
+    return BlockPart(use, low - first, high - first, formed, taken, target)

@@ -26,7 +26,7 @@ class Buffer:
 
 
 @dataclass
-class Slot:
+class WindowBuffers:
     """A window's place in memory: its output bytes, and base bytes where dtype or shape differ."""
 
     out: Buffer = field(default_factory=Buffer)
@@ -38,13 +38,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Turn:
+class WindowTask:
     """One window for one plan, and the memory it holds."""
 
     window: Window
     plan: int
-    image: Slot  # the base bytes, shared by the turns of the window
-    own: Slot  # where the output bytes are made; the last turn makes them in the image
+    base_bytes: WindowBuffers  # the base bytes, shared by the turns of the window
+    own: WindowBuffers  # where the output bytes are made; the last turn makes them in the image
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base

@@ -57,7 +57,7 @@ def passed_over(device: str, dtype: str) -> list[str]:
     return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
 
 
-def spare(device: str, at: Sequence[Placement]) -> Placement | None:
+def fallback_device(device: str, at: Sequence[Placement]) -> Placement | None:
     """Where `auto` folds what does not fit a GPU's memory; who names a device is to get it, or an error."""
     return Placement(torch.device("cpu"), at[0].dtype) if device == "auto" and at[0].device.type != "cpu" else None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedPatch:
     """One formula for n weights: its tensors on the compute device, and where its rows go."""
 
     algorithm: Algorithm
@@ -43,7 +43,7 @@ class Stack:
         return part.transpose(1, 2) if self.transposed else part
 
 
-def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the first one,
     whose ΔW is formed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
@@ -57,7 +57,7 @@ def fold(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
     return merged
 
 
-def in_turn(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     """Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ [n, rows, cols], adapter by adapter, every ΔWᵢ taken on Wᵢ₋₁. `base` is overwritten as by
     `fold`."""
     for _, own in groupby(stacks, key=lambda s: s.adapter):
@@ -65,13 +65,13 @@ def in_turn(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
     return base
 
 
-RULES: Final[Mapping[str, Callable[[Tensor, Sequence[Stack]], Tensor]]] = MappingProxyType(
+RULES: Final[Mapping[str, Callable[[Tensor, Sequence[StackedPatch]], Tensor]]] = MappingProxyType(
     {"sum": fold, "compose": in_turn}
 )
 """One rule for every row of METHODS: (base values, which may be overwritten; stacks) → merged values."""
 
 
-def change(s: Stack, base: Tensor) -> Tensor:
+def change(s: StackedPatch, base: Tensor) -> Tensor:
     """F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
     seen = s.region(base) if s.view is None else s.view
     if s.view is None and s.whole is not None:  # its values are not read, but its shape may be

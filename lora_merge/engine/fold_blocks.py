@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
 from ..matching.choose import Patch
-from ..models.weights import View
-from ..planning.plan import Target
-from .blocks import BLOCK_ELEMENTS, Block, Slice, blocks
+from ..models.weights import WeightView
+from ..planning.plan import OutputTensor
+from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .devices import precise, release
-from .fold import RULES, Stack
+from .fold import RULES, StackedPatch
 from .overflow import settle, sum_too_large
-from .parallelism import Room, stack_size
-from .placement import Lane, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
+from .parallelism import DeviceMemory, stack_size
+from .placement import DeviceStream, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
-from .tensors import Kept
+from .tensors import DeviceCache
 from .torch_state import exact_products
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
@@ -36,7 +36,7 @@ KEPT_PART: Final = BLOCK_ELEMENTS // 4
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
-Fetch: TypeAlias = Callable[[TensorInfo], Tensor]
+Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """A stored tensor by its header entry, as stored."""
 
 
@@ -50,19 +50,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Folder:
+class BlockMerger:
     """Folds blocks at one placement, or at several. `fetch` gives stored tensors, of the adapters and of `base`."""
 
     at: tuple[Placement, ...]
     fetch: Fetch
-    base: Mapping[str, TensorInfo]
+    base: Mapping[str, StoredTensor]
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
     max_vram: int | None = None
-    kept: Kept | None = None  # whoever gave it empties it
+    kept: DeviceCache | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
     saturate: bool = False  # whether numbers that the output's dtype has no room for are cut
-    spare: Placement | None = None  # for what does not fit, even alone
-    room: Room = field(default_factory=Room)
+    fallback_device: Placement | None = None  # for what does not fit, even alone
+    room: DeviceMemory = field(default_factory=DeviceMemory)
     kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
@@ -99,8 +99,9 @@ class Folder:
                     self._relieve()  # of what other lanes have left
                     found = self._attempt(group)
                 note = "a block did not fit beside others' work"
-                if isinstance(found, str) and self.spare is not None:
-                    found, note = self._attempt(group, Lane(self.spare)), "a block was folded on the CPU"
+                if isinstance(found, str) and self.fallback_device is not None:
+                    found = self._attempt(group, DeviceStream(self.fallback_device))
+                    note = "a block was folded on the CPU"
                 if isinstance(found, str):
                     raise ResourceError("the device is out of memory", f"{name}: {found}", FULL)
                 self._note(note)
@@ -111,7 +112,7 @@ class Folder:
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])
 
-    def _attempt(self, group: Sequence[Item], lane: Lane | None = None) -> Counter[str] | str:
+    def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Counter[str] | str:
         """Fold them in one call: tensor → numbers cut; what the device says where it is short of memory."""
         try:
             lane = lane or self._lane()
@@ -135,7 +136,7 @@ class Folder:
             self.kept.clear()
         release(self.at)
 
-    def _fold_at(self, group: Sequence[Item], at: Placement, lane: Lane) -> Tensor | None:
+    def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor | None:
         """Fold them and write the results; gives these back, as computed, if some of them need a closer look."""
         blocks = [i.block for i in group]
         stacks = self._stacks(blocks, at)
@@ -161,7 +162,7 @@ class Folder:
         sound = finite(values)
         if sound.all() or not all(finite(self.fetch(self.base[key])).all() for key in item.block.reads):
             return False
-        known = finite(self._base([replace(item, base=self._stored(item))], HOST, Lane(HOST))[0])
+        known = finite(self._base([replace(item, base=self._stored(item))], HOST, DeviceStream(HOST))[0])
         return bool((known & ~sound).any())
 
     def _stored(self, item: Item) -> Tensor | None:
@@ -173,12 +174,12 @@ class Folder:
         shape = (block.last - block.first, block.cols)
         return self.fetch(replace(source, shape=shape, offset=source.offset + low, nbytes=count))
 
-    def _lane(self) -> Lane:
+    def _lane(self) -> DeviceStream:
         """The calling thread's lane; threads share the placements out among them."""
         if not hasattr(self._own, "lane"):
             number, which = divmod(next(self._lanes), len(self.at))
-            self._own.lane = Lane(self.at[which], number)
-        lane: Lane = self._own.lane
+            self._own.lane = DeviceStream(self.at[which], number)
+        lane: DeviceStream = self._own.lane
         return lane
 
     def leave(self) -> None:
@@ -190,7 +191,7 @@ class Folder:
         if text not in self.notes:
             self.notes.append(text)
 
-    def _base(self, group: Sequence[Item], at: Placement, lane: Lane) -> Tensor:
+    def _base(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor:
         """[n, rows, cols] in the compute dtype, to be overwritten; smaller bases stand in the low corner of zeros."""
         block = group[0].block
         values = [i.base for i in group if i.base is not None]
@@ -205,12 +206,12 @@ class Folder:
                 slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
         return out.reshape(len(group), block.last - block.first, block.cols)
 
-    def _stacks(self, blocks: Sequence[Block], at: Placement) -> list[Stack]:
+    def _stacks(self, blocks: Sequence[Block], at: Placement) -> list[StackedPatch]:
         """What is done to blocks of one kind, in order."""
         return [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
 
-    def stack(self, slices: Sequence[Slice], at: Placement) -> Stack:
-        """The same slice of n blocks as one Stack."""
+    def stack(self, slices: Sequence[BlockPart], at: Placement) -> StackedPatch:
+        """The same slice of n blocks as one StackedPatch."""
         first = slices[0]
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
@@ -228,7 +229,7 @@ class Folder:
         for slot in made[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
         tensors = row.prepared(row.tensors(**fields))
-        return Stack(
+        return StackedPatch(
             row,
             tensors if to == at else move(tensors, at),
             self._numbers([s.use.strength for s in slices], at),
@@ -248,7 +249,7 @@ class Folder:
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
         row.check_integers(integers, patch.shapes, patch.view.shape)
 
-    def _factor(self, s: Slice, slot: str, at: Placement) -> Tensor:
+    def _factor(self, s: BlockPart, slot: str, at: Placement) -> Tensor:
         """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
         patch = s.use.patch
         if slot in patch.beside:
@@ -282,7 +283,7 @@ class Folder:
         lane = self._lane()
         return lane.hold(self.kept.get(key, make, lane.settle))
 
-    def _magnitude(self, slices: Sequence[Slice], at: Placement) -> tuple[dora.Axis, Tensor] | None:
+    def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:
             return None
         axis, shape = slices[0].use.patch.magnitude
@@ -292,7 +293,7 @@ class Folder:
             tensors.append(tensor if axis == "in" else tensor.narrow(0, s.formed[0], s.formed[1] - s.formed[0]))
         return axis, stage(tensors, at)
 
-    def _view(self, s: Slice, view: View, at: Placement) -> Tensor:
+    def _view(self, s: BlockPart, view: WeightView, at: Placement) -> Tensor:
         """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
         the adapters before have made of it where adapters act in turn."""
         parts = []
@@ -307,7 +308,7 @@ class Folder:
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)
 
-    def _changed(self, values: Tensor, target: Target, at: Placement) -> Tensor:
+    def _changed(self, values: Tensor, target: OutputTensor, at: Placement) -> Tensor:
         """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
         found = stage([values.reshape(target.matrix)], at)[0].clone()
         for block in blocks(target):

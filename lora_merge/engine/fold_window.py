@@ -9,51 +9,55 @@ from concurrent.futures import ThreadPoolExecutor
 from ..disk.reader import Reader
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
-from .buffers import Turn
-from .devices import passed_over, places, release, spare
-from .fold_blocks import Folder, Item, settled
+from .buffers import WindowTask
+from .devices import fallback_device, passed_over, places, release
+from .fold_blocks import BlockMerger, Item, settled
 from .overflow import settle
 from .parallelism import one_core, threads
 from .placement import convert
-from .tensors import Factors, Kept, view_bytes
+from .tensors import DeviceCache, TensorCache, view_bytes
 from .windows import Change, Fold, Window
 
 
-class Making:
+class WindowMerger:
     """The windows of plans of one layout and one placement; ResourceError where the device is not here."""
 
     def __init__(self, plans: Sequence[Plan], reader: Reader) -> None:
         self.plans, job = plans, plans[0].job
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
-        self.factors = Factors(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
+        self.factors = TensorCache(
+            reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        )
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.kept = Kept()
+        self.kept = DeviceCache()
         notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
-        self.folder = Folder(at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
-                             spare=spare(job.device, at), saturate=job.on_overflow == "saturate")  # fmt: skip
+        self.folder = BlockMerger(
+            at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
+            fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
+        )  # fmt: skip
         self.saturated: list[Counter[str]] = [Counter() for _ in plans]
         """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, task: WindowTask) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
-        image, base = turn.image.views(turn.window)
-        out = turn.own.out.view(turn.window.start, turn.window.size)
-        if not turn.last:
-            for low, high in _kept(turn.window, turn.change):
-                out[low:high] = image[low:high]
-        for c in turn.change.converts:
+        base_bytes, base = task.base_bytes.views(task.window)
+        out = task.own.out.view(task.window.start, task.window.size)
+        if not task.last:
+            for low, high in _kept(task.window, task.change):
+                out[low:high] = base_bytes[low:high]
+        for c in task.change.converts:
             source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
             into = view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,))
             if not convert(source, into):
-                turn.saturated[c.name] += settle(c.name, source, into, saturate=self.folder.saturate)
-        kept = None if turn.last else image  # the last turn folds where the base values lie
-        for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in turn.change.folds]):
-            turn.under_way.append(future)
+                task.saturated[c.name] += settle(c.name, source, into, saturate=self.folder.saturate)
+        kept = None if task.last else base_bytes  # the last turn folds where the base values lie
+        for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
+            task.under_way.append(future)
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, task: WindowTask) -> None:
         """Wait for what was begun."""
-        self.saturated[turn.plan] += turn.saturated + settled(turn.under_way)
+        self.saturated[task.plan] += task.saturated + settled(task.under_way)
 
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""

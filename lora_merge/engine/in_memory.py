@@ -17,28 +17,28 @@ from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, flat
 from ..arguments import a_list, unlike
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, expand, is_pair, make_job
 from ..matching.choose import Patcher
-from ..matching.patch import Use
+from ..matching.patch import PatchPart
 from ..models.names import Names, names
 from ..models.tied_weights import tied
 from ..models.weights import whole
 from ..planning.make_plan import match, outputs
-from ..planning.plan import Target, values
+from ..planning.plan import OutputTensor, values
 from ..text import listed
-from .blocks import Slice, blocks
+from .blocks import BlockPart, blocks
 from .bounds import WINDOW_BYTES
-from .devices import place, places, release, spare
+from .devices import fallback_device, place, places, release
 from .fold import change
-from .fold_blocks import Folder, Item
+from .fold_blocks import BlockMerger, Item
 from .overflow import settle
 from .placement import FILE_DTYPES, TORCH_DTYPES, convert, finite, host, stage
-from .tensors import Factors, Kept, check_finite
+from .tensors import DeviceCache, TensorCache, check_finite
 from .torch_state import undisturbed
 
 if TYPE_CHECKING:
@@ -73,11 +73,13 @@ def merge_state_dict(
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
         reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
-        held.factors = Factors(reader, frozenset(p for f in files for p in f.index.files))
+        held.factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
         matched = match(job, base, lookup, files, held)
-        kept, saturated = Kept(), Counter[str]()
-        folder = Folder(at, held.fetch, values(base, matched), None, job.max_vram, kept,
-                        spare=spare(job.device, at), saturate=job.on_overflow == "saturate")  # fmt: skip
+        kept, saturated = DeviceCache(), Counter[str]()
+        folder = BlockMerger(
+            at, held.fetch, values(base, matched), None, job.max_vram, kept,
+            fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
+        )  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
@@ -94,9 +96,9 @@ def merge_state_dict(
     return merged
 
 
-def _portions(targets: Iterable[Target]) -> Iterator[list[Target]]:
+def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
     """Those that are merged at a time, as many as files have in a window: equal kinds are folded in one call."""
-    some: list[Target] = []
+    some: list[OutputTensor] = []
     size = 0
     for target in targets:
         some.append(target)
@@ -107,7 +109,9 @@ def _portions(targets: Iterable[Target]) -> Iterator[list[Target]]:
     yield some
 
 
-def _merged(targets: Sequence[Target], held: _Held, folder: Folder, saturated: Counter[str]) -> dict[str, Tensor]:
+def _merged(
+    targets: Sequence[OutputTensor], held: _Held, folder: BlockMerger, saturated: Counter[str]
+) -> dict[str, Tensor]:
     """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut."""
     merged, items = {}, []
 
@@ -147,7 +151,7 @@ class _Held:
         self._tensors: dict[tuple[Path, str], Tensor] = {}
         self.ties: list[tuple[str, str]] = []  # entries of the base that are one tensor
         self.head: list[tuple[str, str]] = []  # embeddings and head, if these are: the plan tells whether they stay one
-        self.factors = Factors(Reader([]), frozenset())  # what reads those that are not here
+        self.factors = TensorCache(Reader([]), frozenset())  # what reads those that are not here
 
     def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
         """A state dict as a checkpoint; InputError for entries that are no plain tensors."""
@@ -161,7 +165,7 @@ class _Held:
                 raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
             _check_values(value, f"{path}: {key}")
             dtype = FILE_DTYPES[value.dtype]
-            infos[key] = TensorInfo(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
+            infos[key] = StoredTensor(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
             self._tensors[path, key] = value
         return Index(path, infos, {}, (path,))
 
@@ -202,7 +206,7 @@ class _Held:
             refs.append((ref, strength) if paired else ref)
         return refs, files
 
-    def fetch(self, info: TensorInfo) -> Tensor:
+    def fetch(self, info: StoredTensor) -> Tensor:
         """The tensor where it is: in memory, on whatever device, or in a file."""
         found = self._tensors.get((info.file, info.name))
         if found is None:
@@ -211,27 +215,27 @@ class _Held:
             check_finite(found, info)
         return found.detach()
 
-    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
         """All elements of a small tensor."""
         found = self._tensors.get((info.file, info.name))
         if found is None:
             return FileValues().numbers(info)
         return tuple(float(v) for v in found.detach().flatten().tolist())
 
-    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
         """Whether two tensors are equal."""
         x, y = (self._tensors.get((info.file, info.name)) for info in (a, b))
         if x is None or y is None:
             return FileValues().same(a, b)
         return (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
 
-    def differing(self, copy: TensorInfo, own: TensorInfo) -> int:
+    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
         """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
         theirs, mine = (self.fetch(info) for info in (copy, own))
         a, b = host(theirs, torch.float64), host(host(mine, theirs.dtype), torch.float64)
         return int(((a != b) & ~(a.isnan() & b.isnan())).reshape(len(a), -1).any(1).sum())
 
-    def zero_outside(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
         """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
         matrix = self.fetch(info).reshape(info.shape[0] if info.shape else 1, -1)[slice(*rows)]
         left, right = host(matrix[:, : columns[0]], torch.float32), host(matrix[:, columns[1] :], torch.float32)
@@ -274,10 +278,10 @@ class LoadedAdapter:
         with Reader([self.file.index]) as reader, torch.no_grad():
             held = _Held()
             base = held.index("weight", {"weight": base_weight})
-            held.factors = Factors(reader, frozenset(self.file.index.files))
-            alone = Target("weight", "weight", "F32", shape, 0, 0, None)
-            part = Slice(Use(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
-            stack = Folder((at,), held.fetch, base.tensors).stack([part], at)
+            held.factors = TensorCache(reader, frozenset(self.file.index.files))
+            alone = OutputTensor("weight", "weight", "F32", shape, 0, 0, None)
+            part = BlockPart(PatchPart(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
+            stack = BlockMerger((at,), held.fetch, base.tensors).stack([part], at)
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             found = host(made.reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():

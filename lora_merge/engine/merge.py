@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from ..disk.hashes import Digests
+from ..disk.hashes import RunningHashes
 from ..disk.publish import replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
-from ..errors import MergeError, TooLarge, scarcity
+from ..errors import MergeError, TooLarge, as_resource_error
 from ..planning.headings import headings
 from ..planning.outputs import contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
-from ..process import heed
+from ..process import deliver_pending
 from ..proof.verify import verify
 from ..report import Report
 from ..version import __version__
-from .pipeline import Writing
+from .pipeline import Pipeline
 
 Progress: TypeAlias = Callable[[int], object]
 """Called with the number of bytes just written."""
@@ -58,14 +58,14 @@ def run_together(
             indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
             reader = stack.enter_context(Reader(indexes))
             inputs = [p for o in ready for p in o.plan.inputs]
-            digests = stack.enter_context(Digests(reader, plans[0].base.files, inputs, ahead=len(ready) == 1))
-            work = Writing([o.plan for o in ready], [o.part for o in ready], digests, progress)
+            digests = stack.enter_context(RunningHashes(reader, plans[0].base.files, inputs, ahead=len(ready) == 1))
+            work = Pipeline([o.plan for o in ready], [o.part for o in ready], digests, progress)
             work.run()
             for n, failure in work.failed.items():
                 ready[n].fail(failure)
         for o in outputs:
             report = None
-            heed()
+            deliver_pending()
             if o.failure is None:
                 report = o.attempt(lambda o=o: o.publish(reader, work))  # type: ignore[misc]
             yield o.number, report or o.failure or AssertionError("neither done nor failed")
@@ -76,7 +76,7 @@ def _scarcity_told() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        scarce = scarcity(e)
+        scarce = as_resource_error(e)
         if scarce is None:
             raise
         raise scarce from e
@@ -104,7 +104,7 @@ class _Output:
 
     def fail(self, e: Exception) -> None:
         """Remove what was written; the error speaks of the output, not of its temporary name."""
-        self.failure, output = scarcity(e) or e, self.plan.job.output
+        self.failure, output = as_resource_error(e) or e, self.plan.job.output
         if isinstance(self.failure, MergeError) and self.part.name:
             self.failure.rename(str(self.part), str(output))
             self.failure.rename(self.part.name, output.name)
@@ -122,7 +122,7 @@ class _Output:
         )
         _prepare(plan, self.part)
 
-    def publish(self, reader: Reader, work: Writing) -> Report:
+    def publish(self, reader: Reader, work: Pipeline) -> Report:
         """Prove the finished output and give it its name.
 
         Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to

@@ -58,7 +58,7 @@ def _omp_set_num_threads() -> Any:
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 
-class Room:
+class DeviceMemory:
     """A device's memory, as far as it showed: lanes use it side by side, or one of them has it to itself."""
 
     def __init__(self) -> None:

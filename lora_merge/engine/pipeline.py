@@ -17,33 +17,33 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from ..disk.hashes import Digests
+from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
 from ..planning.headings import headings
 from ..planning.plan import Plan
-from ..process import heed
+from ..process import deliver_pending
 from .bounds import SLOTS
-from .buffers import Slot, Turn
+from .buffers import WindowBuffers, WindowTask
 from .ring import Pool, drive
 from .windows import Window, sharable, window_bytes, windows
 
 if TYPE_CHECKING:
-    from .fold_window import Making
+    from .fold_window import WindowMerger
 
 HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
 
 
-class Writing:
+class Pipeline:
     """One run of plans, of one layout and one placement, into the folders or files `parts`."""
 
     def __init__(
-        self, plans: Sequence[Plan], parts: Sequence[Path], digests: Digests, progress: Callable[[int], object],
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: RunningHashes, progress: Callable[[int], object],
     ) -> None:  # fmt: skip
         self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
         self.reader, self.opened = digests.reader, ExitStack()
-        self.pool = Pool(Slot() for _ in range(SLOTS))
+        self.pool = Pool(WindowBuffers() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
@@ -72,18 +72,18 @@ class Writing:
         finally:
             self.opened.close()
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[WindowTask]:
         limit = min(window_bytes(p) for p in self.plans)
         for window in self._ordered(windows(self.plans, limit)):
-            heed()
+            deliver_pending()
             alive = self._alive()
             if not alive:
                 return
-            image, shared = self.pool.take(), self.shares and sharable(window)
+            base_bytes, shared = self.pool.take(), self.shares and sharable(window)
             for number in alive:
                 last = number == alive[-1]
-                own = image if last else self.pool.take()
-                yield Turn(window, number, image, own, number == alive[0], last, shared)
+                own = base_bytes if last else self.pool.take()
+                yield WindowTask(window, number, base_bytes, own, number == alive[0], last, shared)
 
     def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
         """Windows of the same file change places as long as torch is not there: those that need nothing of it go first.
@@ -101,75 +101,75 @@ class Writing:
                 held.append(window)
         yield from held
 
-    def _give_back(self, turn: Turn) -> None:
-        self.pool.give(turn.own)  # the last turn's own is the image
+    def _give_back(self, task: WindowTask) -> None:
+        self.pool.give(task.own)  # in the last task, its own buffers are those of the base bytes
 
     def _alive(self) -> list[int]:
         return [n for n in range(len(self.plans)) if n not in self.failed]
 
     @property
-    def making(self) -> Making:
+    def making(self) -> WindowMerger:
         """What works on the numbers; waits until it is there."""
         return self._made.result()
 
-    def _make(self) -> Making:
-        from .fold_window import Making
+    def _make(self) -> WindowMerger:
+        from .fold_window import WindowMerger
 
-        made = Making(self.plans, self.reader)
+        made = WindowMerger(self.plans, self.reader)
         self.opened.callback(made.close)
         return made
 
-    def read(self, turn: Turn) -> None:
+    def read(self, task: WindowTask) -> None:
         """Base bytes into the image."""
-        if turn.first and (self.digests.hashing or not turn.shared):
-            out, base = turn.image.views(turn.window)
-            for view, reads in ((out, turn.window.direct), (base, turn.window.apart)):
+        if task.first and (self.digests.hashing or not task.shared):
+            out, base = task.base_bytes.views(task.window)
+            for view, reads in ((out, task.window.direct), (base, task.window.apart)):
                 for r in reads:
                     self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
 
-    def hash(self, turn: Turn) -> None:
+    def hash(self, task: WindowTask) -> None:
         """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
-        if turn.first and (self._made.done() or not self.digests.ahead):
-            out, base = turn.image.views(turn.window)
-            reads = [(r, out) for r in turn.window.direct] + [(r, base) for r in turn.window.apart]
+        if task.first and (self._made.done() or not self.digests.ahead):
+            out, base = task.base_bytes.views(task.window)
+            reads = [(r, out) for r in task.window.direct] + [(r, base) for r in task.window.apart]
             for r, view in sorted(reads, key=lambda pair: pair[0].offset):
                 self.digests.feed(r.file, r.offset, view[r.at : r.at + r.nbytes])
 
-    def start(self, turn: Turn) -> None:
+    def start(self, task: WindowTask) -> None:
         """Wait for what the first fold needs."""
-        if not turn.ready:
+        if not task.ready:
             self._made.result()
 
-    def fold(self, turn: Turn) -> None:
+    def fold(self, task: WindowTask) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
-        if turn.last:
+        if task.last:
             wait(self.image_used)  # it is folded in place, where earlier turns take their base values
             self.image_used.clear()
-        if turn.plan not in self.failed and not turn.ready:
-            self._alone(turn.plan, lambda _: self.making.begin(turn))
-        if not turn.last:
-            self.image_used += turn.under_way
+        if task.plan not in self.failed and not task.ready:
+            self._alone(task.plan, lambda _: self.making.begin(task))
+        if not task.last:
+            self.image_used += task.under_way
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, task: WindowTask) -> None:
         """The turn's folds complete."""
-        if turn.ready:
+        if task.ready:
             return
-        self._alone(turn.plan, lambda _: self.making.settle(turn))
-        if turn.last:
+        self._alone(task.plan, lambda _: self.making.settle(task))
+        if task.last:
             self.making.forget()
 
-    def write(self, turn: Turn) -> None:
+    def write(self, task: WindowTask) -> None:
         """The finished window to the disk."""
-        if turn.plan not in self.failed:
-            self._alone(turn.plan, lambda n: self._put(self._writer(n, turn.window.file), turn))
-        self.progress(turn.window.size)
+        if task.plan not in self.failed:
+            self._alone(task.plan, lambda n: self._put(self._writer(n, task.window.file), task))
+        self.progress(task.window.size)
 
-    def _put(self, writer: Writer, turn: Turn) -> None:
-        at, out = turn.window.start + self._shift(turn), turn.own.out
-        if not turn.shared:
-            writer.write(out.view(turn.window.start, turn.window.size), at)
+    def _put(self, writer: Writer, task: WindowTask) -> None:
+        at, out = task.window.start + self._shift(task), task.own.out
+        if not task.shared:
+            writer.write(out.view(task.window.start, task.window.size), at)
             return
-        for r in turn.window.direct:
+        for r in task.window.direct:
             low, high = writer.share(self.reader.descriptor(r.file), r.offset, at + r.at, r.nbytes)
             if not high and r.nbytes >= 2 * PAGE:
                 self.shares = False
@@ -204,9 +204,9 @@ class Writing:
             self.progress(len(planned.header))
         return self.writers[number, file]
 
-    def _shift(self, turn: Turn) -> int:
+    def _shift(self, task: WindowTask) -> int:
         """How much further back a plan's bytes lie than those of the first, whose header may be shorter."""
-        first, own = (self.plans[n].files[turn.window.file].header for n in (0, turn.plan))
+        first, own = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
         return len(own) - len(first)
 
     def _alone(self, number: int, act: Callable[[int], None]) -> None:
@@ -216,10 +216,10 @@ class Writing:
         except Exception as e:  # noqa: BLE001
             self.failed.setdefault(number, e)
 
-    def _timed(self, stage: Callable[[Turn], None], kind: str) -> Callable[[Turn], None]:
-        def timed(turn: Turn) -> None:
+    def _timed(self, stage: Callable[[WindowTask], None], kind: str) -> Callable[[WindowTask], None]:
+        def timed(task: WindowTask) -> None:
             started = time.perf_counter()
-            stage(turn)
+            stage(task)
             took = time.perf_counter() - started
             with self.clock:  # two stages may count as one kind
                 self.seconds[kind] += took

@@ -67,7 +67,7 @@ def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Lane:
+class DeviceStream:
     """One thread's way to a device: memory that is kept from block to block, and on CUDA a stream of its own.
 
     A new tensor for every block costs as much again as the cast into it: the system zeroes its pages. On CUDA, one
@@ -123,7 +123,7 @@ def _pinned(count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype)
 
 
-def stage(tensors: Sequence[Tensor], at: Placement, lane: Lane | None = None) -> Tensor:
+def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = None) -> Tensor:
     """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move) where it can be.
 
     With a lane, its memory is used: the result on a CPU, and the way there on CUDA, are overwritten by the next call.
@@ -167,7 +167,7 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
 
-def land(merged: Tensor, into: Sequence[Tensor], lane: Lane | None = None) -> bool:
+def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = None) -> bool:
     """Write merged [n, …] into n host tensors: detached, one transfer for all, cast once, before it where the device
     can. Returns whether every number found its place for certain, as `convert` does; a device looks for itself."""
     dtype, merged, sound = into[0].dtype, merged.detach(), True

@@ -21,11 +21,11 @@ from ..algorithms import DoesNotFit, Shape, Shapes, flat
 from ..algorithms.adamss import groups
 from ..algorithms.frod import LAYER
 from ..algorithms.peft_oft import block_size
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..matching.choose import Patch
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
-from ..models.weights import View
+from ..models.weights import WeightView
 from .joint_basis import drawn_places, joint_basis
 from .placement import TORCH_DTYPES, Placement, host, stage
 
@@ -33,7 +33,7 @@ Read: TypeAlias = Callable[[str], Tensor]
 """A slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]: fp32 (fp64 if
 stored so) on the CPU."""
 
-Kin: TypeAlias = MutableMapping[tuple[View, ...], Mapping[str, Tensor]]
+Kin: TypeAlias = MutableMapping[tuple[WeightView, ...], Mapping[str, Tensor]]
 """The weights of all layers of a kind → what is rebuilt from them."""
 
 AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
@@ -57,7 +57,7 @@ def rebuild(name: str, read: Read, shapes: Shapes, target: Shape, settings: Mapp
 
 
 def from_base(
-    patch: Patch, base: Mapping[str, TensorInfo], fetch: Callable[[TensorInfo], Tensor], kept: Kin
+    patch: Patch, base: Mapping[str, StoredTensor], fetch: Callable[[StoredTensor], Tensor], kept: Kin
 ) -> Mapping[str, Tensor]:
     """As `rebuild` for a patch, from the base before any adapter: so PEFT does where several act in turn too. What
     several layers share is made once and goes into `kept`, which is of one plan."""

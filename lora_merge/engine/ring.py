@@ -8,23 +8,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-Slot = TypeVar("Slot")
+Item = TypeVar("Item")
 Work = TypeVar("Work")
 
 
-class Pool(Generic[Slot]):
+class Pool(Generic[Item]):
     """A fixed number of slots; whoever takes one waits until one is free."""
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self._free: SimpleQueue[Slot] = SimpleQueue()
+    def __init__(self, slots: Iterable[Item]) -> None:
+        self._free: SimpleQueue[Item] = SimpleQueue()
         for slot in slots:
             self._free.put(slot)
 
-    def take(self) -> Slot:
+    def take(self) -> Item:
         """A free slot."""
         return self._free.get()
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: Item) -> None:
         """The slot is free again."""
         self._free.put(slot)
 

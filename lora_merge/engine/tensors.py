@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import InputError
 from .placement import TORCH_DTYPES, odd
@@ -20,14 +20,14 @@ KEPT: Final = 2**24
 """Numbers of all factors that may be kept at their placement while a window is made."""
 
 
-class Factors:
+class TensorCache:
     """Reads tensors from files on demand and keeps those of the window at hand; safe from several threads."""
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters
         self._kept: dict[tuple[Path, int, int], Tensor] = {}
 
-    def fetch(self, info: TensorInfo) -> Tensor:
+    def fetch(self, info: StoredTensor) -> Tensor:
         """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.file, info.offset, info.nbytes)  # one without elements lies where the next one does
         tensor = self._kept.get(key)
@@ -43,7 +43,7 @@ class Factors:
         self._kept.clear()
 
 
-class Kept:
+class DeviceCache:
     """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
 
 
-def check_finite(tensor: Tensor, info: TensorInfo) -> None:
+def check_finite(tensor: Tensor, info: StoredTensor) -> None:
     """InputError naming the tensor if it holds NaN or infinite values."""
     if not tensor.is_floating_point():
         return

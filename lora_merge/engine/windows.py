@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import MEMORY, TensorInfo
+from ..disk.files import MEMORY, StoredTensor
 from ..disk.pages import PAGE
 from ..dtypes import ITEM_BYTES
-from ..planning.plan import Plan, Target
+from ..planning.plan import OutputTensor, Plan
 from .blocks import Block, blocks
 from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 
@@ -105,11 +105,11 @@ class Window:
         """Whether every plan's bytes go out as they were read."""
         return not any(c.folds or c.converts for c in self.changes)
 
-    def read(self, info: TensorInfo, skip: int, nbytes: int) -> None:
+    def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
         _append(self.direct, Read(info.file, info.offset + skip, nbytes, self.size))
 
-    def read_apart(self, info: TensorInfo, skip: int, nbytes: int) -> int:
+    def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; returns where, at a multiple of 64."""
         at = -(-self.input_size // 64) * 64
         _append(self.apart, Read(info.file, info.offset + skip, nbytes, at))
@@ -182,7 +182,7 @@ def _window(file: int, start: int, plans: int) -> Window:
     return Window(file, start, tuple(Change() for _ in range(plans)))
 
 
-def _parts(targets: Sequence[Target], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
+def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
     """One tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
     target = targets[0]
     if not target.nbytes:
@@ -198,7 +198,7 @@ def _parts(targets: Sequence[Target], limit: int) -> Iterator[tuple[int, _Copied
         yield count * unit, _Copied(target, low, count)
 
 
-def _runs(targets: Sequence[Target]) -> Iterator[_Folded]:
+def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
     """The shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has none."""
     own = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
@@ -211,7 +211,7 @@ def _runs(targets: Sequence[Target]) -> Iterator[_Folded]:
 class _Copied:
     """Bytes or, where the dtype changes, elements [low, low + count) of a tensor that no plan changes."""
 
-    target: Target
+    target: OutputTensor
     low: int
     count: int
 
@@ -236,7 +236,7 @@ class _Copied:
 class _Folded:
     """Elements [low, low + count) of a tensor that at least one plan changes, with the blocks of every plan."""
 
-    target: Target
+    target: OutputTensor
     low: int
     count: int
     blocks: tuple[tuple[Block, ...], ...]  # per plan

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import FileState, Header, TensorInfo, open_regular
+from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..errors import InputError
 from ..json_text import from_json
 from ..text import listed, quoted
@@ -36,7 +36,7 @@ class Index:
     """All tensors of one checkpoint, in the order of their bytes; the headers of all its files."""
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     files: tuple[Path, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -262,7 +262,7 @@ def _of_files(
 ) -> Index:
     """The union of some files; InputError where two hold the same name."""
     headers: dict[Path, Header] = {}
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         header = headers[file] = _header(file)
         for name, info in header.tensors.items():

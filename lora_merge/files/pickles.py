@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.files import MEMORY, FileState, Header, TensorInfo, open_regular
+from ..disk.files import MEMORY, FileState, Header, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError
@@ -251,7 +251,7 @@ def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[TensorInfo]:
+def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[StoredTensor]:
     """Plain numbers that belong to a module of these tensors (sorted names), such as its α, as doubles of no axis."""
     for name, value in dict.items(table):
         match = NUMBER.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
@@ -261,10 +261,10 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
         if beside < len(tensors) and tensors[beside].startswith(match[1]):
             loading.memory += 8
             data = memoryview(struct.pack("<d", value))
-            yield TensorInfo(name, "F64", (), loading.path, MEMORY + loading.memory - 8, 8, data=data)
+            yield StoredTensor(name, "F64", (), loading.path, MEMORY + loading.memory - 8, 8, data=data)
 
 
-def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
+def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
     """Where the bytes of one tensor lie; what lies nowhere in one piece is made."""
     dtype, item = FORMAT_NAMES[str(value.dtype).removeprefix("torch.")], value.element_size()
     shape, nbytes = tuple(value.shape), value.numel() * value.element_size()
@@ -280,13 +280,13 @@ def _info(loading: _Loading, name: str, value: Tensor) -> TensorInfo:
             raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             offset = start + item * value.storage_offset()
-            return TensorInfo(name, dtype, shape, loading.path, offset, nbytes)
+            return StoredTensor(name, dtype, shape, loading.path, offset, nbytes)
     offset = MEMORY + loading.memory
     loading.memory += nbytes
     if loading.memory > loading.size:
         raise _damaged(loading.path, "it describes more data than it holds")
     data = _bytes(value) if loading.records is None else _gather(loading, value, start)
-    return TensorInfo(name, dtype, shape, loading.path, offset, nbytes, data=data)
+    return StoredTensor(name, dtype, shape, loading.path, offset, nbytes, data=data)
 
 
 def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
@@ -296,7 +296,7 @@ def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
     if not value.numel() or start is None or loading.records is None:
         return memoryview(b"")
     nbytes = loading.records[start]
-    raw = bytearray(read_bytes(TensorInfo("", "U8", (nbytes,), loading.path, start, nbytes)))
+    raw = bytearray(read_bytes(StoredTensor("", "U8", (nbytes,), loading.path, start, nbytes)))
     stored = torch.frombuffer(raw, dtype=value.dtype)
     real = stored.as_strided(value.shape, value.stride(), value.storage_offset())
     return _bytes(real.conj() if value.is_conj() else real.neg() if value.is_neg() else real)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..dtypes import ITEM_BYTES
 from ..errors import FitError, InputError
 
@@ -101,7 +101,7 @@ def together(parts: Mapping[str, Quantised]) -> Quantised:
     return Quantised(next(how, ""), frozenset(inside))
 
 
-def quantised(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], config: Mapping[str, Any]) -> Quantised:
+def quantised(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], config: Mapping[str, Any]) -> Quantised:
     """What of one checkpoint is quantised."""
     signs = dict(SIGNS)
     found: dict[str, str] = {}

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from ..disk.files import FileState, Header, TensorInfo, open_regular
+from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..dtypes import ITEM_BITS
 from ..errors import InputError
 from ..text import quoted
@@ -66,7 +66,7 @@ def _raw(f: BinaryIO, start: bytes, size: int) -> bytes:
     return raw
 
 
-def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if malformed."""
     try:
         return _checked(_json(raw), path, 8 + len(raw), size)
@@ -74,7 +74,7 @@ def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, TensorInfo], dic
         raise _Malformed("its header is nested too deeply") from e
 
 
-def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(table, dict):
         raise _Malformed("its header is no JSON object")
     metadata = table.pop("__metadata__", None)
@@ -144,7 +144,7 @@ def _int(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)  # "-0" is no unsigned integer
 
 
-def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> TensorInfo:
+def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> StoredTensor:
     """One tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200 000."""
     if not isinstance(entry, dict):
         raise _Malformed(f"the entry of {quoted(name)} is no JSON object")
@@ -164,7 +164,7 @@ def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) 
         what = "no whole number of" if needed is None else str(needed)
         raise _Malformed(f"{quoted(name)} is given {stop - begin} bytes, {dtype} {shape} takes {what} bytes")
     sizes = tuple(shape)
-    return TensorInfo(name, known[dtype], known.setdefault(sizes, sizes), path, data + begin, needed)
+    return StoredTensor(name, known[dtype], known.setdefault(sizes, sizes), path, data + begin, needed)
 
 
 def _all_u64(numbers: list[Any]) -> bool:

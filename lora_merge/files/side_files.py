@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from ..algorithms import Shape
 from ..disk.destination import WEIGHTS
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..dtypes import TABLE
 from ..errors import InputError
 from ..json_text import from_json
@@ -249,6 +249,6 @@ def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
             config["num_labels"] = new[0]
 
 
-def stored_name(info: TensorInfo) -> str:
+def stored_name(info: StoredTensor) -> str:
     """The tensor's name inside its file; in a pipeline the plan's name has the component in front."""
     return info.stored or info.name

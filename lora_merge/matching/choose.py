@@ -19,11 +19,11 @@ from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora, flat
 from ..algorithms.frod import LAYER
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import SETTING
-from ..models.weights import View, turned
+from ..models.weights import WeightView, turned
 from ..text import listed
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
@@ -55,9 +55,9 @@ class Patch:
     shapes: Mapping[str, Shape]  # per slot, as the formula wants it
     numbers: Mapping[str, float]
     settings: tuple[tuple[str, Any], ...]
-    view: View
+    view: WeightView
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
-    beside: Mapping[str, View] = field(default_factory=dict)  # slot → where its values lie in the base
+    beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → where its values lie in the base
 
     @cached_property
     def grain(self) -> int:
@@ -101,7 +101,7 @@ class Patcher:
         self.used: set[str] = set()  # those that a formula asked for
         self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
 
-    def patch(self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})) -> Patch:
+    def patch(self, module: Module, view: WeightView, near: Mapping[str, WeightView] = MappingProxyType({})) -> Patch:
         """The patch for a module on the weight it was trained on; `near` has the module's other parameters by name.
 
         InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the
@@ -143,7 +143,7 @@ class Patcher:
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def _candidates(
-        self, module: Module, view: View, near: Mapping[str, View] = MappingProxyType({})
+        self, module: Module, view: WeightView, near: Mapping[str, WeightView] = MappingProxyType({})
     ) -> tuple[Sequence[str], str | None]:
         """(the rows to try, the one that the configuration chose); ShapeMismatch if it does not tell enough."""
         complete, told = module.complete, self.rules.of(module.name)
@@ -160,7 +160,7 @@ class Patcher:
             self._with_shared(module, told.shared(chosen, module.name)), chosen, near
         ) else [], chosen
 
-    def _fits(self, module: Module, view: View) -> bool:
+    def _fits(self, module: Module, view: WeightView) -> bool:
         """Whether some formula takes the module's tensors for a weight that is seen so."""
         try:
             rows, _ = self._candidates(module, view)
@@ -169,7 +169,7 @@ class Patcher:
         full = {name: self._with_shared(module, self.rules.of(module.name).shared(name, module.name)) for name in rows}
         return any(_takes(name, module.shapes, view) for name, module in full.items())
 
-    def _ways(self, module: Module, name: str, view: View) -> Sequence[View]:
+    def _ways(self, module: Module, name: str, view: WeightView) -> Sequence[WeightView]:
         """The weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
         try:
             found = [*self.orientation.ways(module, name, view)]
@@ -311,7 +311,7 @@ class Patcher:
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 
 
-def _unusable(slot: str, value: float | None, info: TensorInfo | None) -> InputError:
+def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
     where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
     return InputError(f"{slot} is {value}", where, "use an earlier save of the adapter")
 
@@ -321,7 +321,7 @@ def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
     return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)
 
 
-def _takes(name: str, shapes: Mapping[str, Shape], view: View) -> bool:
+def _takes(name: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
     try:
         _fit(name, tuple(shapes.items()), view.shape, view.matrix)
     except DoesNotFit:
@@ -340,7 +340,7 @@ def _fit(
     return shapes
 
 
-def _has_all(module: Module, name: str, near: Mapping[str, View]) -> bool:
+def _has_all(module: Module, name: str, near: Mapping[str, WeightView]) -> bool:
     row = ALGORITHMS[name]
     return all(slot in module.slots or row.beside.get(slot) in near for slot, must in row.slots.items() if must)
 

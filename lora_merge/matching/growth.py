@@ -14,9 +14,9 @@ from typing import Final
 
 from ..adapters.file import AdapterFile, Module, Values
 from ..algorithms import COUNT, Shape
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import FitError, InputError
-from ..models.weights import View, whole
+from ..models.weights import WeightView, whole
 
 NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
 GIVE_BIAS: Final = (
@@ -33,7 +33,7 @@ FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
 """Flux.1's first layer, by the names of both layouts."""
 
 
-def grown(module: Module, view: View, adapter: AdapterFile, values: Values, model: str) -> View:
+def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
     """The weight at the size that the adapter gives it; `view` itself where that is its own.
 
     `model` is the base's architecture. FitError if it would shrink, or if it is no whole tensor of the base.
@@ -53,7 +53,7 @@ def grown(module: Module, view: View, adapter: AdapterFile, values: Values, mode
     return whole(piece.key, shape)
 
 
-def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
+def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
     """The name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
     piece = weight.pieces[0]
     whole_tensor = piece.rows == weight.shape[0] and piece.size == prod(base[piece.key].shape)
@@ -61,7 +61,7 @@ def bias_beside(weight: View, base: Mapping[str, TensorInfo]) -> str:
     return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 
 
-def _wanted(module: Module, view: View, adapter: AdapterFile, values: Values, model: str) -> Shape:
+def _wanted(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
         info = module.shared["reshape"]
         sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= MOST_AXES else [None]

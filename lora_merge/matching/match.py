@@ -17,20 +17,20 @@ from ..adapters.peft.target_parameters import paths, saved_inside
 from ..adapters.suffixes import apart, part
 from ..algorithms import ALGORITHMS, flat
 from ..algorithms.frod import LAYER
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import Adapter, Unmatched
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
-from ..models.weights import Piece, View, whole
+from ..models.weights import RowSlice, WeightView, whole
 from .choose import ALPHA, Patch, Patcher
 from .conflicts import TWICE, Doubles
 from .growth import GIVE_BIAS, NO_BIAS, bias_beside, grown
 from .incomplete import gaps, incomplete
 from .misfits import UNKNOWN, doubtful, refuse
 from .orientation import Place
-from .patch import Matched, Use
+from .patch import Matched, PatchPart
 from .relatives import related
 from .remarks import TUNED_BIAS, TURNED_BIAS
 from .resizing import by_rows, sizes
@@ -56,8 +56,8 @@ class Matcher:
         self.lone = ""  # what names begin with that speak of the base, if it is one of two experts
         self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
         self.base = {**seen.base, **self.heads.own}
-        self.odd: dict[tuple[Piece, ...], MergeError] = {}  # copies of another shape, by what they are of
-        self.set: dict[tuple[Piece, ...], TensorInfo] = {}  # what has a new value already, and which
+        self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # copies of another shape, by what they are of
+        self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # what has a new value already, and which
         self.doubles = Doubles(self.adapter.path, patcher.values)
         self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
@@ -94,7 +94,7 @@ class Matcher:
         self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
         return self.result
 
-    def _seek(self, module: Module) -> View | None:
+    def _seek(self, module: Module) -> WeightView | None:
         """The weight of a module, or its bias to be; None, and in the result why, where it has no place."""
         try:
             view = self._find(module)
@@ -110,7 +110,7 @@ class Matcher:
             return None
         return view
 
-    def _is_idle(self, module: Module, view: View) -> bool:
+    def _is_idle(self, module: Module, view: WeightView) -> bool:
         """Whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
         info, own = module.slots.get("diff"), self.base.get(view.pieces[0].key)
         if info is None or own is None or own.dtype not in WHOLE:
@@ -139,7 +139,7 @@ class Matcher:
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
-    def _grow(self, module: Module, view: View) -> View:
+    def _grow(self, module: Module, view: WeightView) -> WeightView:
         """The weight at the size that the adapter gives it; noted where it is larger than the base's."""
         larger = grown(module, view, self.adapter, self.patcher.values, self.names.architecture)
         if larger is not view:
@@ -160,14 +160,14 @@ class Matcher:
         if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
             self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
-    def _look(self, name: str, parameter: str = "weight") -> View | None:
+    def _look(self, name: str, parameter: str = "weight") -> WeightView | None:
         if self.lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self.lone):
             return None
         names = paths(self.patcher.rules.of(name).fields, name.removeprefix(self.lone))
         found = (self.names.find(n, parameter) for n in names)
         return self.seen.view(next((view for view in found if view is not None), None))
 
-    def _find(self, module: Module) -> View | None:
+    def _find(self, module: Module) -> WeightView | None:
         """The weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has none."""
         name, number = part(module.name)
         view = self._named(name, module.parameter)
@@ -189,7 +189,7 @@ class Matcher:
                 if view is not None:
                     yield Place(module, view, self._look(module.name, "bias"))
 
-    def _named(self, name: str, parameter: str) -> View | None:
+    def _named(self, name: str, parameter: str) -> WeightView | None:
         """The parameter of a module, by any of the names that the configuration may mean."""
         targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
@@ -204,7 +204,7 @@ class Matcher:
         sizes = [flat(view.shape) for m in asking if (view := self._named(m.name, m.parameter)) is not None]
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
-    def _patch(self, module: Module, view: View) -> Patch | None:
+    def _patch(self, module: Module, view: WeightView) -> Patch | None:
         try:
             patch = self.patcher.patch(*by_rows(module, view), self._near(module))
             return as_trained(patch, self.names.fused, self.patcher)
@@ -218,7 +218,7 @@ class Matcher:
                 self.failures.append(e)
             return None
 
-    def _near(self, module: Module) -> dict[str, View]:
+    def _near(self, module: Module) -> dict[str, WeightView]:
         """The module's other parameters in the base, as far as a formula asks for them."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
         found = {parameter: self._named(part(module.name)[0], parameter) for parameter in wanted}
@@ -254,7 +254,7 @@ class Matcher:
             components.add(component)
             strength = self.ref.factor(into, component)
             if strength:  # at 0 the tensor stays untouched, byte for byte
-                self.result.uses.setdefault(into, []).append(Use(patch, piece, start, strength))
+                self.result.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             start += piece.rows
         self._count(components)
 
@@ -264,7 +264,7 @@ class Matcher:
         for component in components:
             self.result.components[component] = self.result.components.get(component, 0) + 1
 
-    def _new_bias(self, module: Module) -> View | None:
+    def _new_bias(self, module: Module) -> WeightView | None:
         """A bias for a layer that has none in the base: created as zeros, where a model may read it."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
             return None  # it changes a bias, and makes none
@@ -278,7 +278,7 @@ class Matcher:
         self.result.created[key] = weight.shape[:1], weight.pieces[0].key
         return whole(key, weight.shape[:1])
 
-    def _replace(self, info: TensorInfo) -> None:
+    def _replace(self, info: StoredTensor) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
         meant = self.patcher.rules.of(info.name).plain(info.name)
         name, parameter = apart(meant.target if meant else info.name)
@@ -303,12 +303,12 @@ class Matcher:
         elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice
             self.failures.append(twice(self.adapter.path, first, info))
 
-    def _is_copy(self, info: TensorInfo, view: View) -> bool:
+    def _is_copy(self, info: StoredTensor, view: WeightView) -> bool:
         """Whether a tensor is the base's own."""
         own = self.base[view.pieces[0].key]
         return info.shape == own.shape and not self.patcher.values.differing(info, own)
 
-    def _replace_whole(self, info: TensorInfo, module: Module, view: View) -> None:
+    def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
         piece = view.pieces[0]
         strength, old = self.ref.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
         all_of_it = len(view.pieces) == 1 and piece.size == prod(old)
@@ -319,7 +319,7 @@ class Matcher:
         elif (patch := self._patch(module, self.heads.origin(view))) is not None:
             self._add(patch, self.heads.key(view))
 
-    def _replace_rows(self, info: TensorInfo, view: View, rows: Sequence[int]) -> None:
+    def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
         module = Module(*apart(info.name), {"diff": info}, {}, ("set",))
         key, view = self.heads.key(view), self.heads.origin(view)
@@ -331,12 +331,12 @@ class Matcher:
                 "resize the base's embeddings to the vocabulary of the training first",
             ))  # fmt: skip
             return
-        pieces = tuple(Piece(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
-        patch = self._patch(module, View(pieces, (len(rows), table.cols)))
+        pieces = tuple(RowSlice(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
+        patch = self._patch(module, WeightView(pieces, (len(rows), table.cols)))
         if patch is not None:
             self._add(patch, key)
 
-    def _leave(self, info: TensorInfo, meant: Plain, view: View | None) -> None:
+    def _leave(self, info: StoredTensor, meant: Plain, view: WeightView | None) -> None:
         """A tensor that a merge does not need; a copy of the base must have the base's shape."""
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..job import Job
 from ..methods import METHODS
-from ..models.weights import Piece
+from ..models.weights import RowSlice
 from ..text import listed
 from .choose import Patch
 from .patch import Matched
@@ -63,7 +63,7 @@ class _Changed:
         self._starts = {key: [start for start, _ in ranges] for key, ranges in rows.items()}
         self._stops = {key: list(accumulate((stop for _, stop in ranges), max)) for key, ranges in rows.items()}
 
-    def meets(self, piece: Piece) -> bool:
+    def meets(self, piece: RowSlice) -> bool:
         """Whether it changes a row of the piece."""
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
         before = bisect_left(starts, piece.stop)  # so many ranges begin before the piece ends

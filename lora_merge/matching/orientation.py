@@ -12,7 +12,7 @@ from ..adapters.file import Module
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import TABLES
 from ..files.layouts import PEFT
-from ..models.weights import View, transposed
+from ..models.weights import WeightView, transposed
 
 AS_STORED: Final = frozenset({"set", "full"})
 """Rows of whole values and differences, which are as the parameter is stored."""
@@ -27,8 +27,8 @@ class Place:
     """Where a module's weight lies, and the layer's bias if it has one."""
 
     module: Module
-    view: View
-    bias: View | None
+    view: WeightView
+    bias: WeightView | None
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Base:
 class Orientation:
     """One adapter's layers on one base; without a base the configuration's flag is believed."""
 
-    def __init__(self, rules: Rules, modules: Iterable[Module], fits: Callable[[Module, View], bool]) -> None:
+    def __init__(self, rules: Rules, modules: Iterable[Module], fits: Callable[[Module, WeightView], bool]) -> None:
         self._rules, self._modules, self._fits = rules, modules, fits
         self.base: Base | None = None
         self.given: bool | None = None  # what the user states
         self.used = False  # whether that settled anything
 
-    def ways(self, module: Module, row: str, view: View) -> Iterator[View]:
+    def ways(self, module: Module, row: str, view: WeightView) -> Iterator[WeightView]:
         """The weight as a formula may see it, the likeliest way first; Untold if nothing settles which is right."""
         if not _may_turn(view):
             yield view
@@ -66,7 +66,7 @@ class Orientation:
     def _is_pefts(self, module: Module) -> bool:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
 
-    def _is_turned(self, module: Module, view: View, base: Base) -> bool:
+    def _is_turned(self, module: Module, view: WeightView, base: Base) -> bool:
         """Whether the weight is [in, out]."""
         rules, name = self._rules.of(module.name), _leaf(module)
         known = stored(name, base.types, recognised=base.recognised(view.pieces[0].key), kind=rules.kind)
@@ -109,7 +109,7 @@ class Orientation:
         return turned if upright != turned else None
 
 
-def _may_turn(view: View) -> bool:
+def _may_turn(view: WeightView) -> bool:
     return len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed
 
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from ..adapters.file import AdapterFile
 from ..algorithms import Shape
-from ..disk.files import TensorInfo
-from ..models.weights import Piece
+from ..disk.files import StoredTensor
+from ..models.weights import RowSlice
 from .choose import Patch
 
 
-class Use(NamedTuple):
+class PatchPart(NamedTuple):
     """A patch where it meets one stored tensor: piece `piece` of its view starts at view row `start`."""
 
     patch: Patch
-    piece: Piece
+    piece: RowSlice
     start: int
     strength: float
 
@@ -27,12 +27,12 @@ class Matched:
     """What one adapter does to the base."""
 
     adapter: AdapterFile
-    uses: dict[str, list[Use]] = field(default_factory=dict)  # base key → uses
-    replaced: dict[str, TensorInfo] = field(default_factory=dict)  # output key → the tensor that takes its place
-    copies: dict[str, TensorInfo] = field(default_factory=dict)  # base key → the tensor as the adapter stores it
-    bases: dict[str, TensorInfo] = field(default_factory=dict)  # those of them that differ, and stand for the base's
+    uses: dict[str, list[PatchPart]] = field(default_factory=dict)  # base key → uses
+    replaced: dict[str, StoredTensor] = field(default_factory=dict)  # output key → the tensor that takes its place
+    copies: dict[str, StoredTensor] = field(default_factory=dict)  # base key → the tensor as the adapter stores it
+    bases: dict[str, StoredTensor] = field(default_factory=dict)  # those of them that differ, and stand for the base's
     created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
-    parted: dict[str, TensorInfo] = field(default_factory=dict)  # head the base lacks → the embeddings it was tied to
+    parted: dict[str, StoredTensor] = field(default_factory=dict)  # head the base lacks → the embeddings it was tied to
     untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more
     grown: dict[str, Shape] = field(default_factory=dict)  # base key → its larger shape
     modules: int = 0  # how many modules found their place

@@ -16,7 +16,7 @@ from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import bare, shared_kind
 from ..algorithms.frod import LAYER
 from ..models.module_order import in_order, type_of
-from ..models.weights import View
+from ..models.weights import WeightView
 from .choose import Patch, Patcher
 
 
@@ -49,7 +49,7 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
     return replace(rules, relatives=relatives, joint=joint)
 
 
-def kin(patch: Patch) -> tuple[View, ...]:
+def kin(patch: Patch) -> tuple[WeightView, ...]:
     """The weights of all layers that share what is rebuilt from them; empty where nothing is shared."""
     return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
 

@@ -9,27 +9,27 @@ from typing import Final
 
 from ..adapters.file import Module, Values
 from ..algorithms import flat
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
-from ..models.weights import View
+from ..models.weights import WeightView
 from .patch import Matched
 
 ADDED: Final = frozenset({"lora_bias"})
 """Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
 
 
-def by_rows(module: Module, view: View) -> tuple[Module, View]:
+def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
     info = module.slots.get("diff")
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
         return module, view
     slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
-    return replace(module, slots=slots), View(view.pieces, view.matrix)
+    return replace(module, slots=slots), WeightView(view.pieces, view.matrix)
 
 
 def sizes(
-    replaced: Mapping[str, TensorInfo], base: Mapping[str, TensorInfo], path: Path
+    replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[str]]:
     """What does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does, and
     its bias with it."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.suffixes import part
-from ..models.weights import View, rows_of
+from ..models.weights import WeightView, rows_of
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
@@ -41,7 +41,7 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
     return {name: dict(sorted(parts.items())) for name, parts in found.items()}
 
 
-def place(view: View, number: int, parts: Mapping[int, int], fused: Sequence[int]) -> View:
+def place(view: WeightView, number: int, parts: Mapping[int, int], fused: Sequence[int]) -> WeightView:
     """The rows of part `number` in the weight `view`; NoPlace if it has none, or does not fill it.
 
     `parts`: the rows that each of the adapter's parts writes. `fused`: the rows of every layer that is fused in the

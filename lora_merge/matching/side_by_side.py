@@ -15,8 +15,8 @@ from math import prod
 from typing import Final
 
 from ..adapters.file import Values
-from ..disk.files import TensorInfo
-from ..models.weights import View
+from ..disk.files import StoredTensor
+from ..models.weights import WeightView
 from .choose import Patch, Patcher
 from .remarks import DYLORA
 
@@ -35,7 +35,7 @@ NOT_SPLIT: Final = (
 )
 
 
-def as_trained(patch: Patch, fused_in: Callable[[View], Sequence[int]], patcher: Patcher) -> Patch:
+def as_trained(patch: Patch, fused_in: Callable[[WeightView], Sequence[int]], patcher: Patcher) -> Patch:
     """The patch with the scale that it was trained with.
 
     `fused_in` gives the rows of each layer that is fused in a weight, in order; none where nothing tells.
@@ -67,7 +67,7 @@ def _is_dylora(patch: Patch) -> bool:
     return patch.algorithm == "lora" and len(shapes.get("up", ())) == 2 < len(shapes.get("down", ()))
 
 
-def _may_be(up: TensorInfo, fused: Sequence[int], values: Values) -> bool:
+def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
     """A cheap look: whether the first row and the last have numbers in their own layer's columns alone."""
     rows, rank = up.shape[0], prod(up.shape[1:])
     r = rank // len(fused)
@@ -78,7 +78,7 @@ def _may_be(up: TensorInfo, fused: Sequence[int], values: Values) -> bool:
     )  # fmt: skip
 
 
-def _is_split(up: TensorInfo, fused: Sequence[int], values: Values) -> bool:
+def _is_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
     """Whether every layer's rows have numbers in its own columns alone."""
     r = prod(up.shape[1:]) // len(fused)
     bounds = pairwise([0, *accumulate(fused)])

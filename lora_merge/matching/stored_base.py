@@ -17,12 +17,12 @@ from pathlib import Path
 from ..adapters.peft.kinds import STARTED
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import apart
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.names import Names
 from ..models.tied_weights import EMBEDDINGS, Tied
-from ..models.weights import Piece, View, whole
+from ..models.weights import RowSlice, WeightView, whole
 from .choose import Patch, Patcher
 
 
@@ -31,30 +31,30 @@ class Seen:
     """A base as one adapter sees it."""
 
     path: Path  # of the adapter
-    base: dict[str, TensorInfo]  # in the shapes that the tensors have for the adapter
+    base: dict[str, StoredTensor]  # in the shapes that the tensors have for the adapter
     tied: Tied | None
-    copies: dict[str, TensorInfo] = field(default_factory=dict)  # base key → what the adapter stores of it
-    other: dict[str, TensorInfo] = field(default_factory=dict)  # those that are no copies, and take the base's place
+    copies: dict[str, StoredTensor] = field(default_factory=dict)  # base key → what the adapter stores of it
+    other: dict[str, StoredTensor] = field(default_factory=dict)  # those that are no copies, and take the base's place
     idle: set[str] = field(default_factory=set)  # those that stay as they are in the output, for the strength is 0
     notes: dict[str, str] = field(default_factory=dict)  # name in the adapter → what became of it
 
     @property
-    def bases(self) -> dict[str, TensorInfo]:
+    def bases(self) -> dict[str, StoredTensor]:
         """What takes the base's place in the output."""
         return {key: info for key, info in self.other.items() if key not in self.idle}
 
-    def view(self, view: View | None) -> View | None:
+    def view(self, view: WeightView | None) -> WeightView | None:
         """A place in the base, in the shape that it has for the adapter."""
         key = view.pieces[0].key if view else ""
         return whole(key, self.other[key].shape) if key in self.other else view
 
-    def put(self, key: str, info: TensorInfo) -> None:
+    def put(self, key: str, info: StoredTensor) -> None:
         """This tensor of the adapter in the place of the base's."""
         self.other[key], self.base[key] = info, replace(self.base[key], shape=info.shape)
         if self.tied is not None and self.tied.info.name == key:
             self.tied = replace(self.tied, info=self.base[key])
 
-    def halves(self, names: Names, replaced: Mapping[str, TensorInfo]) -> dict[tuple[Piece, ...], MergeError]:
+    def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
         """Of embeddings and head, what keeps its rows while the adapter holds more of the other."""
         views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
         old = {view.pieces[0].key: view.shape[0] for view in views}
@@ -81,7 +81,7 @@ class Seen:
                              "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
 
 
-def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None) -> Seen:
+def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None) -> Seen:
     """The base with what the adapter stores of it; every copy is compared with the base's own."""
     result = Seen(patcher.adapter.path, dict(base), tied)
     stored = [*_stored(patcher, names, base, tied)]
@@ -102,7 +102,7 @@ def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, Tensor
     return result
 
 
-def _takes_start(patcher: Patcher, info: TensorInfo) -> bool:
+def _takes_start(patcher: Patcher, info: StoredTensor) -> bool:
     """Whether this is a copy from under a layer out of whose weight a start was taken."""
     name = info.name.partition(".base_layer.")[0]
     complete = next((m.complete for m in patcher.adapter.modules if m.name == name), ())
@@ -110,8 +110,8 @@ def _takes_start(patcher: Patcher, info: TensorInfo) -> bool:
 
 
 def _stored(
-    patcher: Patcher, names: Names, base: Mapping[str, TensorInfo], tied: Tied | None
-) -> Iterator[tuple[TensorInfo, TensorInfo]]:
+    patcher: Patcher, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None
+) -> Iterator[tuple[StoredTensor, StoredTensor]]:
     """Copies of whole tensors of the base, of as many rows or not, and what they are copies of."""
     for info in patcher.adapter.strange:
         meant = patcher.rules.of(info.name).plain(info.name)
@@ -128,7 +128,7 @@ def _stored(
             yield info, own
 
 
-def _compare(result: Seen, info: TensorInfo, own: TensorInfo, patcher: Patcher) -> None:
+def _compare(result: Seen, info: StoredTensor, own: StoredTensor, patcher: Patcher) -> None:
     """Find out whether a copy is one."""
     if info.shape == own.shape:
         rows = patcher.values.differing(info, own)

@@ -16,14 +16,14 @@ from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.peft.kinds import MLX
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
 from ..job import Adapter
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, Tied
-from ..models.weights import View, whole
+from ..models.weights import WeightView, whole
 from ..text import listed
 from .choose import Patcher
-from .patch import Matched, Use
+from .patch import Matched, PatchPart
 
 EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)
 
@@ -36,7 +36,12 @@ class Heads:
     """What one adapter does to the head of a base that ties it."""
 
     def __init__(
-        self, base: Tied | None, patcher: Patcher, ref: Adapter, result: Matched, look: Callable[[str], View | None]
+        self,
+        base: Tied | None,
+        patcher: Patcher,
+        ref: Adapter,
+        result: Matched,
+        look: Callable[[str], WeightView | None],
     ) -> None:
         self._base, self._patcher, self._ref, self._result, self._look = base, patcher, ref, result, look
         self._stored = ""
@@ -50,7 +55,7 @@ class Heads:
         self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
         self._both: dict[str, str] = {}  # what changes both ends, though the adapter may mean one → their tensor
 
-    def find(self, name: str, parameter: str) -> View | None:
+    def find(self, name: str, parameter: str) -> WeightView | None:
         """The weight of a head that the base does not have: its own if it can be given one, else the embeddings."""
         if parameter != "weight" or not self._is_head(name):
             return None
@@ -61,12 +66,12 @@ class Heads:
     def _is_head(self, name: str) -> bool:
         return f".{name}".endswith(f".{self._head}")
 
-    def _table(self) -> View | None:
+    def _table(self) -> WeightView | None:
         if self._base is not None:
             return whole(self._base.info.name, self._base.info.shape)
         return next((view for view in map(self._look, EMBEDDINGS) if view is not None), None)
 
-    def place(self, info: TensorInfo, name: str, parameter: str, *, rows: bool) -> View | None:
+    def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
         """Where a value of the head, or of rows of it, goes that the base does not have; None if it can go nowhere."""
         key = self._weight if parameter == "weight" else f"{self._head}.{parameter}"
         if self._base is None or not self._is_head(name) or (parameter != "weight" and key not in self.own):
@@ -102,7 +107,7 @@ class Heads:
         self._result.notes.append(f"{name}: saved a second time with the embeddings that it is tied to; merged once")
         return True
 
-    def untie(self, name: str, view: View) -> None:
+    def untie(self, name: str, view: WeightView) -> None:
         """Store the head apart if an adapter's module changes one of the two ends alone."""
         key, shared = view.pieces[0].key, self._base.info.name if self._base else ""
         headless = self._is_head(name) and self._look(name) is None
@@ -126,12 +131,12 @@ class Heads:
                         "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both "
                         "ends, which computes something else")  # fmt: skip
 
-    def origin(self, view: View) -> View:
+    def origin(self, view: WeightView) -> WeightView:
         """Where the values are that a place starts from: for a head those of the embeddings."""
         source = self._sources.get(self.key(view))
         return whole(source.name, source.shape) if source else view
 
-    def key(self, view: View) -> str:
+    def key(self, view: WeightView) -> str:
         """The name of a head's tensor that the base does not have; "" for all other places."""
         return view.pieces[0].key if view.pieces[0].key in self.own else ""
 
@@ -229,15 +234,15 @@ class Heads:
         )
 
 
-def _trains_tokens(use: Use) -> bool:
+def _trains_tokens(use: PatchPart) -> bool:
     return "trainable_tokens" in f"{use.patch.module.name}.{use.patch.module.parameter}"
 
 
-def _moved(use: Use, key: str, strength: float) -> Use:
+def _moved(use: PatchPart, key: str, strength: float) -> PatchPart:
     """The same rows of another tensor of this shape."""
     pieces = tuple(piece._replace(key=key) for piece in use.patch.view.pieces)
     patch = replace(use.patch, view=use.patch.view._replace(pieces=pieces))
-    return Use(patch, use.piece._replace(key=key), use.start, strength)
+    return PatchPart(patch, use.piece._replace(key=key), use.start, strength)
 
 
 def shared_layers(patcher: Patcher) -> MergeError | None:

@@ -16,14 +16,14 @@ from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import is_layer
 from ..algorithms import flat
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..models.module_order import in_order, tables, type_of
 
 AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
 
 
 def unstored(
-    rules: Rules, modules: list[Module], base: Mapping[str, TensorInfo], config: Mapping[str, Any]
+    rules: Rules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[Rules, list[Module]]:
     """The rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
     InputError where nothing tells them."""
@@ -42,7 +42,7 @@ def unstored(
     return replace(rules, layers=tuple(order), ordered=True, starts=starts, total=at), named
 
 
-def _targets(rules: Rules, base: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Paths of the layers that the configuration means → their weights."""
     paths = {key.removesuffix(".weight"): info for key, info in base.items() if key.endswith(".weight")}
     saved = rules.fields.texts("modules_to_save")

@@ -12,16 +12,16 @@ from typing import Final, TypeAlias
 
 from ..algorithms import Shape
 from .architectures.notation import Hit, Path, Row, Table, fill
-from .weights import Piece, View, rows_of, stacked, transposed, whole
+from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
 
 MOST_EXPERTS: Final = 4096
 """A stack of more is no stack of experts; tensors of no bytes may claim any number."""
 
-Names: TypeAlias = dict[str, View | None]
+Names: TypeAlias = dict[str, WeightView | None]
 """Name → place; None if it fits two."""
 
 
-def put(names: Names, name: str, view: View | None) -> None:
+def put(names: Names, name: str, view: WeightView | None) -> None:
     """Note where a name lies; a name of two places is nobody's."""
     there = names.setdefault(name, view)
     if there is not view and there != view:
@@ -30,14 +30,14 @@ def put(names: Names, name: str, view: View | None) -> None:
 
 def canonical(
     bodies: Iterable[str], keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
-) -> tuple[Names, list[tuple[str, View]]]:
+) -> tuple[Names, list[tuple[str, WeightView]]]:
     """(canonical name → where it lies, the tensors' own names where those are different ones), of some tensors.
 
     `keys`: name in the network → in the base, of all its tensors; `shapes`: by name in the base; `table`: the layout's.
     """
     found: Names = {}
-    halves: dict[str, dict[int, View]] = defaultdict(dict)
-    own: list[tuple[str, View]] = []
+    halves: dict[str, dict[int, WeightView]] = defaultdict(dict)
+    own: list[tuple[str, WeightView]] = []
     for body in bodies:
         key, path = keys[body], tuple(body.split("."))
         hit = None if table.empty else table.canonical(path)
@@ -68,7 +68,7 @@ def _width(body: str, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> i
     return shape[1] if len(shape) > 1 else 0
 
 
-def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, View]]:
+def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | None, WeightView]]:
     """(canonical name, half, rows) of every part of a stored tensor; nothing if it cannot be cut so."""
     row, shape = hit.row, view.shape
     if row.stack:
@@ -87,7 +87,11 @@ def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, Vi
         turn = row.block * len(names)
         for i, name in enumerate(names if shape and shape[0] % turn == 0 else ()):
             blocks = [rows_of(view, at, at + row.block) for at in range(i * row.block, shape[0], turn)]
-            yield name, None, View(tuple(p for b in blocks for p in b.pieces), (shape[0] // len(names), *shape[1:]))
+            yield (
+                name,
+                None,
+                WeightView(tuple(p for b in blocks for p in b.pieces), (shape[0] // len(names), *shape[1:])),
+            )
         return
     at = 0
     for name, part, rows in zip(names, row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
@@ -95,14 +99,14 @@ def _cut(hit: Hit, view: View, width: int) -> Iterator[tuple[str, int | None, Vi
         at += rows
 
 
-def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
+def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, WeightView]]:
     """The matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each turned."""
     count, rows, cols = view.shape
     parts = hit.row.parts
     each, rest = divmod(rows, len(parts))
     if rest or not each or count > MOST_EXPERTS:
         return
-    stack = View(_matrices(view).pieces, (count * rows, cols))
+    stack = WeightView(_matrices(view).pieces, (count * rows, cols))
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
@@ -111,10 +115,10 @@ def _cut_stack(hit: Hit, view: View) -> Iterator[tuple[str, int | None, View]]:
             yield name, part.half, transposed(matrix) if part.transposed else matrix
 
 
-def _matrices(view: View) -> View:
+def _matrices(view: WeightView) -> WeightView:
     """A stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
     count, rows, cols = view.shape
-    return View((Piece(view.pieces[0].key, 0, count * rows, cols),), view.shape)
+    return WeightView((RowSlice(view.pieces[0].key, 0, count * rows, cols),), view.shape)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
@@ -129,13 +133,13 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
 
 def spelled(
     names: Names, tables: Iterable[Table], wanted: Container[Row] | None = None
-) -> Iterator[tuple[str, View | None]]:
+) -> Iterator[tuple[str, WeightView | None]]:
     """(name, view) for everything that some spelling calls one weight and that is there as a whole.
 
     `names`: canonical ones; `wanted`: the only rows to be looked at.
     """
     tables = [t for t in tables if not t.empty]
-    found: dict[tuple[Row, Path], dict[tuple[int, int], View]] = defaultdict(dict)
+    found: dict[tuple[Row, Path], dict[tuple[int, int], WeightView]] = defaultdict(dict)
     for name, view in names.items():
         path = tuple(name.split("."))
         for hit in (hit for table in tables for hit in table.spelled(path)):
@@ -150,7 +154,7 @@ def spelled(
             yield ".".join(path), made
 
 
-def _in_turn(views: Sequence[View], block: int) -> list[View]:
+def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
     """So many rows of each view in turn; nothing if they do not come out even."""
     rows = views[0].shape[0]
     if rows % block or any(view.shape[0] != rows for view in views):
@@ -158,7 +162,7 @@ def _in_turn(views: Sequence[View], block: int) -> list[View]:
     return [rows_of(view, at, at + block) for at in range(0, rows, block) for view in views]
 
 
-def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
+def _together(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView | None:
     """One weight of a spelling from its canonical parts; None where some are missing."""
     count = 1 + max(n for n, _ in parts)
     if len(parts) != count * len(row.parts) or (row.stack and row.parts[0].transposed):  # turned stacks are as stored
@@ -178,4 +182,4 @@ def _together(row: Row, parts: Mapping[tuple[int, int], View]) -> View | None:
     made = stacked(chosen) if chosen else None
     if made is None or not row.stack:
         return made
-    return View(made.pieces, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None
+    return WeightView(made.pieces, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None

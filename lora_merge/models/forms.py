@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from ..algorithms import Shape
 from .architectures.notation import Row, Table, is_number
 from .cutting import Names, canonical, put, spelled
-from .weights import Piece, View, whole
+from .weights import RowSlice, WeightView, whole
 
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 """What a norm calls its parameters → what adapters call them."""
@@ -25,7 +25,7 @@ INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
 """First levels that adapters lack if they were trained on the model inside the model with a head. Beside `model.`
 the others are a model's parts: HunYuan-VL's `vit.`"""
 
-Place: TypeAlias = tuple[View | None, bool]
+Place: TypeAlias = tuple[WeightView | None, bool]
 """(where it lies, whether the name is known); a known name without a place fits two."""
 
 UNKNOWN: Final[Place] = (None, False)
@@ -62,7 +62,7 @@ class NameTable:
         for body in self._bodies:
             self._trace(body)
         self._made: dict[str, Names] = {}
-        self._layers: dict[str, dict[str, set[Piece]]] = {}
+        self._layers: dict[str, dict[str, set[RowSlice]]] = {}
 
     def dotted(self, name: str) -> Place:
         """The place of a parameter by its path, in any spelling."""
@@ -78,7 +78,7 @@ class NameTable:
                 return found
         return UNKNOWN
 
-    def layers(self, body: str) -> list[Piece]:
+    def layers(self, body: str) -> list[RowSlice]:
         """The rows of a tensor that are canonical weights, in order; none for rows that do not follow each other."""
         of = form(body)
         if of not in self._layers:
@@ -91,7 +91,7 @@ class NameTable:
                     there.setdefault(pieces[0].key, set()).add(pieces[0])
         return sorted(self._layers[of].get(self._keys[body], ()))
 
-    def _canonical(self, sources: Iterable[str]) -> tuple[Names, list[tuple[str, View]]]:
+    def _canonical(self, sources: Iterable[str]) -> tuple[Names, list[tuple[str, WeightView]]]:
         """Of all tensors of these forms."""
         bodies = (body for source in sources for body in self._bodies[source])
         return canonical(bodies, self._keys, self._shapes, self._native)

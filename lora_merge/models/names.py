@@ -23,7 +23,7 @@ from .components import ENCODER_IDS, UNSURE, components
 from .guess import architectures, described, seen
 from .prefixes import DENOISERS, TRAINING, prefixed
 from .spellings import Component
-from .weights import View, transposed
+from .weights import WeightView, transposed
 from .wrappers import unwrapped, wrapper_notes
 
 OTHER_ROWS: Final = (
@@ -97,10 +97,10 @@ class Names:
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
 
-    def find(self, module: str, parameter: str = "weight") -> View | None:
+    def find(self, module: str, parameter: str = "weight") -> WeightView | None:
         """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""
         for name in _written(module):
-            views: list[View] = []
+            views: list[WeightView] = []
             for hint, body in self._readings(name):
                 for view in self._look(hint, body, parameter):
                     if view is None or (views and view not in views):
@@ -110,11 +110,11 @@ class Names:
                 return self._as_stored(views[0])
         return None
 
-    def _as_stored(self, view: View | None) -> View | None:
+    def _as_stored(self, view: WeightView | None) -> WeightView | None:
         """The place by the keys of the base."""
         if view is None or not self._stored:
             return view
-        return View(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
+        return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
 
     def lone_expert(self, modules: Sequence[str]) -> str:
         """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
@@ -125,7 +125,7 @@ class Names:
             return ""
         return first if not self.second and any(m.startswith(first) for m in modules) else second
 
-    def value(self, view: View) -> View:
+    def value(self, view: WeightView) -> WeightView:
         """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.
 
         They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
@@ -140,7 +140,7 @@ class Names:
         part = self._part(key)
         return part is not None and part.architecture is not None
 
-    def fused(self, view: View) -> tuple[int, ...]:
+    def fused(self, view: WeightView) -> tuple[int, ...]:
         """Rows of every layer that is fused in a weight, in order; () where nothing tells.
 
         The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
@@ -191,12 +191,12 @@ class Names:
                 if body.startswith(prefix):
                     yield own, body[len(prefix) :]
 
-    def _look(self, hint: str, body: str, parameter: str) -> list[View | None]:
+    def _look(self, hint: str, body: str, parameter: str) -> list[WeightView | None]:
         """All places in the components that a hint allows; those of a denoiser come before all others."""
         if hint not in self._by_hint:
             self._by_hint[hint] = self._hinted(hint)
-        first: list[View | None] = []
-        others: list[View | None] = []
+        first: list[WeightView | None] = []
+        others: list[WeightView | None] = []
         for part in self._by_hint[hint]:
             view, known = part.find(body, parameter)
             if known:
@@ -240,7 +240,7 @@ class Names:
         meant = [p for p in encoders if p.kind == kind]
         return meant or placed or (unsure if len(unsure) == 1 else [])
 
-    def _ambiguous(self, module: str, parameter: str, views: Sequence[View | None]) -> AmbiguousName:
+    def _ambiguous(self, module: str, parameter: str, views: Sequence[WeightView | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
         experts = {p.label for p in self.parts if p.role == "denoiser"}
         there = sorted({self.component(key) for key in keys})

@@ -11,7 +11,7 @@ from ..algorithms import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import Table
 from .forms import NameTable
-from .weights import Piece, View
+from .weights import RowSlice, WeightView
 
 NO_TABLE: Final = Table(())
 
@@ -33,12 +33,12 @@ class Component:
     keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
-    def find(self, module: str, parameter: str) -> tuple[View | None, bool]:
+    def find(self, module: str, parameter: str) -> tuple[WeightView | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""
         found = self._table.dotted(f"{module}.{parameter}".strip("."))
         return found if found[1] else self._table.flat(f"{module.replace('.', '_')}.{parameter}")
 
-    def dotted(self, name: str) -> View | None:
+    def dotted(self, name: str) -> WeightView | None:
         """The place of a parameter by its path, in any spelling; None if it has none, or several."""
         return self._table.dotted(name)[0]
 
@@ -47,7 +47,7 @@ class Component:
         """Whether its names mean other rows where it lies in several files."""
         return self.architecture is not None and self.layout + IN_SHARDS in self.architecture.tables
 
-    def cut(self, piece: Piece) -> tuple[int, ...]:
+    def cut(self, piece: RowSlice) -> tuple[int, ...]:
         """Rows of every layer that rows of a tensor hold, in order; () if no layers fill them one after the other."""
         layers = self._table.layers(piece.key.removeprefix(self.prefix))
         there = [p for p in layers if piece.start <= p.start and p.stop <= piece.stop]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from .names import Names
 
 DECODERS: Final = ("ForCausalLM", "LMHeadModel")
@@ -77,21 +77,21 @@ like the weight, and parted with it: transformers 5, models/*/modeling_*.py, `_t
 class Tied:
     """The shared tensor of a base."""
 
-    info: TensorInfo
+    info: StoredTensor
     head: str  # module, as adapters call it
-    bias: TensorInfo | None  # what the head's bias shares its value with
+    bias: StoredTensor | None  # what the head's bias shares its value with
     separable: bool  # whether the head can be given a tensor of its own
     key: str = ""  # the head where it is stored, if that is another name
     stored: str = ""  # the head's own tensor, which some bases store though their configuration ties it
 
     @property
-    def sources(self) -> dict[str, TensorInfo]:
+    def sources(self) -> dict[str, StoredTensor]:
         """Tensors that a head of its own has and the base has not → where their values are."""
         bias = {f"{self.head}.bias": self.bias} if self.bias else {}
         return {f"{self.key or self.head}.weight": self.info, **bias} if self.separable else {}
 
 
-def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
+def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Tied | None:
     """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
@@ -110,7 +110,7 @@ def tied(names: Names, base: Mapping[str, TensorInfo], config: Mapping[str, Any]
     return replace(found, separable=False, stored=own.pieces[0].key) if fits else None
 
 
-def _behind(base: Mapping[str, TensorInfo], decoder: object) -> Tied | None:
+def _behind(base: Mapping[str, StoredTensor], decoder: object) -> Tied | None:
     """Of the decoder of a couple, which has this configuration."""
     stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
     table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
@@ -119,7 +119,7 @@ def _behind(base: Mapping[str, TensorInfo], decoder: object) -> Tied | None:
     return Tied(table, LM_HEAD, None, separable=False)
 
 
-def _of_encoder(base: Mapping[str, TensorInfo]) -> Tied | None:
+def _of_encoder(base: Mapping[str, StoredTensor]) -> Tied | None:
     for bias, embeddings, head, shares in ENCODERS:
         table = next((i for k, i in base.items() if embeddings.fullmatch(k)), None) if bias in base else None
         if table is not None:
@@ -128,7 +128,7 @@ def _of_encoder(base: Mapping[str, TensorInfo]) -> Tied | None:
     return None
 
 
-def _of_decoder(names: Names, base: Mapping[str, TensorInfo], family: str) -> Tied | None:
+def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> Tied | None:
     """`family` is the type of a model that is nothing but a decoder, or whose head is known all the same."""
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.pieces) > 1:
@@ -143,14 +143,14 @@ def _of_decoder(names: Names, base: Mapping[str, TensorInfo], family: str) -> Ti
     return Tied(info, LM_HEAD, None, known and _plain(info))
 
 
-def _alone(base: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Tied | None:
+def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Tied | None:
     """The only tensor with a row for every token, where nothing else tells."""
     told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
     return Tied(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
 
 
-def _plain(info: TensorInfo) -> bool:
+def _plain(info: StoredTensor) -> bool:
     return info.stored in ("", info.name) and prod(info.shape) > 0
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..algorithms import Shape, flat
 
 
-class Piece(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows [start, stop) of a stored tensor seen as a matrix `cols` wide; consecutive bytes.
 
     `cols` is the product of all axes but the first, except for stacked matrices `[E, out, in]`, which are
@@ -39,10 +39,10 @@ class Piece(NamedTuple):
         return self.cols if self.transposed else self.stop - self.start
 
 
-class View(NamedTuple):
+class WeightView(NamedTuple):
     """The weight as the adapter sees it: the pieces' rows, one below the other, of this shape."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowSlice, ...]
     shape: Shape
 
     @property
@@ -52,45 +52,45 @@ class View(NamedTuple):
         return sum(p.rows for p in self.pieces), first.stop - first.start if first.transposed else first.cols
 
 
-def whole(key: str, shape: Shape) -> View:
+def whole(key: str, shape: Shape) -> WeightView:
     """A stored tensor as it is."""
     rows, cols = flat(shape)
-    return View((Piece(key, 0, rows, cols),), shape)
+    return WeightView((RowSlice(key, 0, rows, cols),), shape)
 
 
-def rows_of(view: View, start: int, stop: int) -> View:
+def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
     """Rows [start, stop) of a view whose pieces are not transposed."""
     pieces, at = [], 0
     for p in view.pieces:
         lo, hi = max(start - at, 0), min(stop - at, p.rows)
         if lo < hi:
-            pieces.append(Piece(p.key, p.start + lo, p.start + hi, p.cols))
+            pieces.append(RowSlice(p.key, p.start + lo, p.start + hi, p.cols))
         at += p.rows
-    return View(tuple(pieces), (stop - start, *view.shape[1:]))
+    return WeightView(tuple(pieces), (stop - start, *view.shape[1:]))
 
 
-def transposed(view: View) -> View:
+def transposed(view: WeightView) -> WeightView:
     """A whole matrix the other way round."""
     (p,) = view.pieces
-    turned = Piece(p.key, p.start, p.stop, p.cols, not p.transposed)
-    return View((turned,), view.shape[::-1])
+    turned = RowSlice(p.key, p.start, p.stop, p.cols, not p.transposed)
+    return WeightView((turned,), view.shape[::-1])
 
 
-def turned(like: View, view: View) -> View:
+def turned(like: WeightView, view: WeightView) -> WeightView:
     """A whole matrix the way round that another one is seen."""
     return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
 
 
-def stacked(parts: Sequence[View]) -> View | None:
+def stacked(parts: Sequence[WeightView]) -> WeightView | None:
     """The views' rows, one below the other; None if their widths differ.
 
     Neighbouring rows of one tensor become one piece again, so q, k and v of a fused tensor are that tensor.
     """
-    pieces: list[Piece] = []
+    pieces: list[RowSlice] = []
     for p in (p for part in parts for p in part.pieces):
         last = pieces[-1] if pieces else None
         if last and last.key == p.key and last.stop == p.start and not (last.transposed or p.transposed):
-            pieces[-1] = Piece(p.key, last.start, p.stop, p.cols)
+            pieces[-1] = RowSlice(p.key, last.start, p.stop, p.cols)
         else:
             pieces.append(p)
     widths = {prod(part.shape[1:]) for part in parts}
@@ -98,4 +98,4 @@ def stacked(parts: Sequence[View]) -> View | None:
         return None
     tails = {part.shape[1:] for part in parts}
     tail = tails.pop() if len(tails) == 1 else (widths.pop(),)
-    return View(tuple(pieces), (sum(part.shape[0] for part in parts), *tail))
+    return WeightView(tuple(pieces), (sum(part.shape[0] for part in parts), *tail))

@@ -16,7 +16,7 @@ from ..models.names import Names, names
 KEPT: Final = 300_000  # tensors of all that is kept; about 300 MB
 
 
-class Opened:
+class CheckpointCache:
     """What was opened, as long as its files are as they were. Not to be shared between threads."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from ..adapters.conv1d import base_types
 from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
 from ..algorithms import Shape
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, bytes_of
 from ..errors import ShapeMismatch, UsageError
@@ -27,7 +27,7 @@ from ..matching.choose import Patcher
 from ..matching.match import Matcher
 from ..matching.meetings import note_meetings
 from ..matching.orientation import Base as Layers
-from ..matching.patch import Matched, Use
+from ..matching.patch import Matched, PatchPart
 from ..matching.resizing import clashes
 from ..matching.stored_base import seen
 from ..matching.tied_heads import check_alone
@@ -36,14 +36,14 @@ from ..models.names import Names
 from ..models.tied_weights import tied
 from ..patterns import STEPS, STEPS_A_NAME, Steps
 from ..text import listed
-from .cache import Opened
-from .plan import OutputFile, Plan, Target, values
+from .cache import CheckpointCache
+from .plan import OutputFile, OutputTensor, Plan, values
 from .recipe import STALE, blanks, entries
 
 NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms
 
 
-def make_plan(job: Job, opened: Opened) -> Plan:
+def make_plan(job: Job, opened: CheckpointCache) -> Plan:
     """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
     base, lookup = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path) for ref in job.adapters]
@@ -106,7 +106,7 @@ def _files(
     job: Job, base: Index, matched: Sequence[Matched]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
     """The output file for every input file: same tensors, same order, same metadata plus ours; the index files."""
-    by_file: dict[Path, list[Target]] = {path: [] for path in base.files}
+    by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
     adapters = [m.adapter.index for m in matched]
@@ -122,13 +122,13 @@ def _files(
     return tuple(files), tuple(index_files(base, by_file))
 
 
-def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, Target]]:
+def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, OutputTensor]]:
     """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
-    uses: dict[str, list[Use]] = {}
-    replaced: dict[str, TensorInfo] = {}
+    uses: dict[str, list[PatchPart]] = {}
+    replaced: dict[str, StoredTensor] = {}
     created: dict[str, tuple[Shape, str]] = {}
     grown: dict[str, Shape] = {}
-    parted: dict[str, TensorInfo] = {}
+    parted: dict[str, StoredTensor] = {}
     own = values(base, matched)
     for one in matched:
         parted.update(one.parted)
@@ -146,14 +146,14 @@ def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple
         if key in uses or key in replaced or key in parted:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
-            like = TensorInfo(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
+            like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
             start = replaced.get(key, own[parted[key].name] if key in parted else None)
             yield sibling.file, _target(job, key, like, start, uses)
 
 
 def _target(
-    job: Job, name: str, info: TensorInfo, source: TensorInfo | None, all_uses: Mapping[str, Sequence[Use]]
-) -> Target:
+    job: Job, name: str, info: StoredTensor, source: StoredTensor | None, all_uses: Mapping[str, Sequence[PatchPart]]
+) -> OutputTensor:
     uses, method = tuple(all_uses.get(name, ())), METHODS[job.method]
     dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
     if uses and dtype not in FLOATS:
@@ -162,12 +162,12 @@ def _target(
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     shape = source.shape if source is not None else info.shape
     others = all_uses if uses and method.in_turn else {}
-    return Target(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses, method, others)
+    return OutputTensor(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses, method, others)
 
 
-def _placed(targets: Sequence[Target], start: int) -> tuple[Target, ...]:
+def _placed(targets: Sequence[OutputTensor], start: int) -> tuple[OutputTensor, ...]:
     placed = []
     for t in targets:
-        placed.append(Target._make((*t[:4], start, *t[5:])))  # a third of the time of `_replace`
+        placed.append(OutputTensor._make((*t[:4], start, *t[5:])))  # a third of the time of `_replace`
         start += t.nbytes
     return tuple(placed)

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..algorithms import Shape, flat
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..files.checkpoint import Index, configuration
 from ..job import Job
-from ..matching.patch import Matched, Use
+from ..matching.patch import Matched, PatchPart
 from ..methods import METHODS, SUM, Method
 
 
-class Target(NamedTuple):
+class OutputTensor(NamedTuple):
     """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
 
     name: str
@@ -27,10 +27,10 @@ class Target(NamedTuple):
     shape: Shape
     offset: int
     nbytes: int
-    source: TensorInfo | None  # None: starts from zeros
-    uses: tuple[Use, ...] = ()
+    source: StoredTensor | None  # None: starts from zeros
+    uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
-    others: Mapping[str, Sequence[Use]] = MappingProxyType({})  # base key → uses, where adapters act in turn
+    others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
 
     @property
     def copied(self) -> bool:
@@ -52,7 +52,7 @@ class OutputFile:
 
     name: str
     header: bytes  # planned: `headings.py` makes the final one, of the same length
-    targets: tuple[Target, ...]
+    targets: tuple[OutputTensor, ...]
     kept: Mapping[str, str]  # metadata entries of the base's file that stay
 
     @cached_property
@@ -79,7 +79,7 @@ class Plan:
         return sum(f.size for f in self.files)
 
     @cached_property
-    def values(self) -> Mapping[str, TensorInfo]:
+    def values(self) -> Mapping[str, StoredTensor]:
         """Where the values are that formulas see."""
         return values(self.base, self.adapters)
 
@@ -130,7 +130,7 @@ class Plan:
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
-def values(base: Index, matched: Sequence[Matched]) -> dict[str, TensorInfo]:
+def values(base: Index, matched: Sequence[Matched]) -> dict[str, StoredTensor]:
     """Base key → the tensor that is merged into: the base's, or what an adapter stores in its place."""
     return {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
 

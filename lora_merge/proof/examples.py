@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS, Shape, flat
-from .reference import Given
+from .reference import FormulaInput
 from .reference.floats import Array
 
 OUT, IN, RANK = 12, 16, 2
@@ -143,7 +143,7 @@ def weight(example: Example) -> Array:
 
 def given(
     name: str, example: Example, base: Array, rows: Array | None = None, stored: dict[str, Array] | None = None
-) -> Given:
+) -> FormulaInput:
     """The example as the reference formulas take it, for some rows of ΔW or all."""
     row, stored = ALGORITHMS[name], dict(tensors(name, example) if stored is None else stored)
     derived = row.derived(shapes(example), example.shape, example.settings)
@@ -160,6 +160,6 @@ def given(
     def weights(entries: Array | None) -> Array:
         return base if entries is None else base[entries]
 
-    return Given(
+    return FormulaInput(
         read, weights, frozenset(stored), example.numbers, settings, example.shape, chosen, flat(example.shape)
     )

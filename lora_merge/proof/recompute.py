@@ -12,18 +12,18 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS, Shape
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES
 from ..matching.choose import Patch
-from ..matching.patch import Use
+from ..matching.patch import PatchPart
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
-from ..models.weights import View
-from ..planning.plan import Plan, Target
+from ..models.weights import WeightView
+from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
-from .reference import REFERENCE, Given
+from .reference import REFERENCE, FormulaInput
 from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
 from .sampling import runs, sample, shuffled
 
@@ -59,7 +59,7 @@ class Exact:
 class Made:
     """What has been worked out for one look at a target, and the tensor that is looked at now."""
 
-    target: Target
+    target: OutputTensor
     key: str = ""  # the tensor's name
     changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # patch, piece, rows → s ΔW
 
@@ -68,7 +68,7 @@ class Made:
         return replace(self, key=key)
 
     @property
-    def uses(self) -> Sequence[Use]:
+    def uses(self) -> Sequence[PatchPart]:
         """Everything that is done to the tensor, where adapters act in turn; nothing where differences are added."""
         return self.target.others.get(self.key, ())
 
@@ -79,7 +79,7 @@ class Stored:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __call__(self, info: TensorInfo, shape: Shape, entries: Array | None = None) -> Array:
+    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
         """The tensor seen in `shape`, or these entries of its first axis."""
         if entries is None:
             return decode(self._reader.read(info), info.dtype).reshape(shape)
@@ -104,23 +104,23 @@ class Recomputation:
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
-    def expected(self, target: Target) -> Iterator[tuple[int, int]]:
+    def expected(self, target: OutputTensor) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
         if target.name not in self.left_out:
             width = target.matrix[1] * ITEM_BYTES[target.dtype]
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
 
-    def _chosen(self, target: Target) -> Array:
+    def _chosen(self, target: OutputTensor) -> Array:
         if self.full:
             return np.arange(target.matrix[0])
         if target.name not in self._sampled:
             self._sampled[target.name] = sample(target)
         return self._sampled[target.name]
 
-    def _costly(self, target: Target) -> bool:
+    def _costly(self, target: OutputTensor) -> bool:
         return any(_whole(u) for u in target.uses)
 
-    def check(self, target: Target, fd: int) -> None:
+    def check(self, target: OutputTensor, fd: int) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
         if target.name in self.left_out:
             return
@@ -133,7 +133,7 @@ class Recomputation:
             self.findings.add(found)
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
-    def _look(self, target: Target, fd: int, weight: float, rows: Array) -> Findings:
+    def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
         """What some rows show; each stands for `weight` of its tensor."""
         cols = target.matrix[1]
         found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
@@ -141,7 +141,7 @@ class Recomputation:
         self._retention(findings, found, exact, target.dtype, weight)
         return findings
 
-    def _exact(self, target: Target, rows: Array, cols: int) -> Exact:
+    def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
         """What these rows must be before they are rounded."""
         base = self._base(target, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
@@ -158,7 +158,7 @@ class Recomputation:
             exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
         return exact
 
-    def _judged(self, target: Target, rows: Array, found: Array, exact: Exact) -> Findings:
+    def _judged(self, target: OutputTensor, rows: Array, found: Array, exact: Exact) -> Findings:
         """Count what is further from the exact value than rounding explains.
 
         The worst is told in units of the element's largest term where the output is coarser than the sum, as 16 bits
@@ -201,27 +201,27 @@ class Recomputation:
             f.applied[number] = weight * float(np.sum(applied * change))
             f.intended[number] = weight * float(np.sum(change * change))
 
-    def _output(self, target: Target, fd: int, rows: Array, cols: int) -> Array:
+    def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> Array:
         """Rows of the written tensor."""
         width = cols * ITEM_BYTES[target.dtype]
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
         return decode(raw, target.dtype).reshape(len(rows), cols)
 
-    def _base(self, target: Target, rows: Array, cols: int) -> Array:
+    def _base(self, target: OutputTensor, rows: Array, cols: int) -> Array:
         """Rows of the base tensor; zeros where there is none."""
         source = target.source
         if source is not None and source.shape == target.shape:
             return self.stored(source, (source.nbytes // max(1, cols * ITEM_BYTES[source.dtype]), cols), rows)
         return self._padded(source, target.shape).reshape(-1, cols)[rows]
 
-    def _padded(self, info: TensorInfo | None, shape: Shape) -> Array:
+    def _padded(self, info: StoredTensor | None, shape: Shape) -> Array:
         """The stored tensor, if there is one, in the low corner of zeros."""
         padded = np.zeros(shape)
         if info is not None:
             padded[tuple(slice(0, d) for d in info.shape)] = self.stored(info, info.shape)
         return padded
 
-    def _change(self, use: Use, rows: Array, made: Made) -> Array | None:
+    def _change(self, use: PatchPart, rows: Array, made: Made) -> Array | None:
         """s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of them."""
         inside = (rows >= use.piece.start) & (rows < use.piece.stop)
         if not inside.any():
@@ -233,7 +233,7 @@ class Recomputation:
             made.changes[key][inside] = found
         return made.changes[key]
 
-    def _inside(self, use: Use, rows: Array, made: Made) -> Array:
+    def _inside(self, use: PatchPart, rows: Array, made: Made) -> Array:
         """ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
         if use.piece.transposed:
             seen = np.arange(use.start, use.start + use.piece.rows)
@@ -256,7 +256,7 @@ class Recomputation:
         turned = blocks * (magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
-    def _given(self, patch: Patch, rows: Array, made: Made) -> Given:
+    def _given(self, patch: Patch, rows: Array, made: Made) -> FormulaInput:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
         derived = {**row.derived(patch.shapes, patch.view.shape, dict(patch.settings)), **self._rebuilt(patch, made)}
@@ -274,7 +274,7 @@ class Recomputation:
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
         base = partial(self._view, patch.view, patch.adapter, made)
-        return Given(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
+        return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Any]:
         """What follows from the untouched base: once for all rows of a weight, as it may take long."""
@@ -297,7 +297,7 @@ class Recomputation:
 
         return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
 
-    def _view(self, view: View, adapter: int, made: Made, rows: Array | None) -> Array:
+    def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
         """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the
         adapters before have made of them where adapters act in turn."""
         parts, at = [], 0
@@ -335,7 +335,7 @@ def _divisor(norm: Array) -> Array:
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 
-def _whole(use: Use) -> bool:
+def _whole(use: PatchPart) -> bool:
     """Whether one row of the formula costs as much as all of them."""
     magnitude = use.patch.magnitude
     row = REFERENCE.get(use.patch.algorithm)

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ..planning.plan import Target
+from ..planning.plan import OutputTensor
 from .reference.floats import Array
 
 ROWS: Final = 2  # of a merged tensor, more where rows are short
@@ -20,7 +20,7 @@ RANGES: Final = 128  # of them per file, spread evenly
 ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
 PIECE: Final = 2**22  # bytes compared at once
 
-Range: TypeAlias = tuple[Target, int, int]
+Range: TypeAlias = tuple[OutputTensor, int, int]
 """(tensor, first byte in it, bytes)."""
 
 
@@ -29,7 +29,7 @@ def shuffled(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def sample(target: Target) -> Array:
+def sample(target: OutputTensor) -> Array:
     """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
     rows, cols = target.matrix
     random = Random(shuffled(target.name))
@@ -55,7 +55,7 @@ def runs(entries: Array) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-def ranges(targets: list[Target], total: int, *, full: bool) -> Iterator[Range]:
+def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[Range]:
     """All bytes, or sampled ranges, always the same ones."""
     if full:
         for t in targets:

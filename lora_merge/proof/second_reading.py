@@ -13,13 +13,13 @@ from math import isclose, nan
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..job import Job
-from ..matching.patch import Matched, Use
-from ..planning.plan import Plan, Target
+from ..matching.patch import Matched, PatchPart
+from ..planning.plan import OutputTensor, Plan
 from ..text import quoted
 from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
 from .reference.floats import decode
@@ -50,7 +50,7 @@ class _Planned:
     """One module, as the plan has it."""
 
     name: str
-    uses: list[tuple[str, Use]] = field(default_factory=list)  # name of the base tensor, use
+    uses: list[tuple[str, PatchPart]] = field(default_factory=list)  # name of the base tensor, use
 
 
 def read_again(plan: Plan, reader: Reader) -> Reading:
@@ -58,13 +58,15 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets)
 
-    def number(info: TensorInfo) -> float:
+    def number(info: StoredTensor) -> float:
         return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
 
     return compare(plan.job, plan.base, plan.adapters, targets, number)
 
 
-def compare(job: Job, base: Index, adapters: Sequence[Matched], targets: Sequence[Target], number: Number) -> Reading:
+def compare(
+    job: Job, base: Index, adapters: Sequence[Matched], targets: Sequence[OutputTensor], number: Number
+) -> Reading:
     """The same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
@@ -84,7 +86,7 @@ def compare(job: Job, base: Index, adapters: Sequence[Matched], targets: Sequenc
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
 
 
-def _planned(targets: Sequence[Target]) -> Mapping[tuple[int, str], _Planned]:
+def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Planned]:
     """(number of the adapter, name of one of its tensors) → the module that the plan makes of it."""
     modules: dict[tuple[int, str], _Planned] = {}
     found: dict[tuple[int, str], _Planned] = {}
@@ -117,7 +119,7 @@ def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:
         _compare_formula(claim, use, path)
 
 
-def _compare_formula(claim: Claim, use: Use, path: Path) -> None:
+def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
     patch = use.patch
     if patch.algorithm != claim.kind:
         raise _disagreement(claim, path, "the formula of an adapter's module", patch.algorithm, claim.kind)
@@ -133,7 +135,7 @@ def _compare_formula(claim: Claim, use: Use, path: Path) -> None:
         raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")
 
 
-def _spans(uses: Sequence[tuple[str, Use]]) -> Iterator[tuple[Span, float]]:
+def _spans(uses: Sequence[tuple[str, PatchPart]]) -> Iterator[tuple[Span, float]]:
     for name, use in uses:
         p = use.piece
         yield Span(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength
@@ -145,7 +147,7 @@ def _places(spans: Mapping[Span, float]) -> str:
     return "; ".join(told) or "nowhere"
 
 
-def check_sources(base: Index, adapters: Sequence[Matched], targets: Sequence[Target]) -> None:
+def check_sources(base: Index, adapters: Sequence[Matched], targets: Sequence[OutputTensor]) -> None:
     """Every tensor of the base goes on under its own name; what an adapter stores in its place is the adapter's."""
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}

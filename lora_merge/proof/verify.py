@@ -21,7 +21,7 @@ from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.safetensors import parse_file
-from ..planning.plan import OutputFile, Plan, Target
+from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import KEY, OURS
 from ..text import quoted
 from .loadable import check_loadable
@@ -81,7 +81,7 @@ def _check(
         os.close(fd)
 
 
-def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[Target, ...]:
+def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
     """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
 
     `written` is the header that was written just now. Without it, the file may come from another version or program,
@@ -122,7 +122,7 @@ def _begins(path: Path, header: bytes, size: int) -> bool:
         return False  # what it is instead is told by who reads it
 
 
-def _unmerged(targets: Sequence[Target], compared: dict[str, int], *, full: bool) -> list[Range]:
+def _unmerged(targets: Sequence[OutputTensor], compared: dict[str, int], *, full: bool) -> list[Range]:
     """What is to be compared of the tensors without a change, and counts it."""
     plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
     total = sum(t.nbytes for t in plain)
@@ -143,13 +143,13 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
             reader.expect(source, int(first * scale), int(count * scale))
 
 
-def _same(target: Target, first: int, count: int, fd: int, reader: Reader) -> bool:
+def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
     """Whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
     assert target.source is not None, "only copied tensors come here"
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
-def _compare(target: Target, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
+def _compare(target: OutputTensor, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
     """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
 
     Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.

@@ -22,7 +22,7 @@ from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.files import pickles
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.models.weights import Piece, View
+from lora_merge.models.weights import RowSlice, WeightView
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 UP, DOWN = "base_model.model.a.lora_B.weight", "base_model.model.a.lora_A.weight"
@@ -329,14 +329,14 @@ NOW, BEFORE = {"peft_version": "0.19.1"}, {"peft_version": "0.18.1"}
     ({"peft_version": "0.19.0"}, "gpt_oss", False, "0.19.0"),
 ])  # fmt: skip
 def test_which_way_round_square_experts_are(config: dict[str, Any], model: str, apart: bool, row: str) -> None:  # noqa: FBT001
-    pieces = [Piece(f"m.{i}", 0, 12 // (1 + apart), 4) for i in range(1 + apart)]
-    told, view = rules({**STACK, **config}, "c"), View(tuple(pieces), (3, 4, 4))
+    pieces = [RowSlice(f"m.{i}", 0, 12 // (1 + apart), 4) for i in range(1 + apart)]
+    told, view = rules({**STACK, **config}, "c"), WeightView(tuple(pieces), (3, 4, 4))
     if row.startswith("lora"):
         assert told.algorithm("m.experts", ["lora", "lora_experts"], view, model) == row
     else:
         with pytest.raises(DoesNotFit, match=row):
             told.algorithm("m.experts", ["lora", "lora_experts"], view, model)
-    oblong = View(pieces[:1], (3, 4, 5))
+    oblong = WeightView(pieces[:1], (3, 4, 5))
     assert told.algorithm("m.experts", ["lora", "lora_experts"], oblong, model) == "lora_experts"
 
 

@@ -15,7 +15,7 @@ from lora_merge.adapters.file import group
 from lora_merge.adapters.peft.kinds import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
 from lora_merge.matching.remarks import REBUILT
 
@@ -141,7 +141,7 @@ def test_every_rewrite_can_be_reached(contains: str, pattern: re.Pattern[str], t
 @pytest.mark.parametrize("key", ["emb_params", "bundle_emb.cat.string_to_param.*"])
 def test_an_embedding_beside_the_tensors_is_passed_over_with_its_reason(key: str) -> None:
     tensors = {"lora_unet_a.lora_up.weight": (4, 2), "lora_unet_a.lora_down.weight": (2, 4), key: (3, 768)}
-    infos = {name: TensorInfo(name, "F32", shape, Path("a.safetensors"), 0, 0) for name, shape in tensors.items()}
+    infos = {name: StoredTensor(name, "F32", shape, Path("a.safetensors"), 0, 0) for name, shape in tensors.items()}
     found = group(Index(Path("a.safetensors"), infos, {}, ()))
     assert list(found.ignored) == [key] and "textual-inversion" in found.ignored[key]
     assert [m.name for m in found.modules] == ["lora_unet_a"] and not found.strange

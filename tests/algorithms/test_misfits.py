@@ -20,7 +20,7 @@ from lora_merge.adapters.file import Module
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.matching.incomplete import gaps
 
 MISSING_IS_FINE = {
@@ -96,8 +96,8 @@ def module(number: int, name: str, shapes: Mapping[str, Shape], *, alpha: bool) 
     """A module of a file, as its keys would make it."""
     spelled = [set(r.algorithms) for slot in shapes for r in SUFFIXES if r.slot == slot and name in r.algorithms]
     allowed = set.intersection(set(ALGORITHMS), *spelled)
-    infos = {slot: TensorInfo(slot, "F32", shape, Path("a"), 0, 0) for slot, shape in shapes.items()}
-    shared = {"alpha": TensorInfo("alpha", "F32", (), Path("a"), 0, 0)} if alpha else {}
+    infos = {slot: StoredTensor(slot, "F32", shape, Path("a"), 0, 0) for slot, shape in shapes.items()}
+    shared = {"alpha": StoredTensor("alpha", "F32", (), Path("a"), 0, 0)} if alpha else {}
     return Module(f"m{number}", "weight", infos, shared, tuple(n for n in ALGORITHMS if n in allowed))
 
 

@@ -26,7 +26,7 @@ from pipeline import Stacked
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.algorithms.peanut import ACTIVATIONS
-from lora_merge.proof.reference import REFERENCE, Given
+from lora_merge.proof.reference import REFERENCE, FormulaInput
 from tests.mutator import Change, changes
 
 MODULES = ("lycoris", "peft", "recent", "rotations", "transforms")
@@ -65,7 +65,7 @@ EXTRA: dict[str, list[Example]] = {
 """Branches that the examples of the product's laws leave out."""
 
 
-def given(name: str, example: Example, made: Stacked, rows: np.ndarray | None = None) -> Given:
+def given(name: str, example: Example, made: Stacked, rows: np.ndarray | None = None) -> FormulaInput:
     """The first layer as a reference formula takes it."""
     row = ALGORITHMS[name]
     held = {f.name: getattr(made.tensors, f.name) for f in fields(made.tensors)}
@@ -78,7 +78,7 @@ def given(name: str, example: Example, made: Stacked, rows: np.ndarray | None = 
 
     settings = {**row.settings, **example.settings}
     chosen = np.arange(len(base)) if rows is None else rows
-    return Given(read, lambda some: base if some is None else base[some], frozenset(tensors), numbers, settings,
+    return FormulaInput(read, lambda some: base if some is None else base[some], frozenset(tensors), numbers, settings,
                  example.target, chosen, base.shape)  # fmt: skip
 
 
@@ -87,8 +87,8 @@ class Case:
     """One example, what the product's formula gives for it, and some of its rows."""
 
     name: str
-    given: Given
-    some: Given
+    given: FormulaInput
+    some: FormulaInput
     want: np.ndarray
 
 
@@ -262,6 +262,6 @@ def test_butterflies_of_several_stages_are_those_of_peft(monkeypatch: pytest.Mon
         want = size * (whole @ weight.T).T - weight
         stored = {"blocks": blocks.numpy(), "rows": size.numpy()}
         w = weight.numpy()
-        asked = Given(lambda s, e, t=stored: t[s] if e is None else t[s][e], lambda e, w=w: w if e is None else w[e],
+        asked = FormulaInput(lambda s, e, t=stored: t[s] if e is None else t[s][e], lambda e, w=w: w if e is None else w[e],
                       frozenset(stored), {}, {}, (10, 64), np.arange(10), (10, 64))  # fmt: skip
         np.testing.assert_allclose(REFERENCE["peft_boft"].formula(asked), want.numpy(), rtol=1e-9, atol=1e-9)

@@ -41,8 +41,8 @@ from lora_merge.disk.writer import Writer
 from lora_merge.engine import buffers as slots
 from lora_merge.engine import fold_blocks as folding
 from lora_merge.engine import fold_window as making
-from lora_merge.engine.buffers import Turn
-from lora_merge.engine.placement import Lane, Placement
+from lora_merge.engine.buffers import WindowTask
+from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.files import safetensors as header
 
@@ -163,7 +163,7 @@ def test_factors_are_prepared_once_for_all_jobs(models: Path, monkeypatch: pytes
     prepared = [0]
     stage = folding.stage
 
-    def counted(tensors: Sequence[torch.Tensor], at: Placement, lane: Lane | None = None) -> torch.Tensor:
+    def counted(tensors: Sequence[torch.Tensor], at: Placement, lane: DeviceStream | None = None) -> torch.Tensor:
         prepared[0] += lane is None  # with a lane it is the base
         return stage(tensors, at, lane)
 
@@ -322,14 +322,14 @@ def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = making.Making.begin
+    make = making.WindowMerger.begin
 
-    def buggy(self: making.Making, turn: Turn) -> None:
-        if self.plans[turn.plan].job.output.name == "2.safetensors":
+    def buggy(self: making.WindowMerger, task: WindowTask) -> None:
+        if self.plans[task.plan].job.output.name == "2.safetensors":
             raise ZeroDivisionError("planted")
-        make(self, turn)
+        make(self, task)
 
-    monkeypatch.setattr(making.Making, "begin", buggy)
+    monkeypatch.setattr(making.WindowMerger, "begin", buggy)
     reports = run(grid(models, 3))
     assert fates(reports) == ["merged", "failed", "merged"]
     error = next(r.error for r in reports if r.error)
@@ -587,15 +587,15 @@ def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(mo
 def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    entered, go, made = threading.Event(), threading.Event(), making.Making.begin
+    entered, go, made = threading.Event(), threading.Event(), making.WindowMerger.begin
 
-    def slow(self: making.Making, turn: Turn) -> None:
-        if self.plans[turn.plan].job.output.name != "1.safetensors":
+    def slow(self: making.WindowMerger, task: WindowTask) -> None:
+        if self.plans[task.plan].job.output.name != "1.safetensors":
             entered.set()
             go.wait(PATIENCE)
-        made(self, turn)
+        made(self, task)
 
-    monkeypatch.setattr(making.Making, "begin", slow)
+    monkeypatch.setattr(making.WindowMerger, "begin", slow)
     jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
     reports = lora_merge.run_batch(jobs)
     assert next(reports).status == "merged"

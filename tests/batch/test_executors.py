@@ -33,7 +33,7 @@ from lora_merge.batch.run import make_batch
 from lora_merge.batch.worker import Task
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
-from lora_merge.planning.cache import Opened
+from lora_merge.planning.cache import CheckpointCache
 
 from ..conftest import Nursery
 from ..support import kohya, rand, save, sd1, strays
@@ -355,7 +355,7 @@ def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(passes, "make_plan", lambda job, opened: made.append(job) or make_plan(job, opened))
     some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
     entries = tuple(s.entry for s in make_batch(some).sketches)
-    assert all(r.ok for r in passes.carry_out(Pass(entries, workers=4), Opened()))
+    assert all(r.ok for r in passes.carry_out(Pass(entries, workers=4), CheckpointCache()))
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 
 

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.buffers import Slot, Turn
-from lora_merge.engine.fold_window import Making
+from lora_merge.engine.buffers import WindowBuffers, WindowTask
+from lora_merge.engine.fold_window import WindowMerger
 from lora_merge.engine.windows import Fold, window_bytes, windows
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
@@ -76,9 +76,9 @@ class Folding:
 
     def __init__(self, plan: Plan, reader: Reader) -> None:
         self.plan, self.reader = plan, reader
-        self.making = Making([plan], reader)
+        self.making = WindowMerger([plan], reader)
         self.work = [w for w in windows([plan], window_bytes(plan)) if w.changes[0].folds]
-        self.slots = [Slot() for _ in range(AT_ONCE)]
+        self.slots = [WindowBuffers() for _ in range(AT_ONCE)]
 
     @property
     def folds(self) -> list[Fold]:
@@ -90,21 +90,21 @@ class Folding:
         total = 0.0
         for first in range(0, len(self.work), AT_ONCE):
             some = self.work[first : first + AT_ONCE]
-            turns = [Turn(w, 0, s, s, first=True, last=True) for w, s in zip(some, self.slots, strict=False)]
-            for turn in turns:
-                self._read(turn)
+            turns = [WindowTask(w, 0, s, s, first=True, last=True) for w, s in zip(some, self.slots, strict=False)]
+            for task in turns:
+                self._read(task)
             started = time.perf_counter()
-            for turn in turns:
-                self.making.begin(turn)
-            for turn in turns:
-                self.making.settle(turn)
+            for task in turns:
+                self.making.begin(task)
+            for task in turns:
+                self.making.settle(task)
             total += time.perf_counter() - started
             self.making.forget()
         return total
 
-    def _read(self, turn: Turn) -> None:
-        out, base = turn.image.views(turn.window)
-        for view, reads in ((out, turn.window.direct), (base, turn.window.apart)):
+    def _read(self, task: WindowTask) -> None:
+        out, base = task.base_bytes.views(task.window)
+        for view, reads in ((out, task.window.direct), (base, task.window.apart)):
             for r in reads:
                 self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
 

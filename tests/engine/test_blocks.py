@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from lora_merge.adapters.file import Module
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
-from lora_merge.engine.fold_blocks import Folder, Item, Kept
+from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
 from lora_merge.engine.placement import FILE_DTYPES, Placement
 from lora_merge.matching.choose import Patch
-from lora_merge.matching.patch import Use
-from lora_merge.models.weights import Piece, View
-from lora_merge.planning.plan import Target
+from lora_merge.matching.patch import PatchPart
+from lora_merge.models.weights import RowSlice, WeightView
+from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
 from lora_merge.proof.reference import REFERENCE
 
@@ -34,8 +34,8 @@ CUT = ("diag_oft, no limit", "diag_oft, blocks only", "oft_diag", "lokr")
 """Cases in which several rows are formed together, but not all."""
 
 
-def held(name: str, tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
+def held(name: str, tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
 
 
 @pytest.mark.parametrize("largest", [1, 40, 100, 2**20])
@@ -55,20 +55,20 @@ def test_cutting_and_spreading_change_nothing(
     stored = {f"base {i}": torch.from_numpy(whole[a:b]) for i, (a, b) in enumerate(pairwise(edges))}
     slots = {slot: torch.from_numpy(t) for slot, t in tensors(name, example).items()}
     module = Module("m", "weight", {s: held(s, t) for s, t in slots.items()}, {}, (name,))
-    pieces = tuple(Piece(key, 0, len(t), cols) for key, t in stored.items())
+    pieces = tuple(RowSlice(key, 0, len(t), cols) for key, t in stored.items())
     shapes = {slot: tuple(t.shape) for slot, t in slots.items()}
-    view = View(pieces, example.shape)
+    view = WeightView(pieces, example.shape)
     patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
     base = {key: held(key, t) for key, t in stored.items()}
     everything = stored | slots
-    folder = Folder(
-        (Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept=Kept()
+    folder = BlockMerger(
+        (Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept=DeviceCache()
     )
     found, count = [], 0
     for piece, start in zip(pieces, edges, strict=False):
-        uses = (Use(patch, piece, start, STRENGTH),)
+        uses = (PatchPart(patch, piece, start, STRENGTH),)
         info = base[piece.key]
-        target = Target(piece.key, piece.key, "F64", info.shape, 0, info.nbytes, info, uses)
+        target = OutputTensor(piece.key, piece.key, "F64", info.shape, 0, info.nbytes, info, uses)
         for block in blocks.blocks(target):
             into = torch.empty(block.last - block.first, cols, dtype=torch.float64)
             folder.fold([Item(block, stored[piece.key][block.first : block.last], into)])

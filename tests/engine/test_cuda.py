@@ -18,15 +18,15 @@ from torch import Tensor
 import lora_merge
 from lora_merge.adapters.file import Module
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import Folder, Item, Kept
+from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.matching.choose import Patch
-from lora_merge.matching.patch import Use
-from lora_merge.models.weights import Piece, View
-from lora_merge.planning.plan import Target
+from lora_merge.matching.patch import PatchPart
+from lora_merge.models.weights import RowSlice, WeightView
+from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.examples import EXAMPLES, tensors, weight
 
 from ..support import Tensors, load, rand, save
@@ -41,8 +41,8 @@ STACKED = ("lora_experts", "lora_experts_transposed", "lora_switch")
 # ------------------------------------------------ every formula, three lanes
 
 
-def held(name: str, tensor: Tensor) -> TensorInfo:
-    return TensorInfo(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
+def held(name: str, tensor: Tensor) -> StoredTensor:
+    return StoredTensor(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
 
 
 class Layers:
@@ -54,7 +54,7 @@ class Layers:
         if name in STACKED:
             whole = whole.reshape(-1, example.shape[2])
         self.tensors: Tensors = {}
-        self.targets: list[Target] = []
+        self.targets: list[OutputTensor] = []
         for n in range(LAYERS):
             mine = {
                 slot: torch.from_numpy(t if slot in row.integer_slots else t * (1 - n / 99))
@@ -64,13 +64,20 @@ class Layers:
             base = torch.from_numpy(np.roll(whole, n)).to(TORCH_DTYPES[stored])
             self.tensors |= {f"{n}.base": base, **{f"{n}.{slot}": t for slot, t in mine.items()}}
             module = Module(str(n), "weight", {s: held(f"{n}.{s}", t) for s, t in mine.items()}, {}, (name,))
-            piece, info = Piece(f"{n}.base", 0, *whole.shape), held(f"{n}.base", base)
+            piece, info = RowSlice(f"{n}.base", 0, *whole.shape), held(f"{n}.base", base)
             shapes = {s: tuple(t.shape) for s, t in mine.items()}
             settings = tuple(sorted(example.settings.items()))
-            patch = Patch(0, module, name, shapes, example.numbers, settings, View((piece,), example.shape))
+            patch = Patch(0, module, name, shapes, example.numbers, settings, WeightView((piece,), example.shape))
             self.targets.append(
-                Target(
-                    f"{n}.base", f"{n}.base", "F32", info.shape, 0, base.numel() * 4, info, (Use(patch, piece, 0, 0.7),)
+                OutputTensor(
+                    f"{n}.base",
+                    f"{n}.base",
+                    "F32",
+                    info.shape,
+                    0,
+                    base.numel() * 4,
+                    info,
+                    (PatchPart(patch, piece, 0, 0.7),),
                 )
             )
         self.base = {t.name: held(t.name, self.tensors[t.name]) for t in self.targets}
@@ -80,7 +87,7 @@ class Layers:
         found = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
         with ThreadPoolExecutor(3) as pool:
             at = places(device, compute)
-            folder = Folder(at, lambda info: self.tensors[info.name], self.base, pool, max_vram, Kept())
+            folder = BlockMerger(at, lambda info: self.tensors[info.name], self.base, pool, max_vram, DeviceCache())
             folder.fold([
                 Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
                 for t, into in zip(self.targets, found, strict=True) for b in blocks.blocks(t)

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.engine import tensors as factors
-from lora_merge.engine.fold import Stack, fold
+from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.parallelism import stack_size
-from lora_merge.engine.placement import Lane, Placement, _pinned, _stream, land, stage
+from lora_merge.engine.placement import DeviceStream, Placement, _pinned, _stream, land, stage
 
 from ..support import load, rand, save
 
@@ -160,14 +160,14 @@ def test_lanes_share_factors_without_races(
 ) -> None:
     """A merge whose windows end, and give their factors' memory back, at the worst moment: while others use them.
     Also where calls are made again, smaller, as more than `most` blocks do not fit."""
-    shared: list[factors.Kept] = []
+    shared: list[factors.DeviceCache] = []
 
-    class Kept(factors.Kept):
+    class DeviceCache(factors.DeviceCache):
         def __init__(self) -> None:
             super().__init__()
             shared.append(self)
 
-    def late(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    def late(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
         time.sleep(0.02)  # other lanes come that far too
         shared[-1].clear()
         if len(base) > most:
@@ -176,7 +176,7 @@ def test_lanes_share_factors_without_races(
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
-    monkeypatch.setattr("lora_merge.engine.fold_window.Kept", Kept)
+    monkeypatch.setattr("lora_merge.engine.fold_window.DeviceCache", DeviceCache)
     monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
@@ -202,7 +202,7 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
     )
     lora_merge.merge(*files, tmp_path / "want", device="cpu")
 
-    def full(base: Tensor, stacks: Sequence[Stack]) -> Tensor:
+    def full(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
         if base.is_meta:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
@@ -220,10 +220,10 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
 
 def test_the_watch_sees_what_it_is_for(device: Device) -> None:
     """Memory freed under another lane's work, read before it is made, overwritten on its way up, read on its way down."""
-    one, other = Lane(META), Lane(META, 1)
+    one, other = DeviceStream(META), DeviceStream(META, 1)
     host = torch.zeros(1, 4)
 
-    def made(lane: Lane) -> Tensor:
+    def made(lane: DeviceStream) -> Tensor:
         with torch.cuda.stream(lane.stream):  # type: ignore[arg-type]
             return stage([host], META, lane)
 
@@ -267,7 +267,7 @@ def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypa
 
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda at, name=name: recorded(name, at))
-    lane = Lane(Placement(torch.device("cpu"), torch.float32))
+    lane = DeviceStream(Placement(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     lane.stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)  # type: ignore[assignment]
     with lane.turn():
@@ -278,7 +278,7 @@ def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypa
 def test_one_merge_after_the_other_uses_the_same_streams(device: Device) -> None:
     """cuBLAS keeps a workspace for every stream that it has seen."""
     for _ in range(3):
-        lanes = [Lane(META, n) for n in range(3)]
+        lanes = [DeviceStream(META, n) for n in range(3)]
     assert len({id(lane.stream) for lane in lanes}) == 3
     assert len(device.streams) == 4, "the caller's, and three"
 
@@ -300,7 +300,7 @@ def test_what_is_on_the_device_never_comes_down_to_go_up_again(device: Device) -
     for kept, dtype in ((torch.float16, torch.float32), (torch.float32, torch.float32)):
         given = [torch.empty(4, 6, dtype=kept, device="meta") for _ in range(2)]
         with Logged() as log:
-            staged = stage(given, Placement(torch.device("meta"), dtype), Lane(META))
+            staged = stage(given, Placement(torch.device("meta"), dtype), DeviceStream(META))
             assert "cpu" not in log.made
         assert (staged.shape, staged.dtype) == ((2, 4, 6), dtype)
         one = stage(given[:1], Placement(torch.device("meta"), dtype))

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters.file import FileValues
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.buffers import Turn
-from lora_merge.engine.fold_blocks import Folder
-from lora_merge.engine.fold_window import Making
-from lora_merge.engine.pipeline import Writing
+from lora_merge.engine.buffers import WindowTask
+from lora_merge.engine.fold_blocks import BlockMerger
+from lora_merge.engine.fold_window import WindowMerger
+from lora_merge.engine.pipeline import Pipeline
 from lora_merge.engine.placement import TORCH_DTYPES
 from lora_merge.engine.windows import SLOTS, window_bytes, windows
 from lora_merge.errors import InputError, MergeError, ResourceError
@@ -242,21 +242,21 @@ def test_what_needs_no_torch_goes_out_before_it_is_there(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     usual, out = tmp_path / "usual.safetensors", tmp_path / "out.safetensors"
-    there, written, make, write = threading.Event(), list[tuple[bool, bool]](), Writing._make, Writing.write
+    there, written, make, write = threading.Event(), list[tuple[bool, bool]](), Pipeline._make, Pipeline.write
 
-    def waiting(self: Writing) -> Making:
+    def waiting(self: Pipeline) -> WindowMerger:
         assert not late or there.wait(20)
         return make(self)
 
     @wraps(write)
-    def noting(self: Writing, turn: Turn) -> None:
-        written.append((turn.window.untouched, self._made.done()))
-        write(self, turn)
+    def noting(self: Pipeline, task: WindowTask) -> None:
+        written.append((task.window.untouched, self._made.done()))
+        write(self, task)
         if len(written) == late:
             there.set()
 
-    monkeypatch.setattr(Writing, "_make", waiting)
-    monkeypatch.setattr(Writing, "write", noting)
+    monkeypatch.setattr(Pipeline, "_make", waiting)
+    monkeypatch.setattr(Pipeline, "write", noting)
     monkeypatch.setattr("lora_merge.engine.pipeline.file_system", lambda _: "ext4")  # some fill gaps with zeros first
     lora_merge.merge(*mixed, out, max_memory="8MiB")
     assert out.read_bytes() == usual.read_bytes().replace(b"usual", b"out")
@@ -267,14 +267,14 @@ def test_what_needs_no_torch_goes_out_before_it_is_there(
 def test_a_base_that_is_hashed_is_read_in_its_order(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, starts = Writing.read, list[int]()
+    read, starts = Pipeline.read, list[int]()
 
     @wraps(read)
-    def noting(self: Writing, turn: Turn) -> None:
-        starts.append(turn.window.start)
-        read(self, turn)
+    def noting(self: Pipeline, task: WindowTask) -> None:
+        starts.append(task.window.start)
+        read(self, task)
 
-    monkeypatch.setattr(Writing, "read", noting)
+    monkeypatch.setattr(Pipeline, "read", noting)
     monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
@@ -283,14 +283,14 @@ def test_a_base_that_is_hashed_is_read_in_its_order(
 def test_the_report_tells_where_the_time_went(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = Writing.settle
+    settle = Pipeline.settle
 
     @wraps(settle)
-    def slow(self: Writing, turn: Turn) -> None:
+    def slow(self: Pipeline, task: WindowTask) -> None:
         time.sleep(0.1)
-        settle(self, turn)
+        settle(self, task)
 
-    monkeypatch.setattr(Writing, "settle", slow)
+    monkeypatch.setattr(Pipeline, "settle", slow)
     report = lora_merge.merge(*mixed, tmp_path / "out.safetensors", verify=False)
     stages = report.stages
     assert stages.keys() == {"read", "hash", "start", "fold", "write", "wait"}
@@ -673,7 +673,7 @@ def test_a_system_without_memory_is_told(
     def refused(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("lora_merge.engine.fold_window.Making.begin", refused)
+    monkeypatch.setattr("lora_merge.engine.fold_window.WindowMerger.begin", refused)
     with pytest.raises(ResourceError, match="not enough memory"):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
     assert not list(tmp_path.glob("*out*"))
@@ -693,7 +693,7 @@ def test_too_little_memory_for_torch_itself_is_told(files: tuple[Path, Path], tm
 def test_other_errors_stay_what_they_are(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.engine.fold_window.Making.begin", lambda *_: 1 / 0)
+    monkeypatch.setattr("lora_merge.engine.fold_window.WindowMerger.begin", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lora_merge.merge(*files, tmp_path / "out.safetensors")
 
@@ -717,8 +717,8 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
     lora = {f"m.{n}.lora_up.weight": rand(16, 2, seed=n) for n in range(50)}
     lora |= {f"m.{n}.lora_down.weight": rand(2, 24, seed=n) for n in range(50)}
     calls: list[int] = []
-    fold = Folder._attempt
-    monkeypatch.setattr(Folder, "_attempt", lambda self, group: calls.append(len(group)) or fold(self, group))
+    fold = BlockMerger._attempt
+    monkeypatch.setattr(BlockMerger, "_attempt", lambda self, group: calls.append(len(group)) or fold(self, group))
     merged = lora_merge.merge_state_dict(base, [lora])
     assert sum(calls) == 50
     assert len(calls) <= 2
@@ -732,7 +732,7 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Its bytes and its time are put back before the end; the digest may be one of an earlier run."""
-    base, out, run = mixed[0], tmp_path / "out.safetensors", Writing.run
+    base, out, run = mixed[0], tmp_path / "out.safetensors", Pipeline.run
     at = parse_file(base).tensors["layer.09.weight"].offset
     if not known:
         monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
@@ -747,12 +747,12 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
         os.utime(base, ns=(old.st_atime_ns, old.st_mtime_ns))
 
     @wraps(run)
-    def meanwhile(self: Writing) -> None:
+    def meanwhile(self: Pipeline) -> None:
         flip()
         run(self)
         flip()
 
-    monkeypatch.setattr(Writing, "run", meanwhile)
+    monkeypatch.setattr(Pipeline, "run", meanwhile)
     with pytest.raises(lora_merge.MergeError, match=r"changed while being read|no adapter changes differs"):
         lora_merge.merge(*mixed, out, verify=False)
     assert not out.exists()

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.engine.devices import place, places, precise, unusable
-from lora_merge.engine.fold import Stack, fold
-from lora_merge.engine.fold_blocks import Folder, Item
+from lora_merge.engine.fold import StackedPatch, fold
+from lora_merge.engine.fold_blocks import BlockMerger, Item
 from lora_merge.engine.parallelism import stack_size, threads
 from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
-from lora_merge.engine.tensors import Kept
+from lora_merge.engine.tensors import DeviceCache
 
 from ..support import Tensors, assert_rounded, rand, save
 
@@ -148,7 +148,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, held)
     everything = weights | factors
-    folder = Folder((at,), lambda info: everything[info.name], base.tensors, kept=Kept())
+    folder = BlockMerger((at,), lambda info: everything[info.name], base.tensors, kept=DeviceCache())
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
@@ -169,7 +169,7 @@ def test_regression_weight_diff_moved_to_the_cpu_in_mid_expression() -> None:
         row = ALGORITHMS["full"]
         diff = stage([torch.empty(12, 10, dtype=torch.float16)] * 2, Placement(torch.device("cuda:0"), torch.float32))
         strength = numbers([1.0, 0.5], Placement(torch.device("cuda:0"), torch.float32))
-        merged = fold(base, [Stack(row, row.tensors(diff), strength, slice(0, 12))])
+        merged = fold(base, [StackedPatch(row, row.tensors(diff), strength, slice(0, 12))])
         assert merged.device.type == "cuda"
         into = [torch.empty(12, 10, dtype=torch.bfloat16) for _ in range(2)]
         land(merged, into)
@@ -251,7 +251,9 @@ def test_gradients_and_views_stay_outside() -> None:
 
 
 def test_every_file_dtype_has_a_torch_dtype_and_back() -> None:
-    assert {TensorInfo("a", name, (), Path(), 0, 0).dtype for name in FILE_DTYPES.values()} == set(FILE_DTYPES.values())
+    assert {StoredTensor("a", name, (), Path(), 0, 0).dtype for name in FILE_DTYPES.values()} == set(
+        FILE_DTYPES.values()
+    )
     assert len(FILE_DTYPES) >= 18
 
 
@@ -393,7 +395,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     whole = _merge(tmp_path, "whole")
     failed = []
 
-    def short(base: Tensor, stacks: list[Stack]) -> Tensor:
+    def short(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         if base.numel() > 2**21 + 2**20 // 2:
             failed.append(len(base))
             raise error
@@ -407,7 +409,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
     assert report.notes == ("cpu was short of memory: smaller batches were used",)
 
-    def never(base: Tensor, stacks: list[Stack]) -> Tensor:
+    def never(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise error
 
     monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": never})
@@ -423,7 +425,7 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
     """A device with room for one block at a time, under four lanes."""
     alone, used = _merge(tmp_path, "alone"), Lock()
 
-    def short(base: Tensor, stacks: list[Stack]) -> Tensor:
+    def short(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         if not used.acquire(blocking=False):
             raise SHORT[0]
         try:
@@ -441,7 +443,7 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
 
 
 def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(base: Tensor, stacks: list[Stack]) -> Tensor:
+    def broken(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": broken})

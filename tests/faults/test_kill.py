@@ -216,7 +216,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "moment",
-    ['then(lora_merge.disk.publish, "_remove")', 'then(lora_merge.engine.merge.Digests, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
+    ['then(lora_merge.disk.publish, "_remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:

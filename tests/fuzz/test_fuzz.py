@@ -227,7 +227,7 @@ def as_yaml(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputTensor:
     """Files to write, by name, and what to do with the folder they are in."""
 
     files: dict[str, st.SearchStrategy[bytes]]
@@ -275,10 +275,10 @@ def batched(folder: Path) -> None:
 
 
 TARGETS = {
-    "header": Target(
+    "header": OutputTensor(
         {"x.safetensors": st.one_of(s.checkpoints(s.text), s.checkpoints(s.text, recipe)).flatmap(s.damaged)}, opened
     ),
-    "index.json": Target(
+    "index.json": OutputTensor(
         {
             "m/model-00001-of-00002.safetensors": st.just(BASE),
             "m/model-00002-of-00002.safetensors": st.just(ADAPTER),
@@ -291,7 +291,7 @@ TARGETS = {
         },
         lambda f: open_checkpoint(f / "m"),
     ),
-    "pipeline": Target(
+    "pipeline": OutputTensor(
         {
             "m/unet/diffusion_pytorch_model.safetensors": st.just(BASE),
             "m/unet/config.json": s.as_json(st.one_of(s.values, s.table({"architectures": st.just(["X"]), "_class_name": s.text}))),
@@ -299,7 +299,7 @@ TARGETS = {
         },
         lambda f: open_checkpoint(f / "m"),
     ),
-    "adapter_config.json": Target(
+    "adapter_config.json": OutputTensor(
         {
             "base.safetensors": st.just(BASE),
             "adapter/adapter_model.safetensors": st.just(ADAPTER),
@@ -307,7 +307,7 @@ TARGETS = {
         },
         merged,
     ),
-    "metadata": Target(
+    "metadata": OutputTensor(
         {
             "base": s.checkpoints(st.sampled_from(["a.weight", "b.weight"]), recipe),
             "adapter": s.checkpoints(
@@ -316,36 +316,36 @@ TARGETS = {
         },
         merged,
     ),
-    "adapter tensors": Target(
+    "adapter tensors": OutputTensor(
         {
             "base": st.just(BASE),
             "adapter": s.checkpoints(st.builds("{}.{}".format, st.sampled_from(MODULES), st.sampled_from(ENDINGS))),
         },
         lambda f: merged(f, unmatched="skip"),
     ),
-    "adapter values": Target(
+    "adapter values": OutputTensor(
         {"base": st.just(BASE), "adapter": s.adapters(["a", "b"], GROUPS)}, lambda f: merged(f, unmatched="skip")
     ),
-    "empty tensors": Target(
+    "empty tensors": OutputTensor(
         {
             "base": st.just(save({"a.weight": torch.zeros(0, 4), "b.weight": torch.zeros(4, 0)})),
             "adapter": s.checkpoints(st.builds("{}.{}".format, st.sampled_from(["a", "b"]), st.sampled_from(ENDINGS))),
         },
         lambda f: merged(f, unmatched="skip"),
     ),
-    "yaml map": Target(
+    "yaml map": OutputTensor(
         {"base": st.just(BASE), "adapter": st.just(ADAPTER), "map.yaml": yaml_map},
         lambda f: merged(f, map=f / "map.yaml"),
     ),
-    "recipe": Target(
+    "recipe": OutputTensor(
         {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "made.safetensors": with_recipe()},
         retold,
     ),
-    "jobs": Target(
+    "jobs": OutputTensor(
         {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "jobs.yaml": jobs().map(as_yaml)},
         batched,
     ),
-    "jobs file": Target(  # planned only: a damaged one may name any output
+    "jobs file": OutputTensor(  # planned only: a damaged one may name any output
         {
             "base.safetensors": st.just(BASE),
             "adapter.safetensors": st.just(ADAPTER),
@@ -357,10 +357,10 @@ TARGETS = {
         },
         lambda f: make_batch(f / "jobs.yaml"),
     ),
-    "torch archive": Target(
+    "torch archive": OutputTensor(
         {"x.pt": st.builds(s.torch_file, s.torch_objects(), zipped=st.booleans())}, lambda f: opened(f, "x.pt")
     ),
-    "torch bytes": Target(
+    "torch bytes": OutputTensor(
         {"x.pt": st.builds(s.torch_file, s.torch_objects(), zipped=st.booleans()).flatmap(s.damaged)},
         lambda f: opened(f, "x.pt"),
     ),

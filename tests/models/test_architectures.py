@@ -25,7 +25,7 @@ from lora_merge.models.architectures import FOLDER, load, recognise, shipped
 from lora_merge.models.architectures.notation import BadRow, Table, parse
 from lora_merge.models.components import LOOSE
 from lora_merge.models.names import Names, names
-from lora_merge.models.weights import View, whole
+from lora_merge.models.weights import WeightView, whole
 
 from ..support import index
 
@@ -38,7 +38,7 @@ def header(name: str) -> dict[str, Shape]:
     return {key: tuple(shape) for key, shape in table.items()}
 
 
-def parameter(found: Names, key: str) -> View | None:
+def parameter(found: Names, key: str) -> WeightView | None:
     module, _, leaf = key.rpartition(".")
     return found.find(module, leaf) if module else found.find(key)
 
@@ -105,7 +105,7 @@ CONVERTERS = (
 )  # fmt: skip
 
 
-def native_views(diffusers: Mapping[str, Shape]) -> dict[str, View]:
+def native_views(diffusers: Mapping[str, Shape]) -> dict[str, WeightView]:
     """Native key → the rows of a diffusers base that our tables say it is made of."""
     from lora_merge.models.cutting import spelled
 
@@ -147,7 +147,7 @@ def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> di
     return converter({prefix + k: v for k, v in tags.items()}, **arguments)
 
 
-def rows(view: View, tags: Mapping[str, Any]) -> Any:
+def rows(view: WeightView, tags: Mapping[str, Any]) -> Any:
     import torch
 
     return torch.cat([tags[p.key].flatten()[p.start : p.stop] for p in view.pieces])

@@ -17,12 +17,12 @@ import pytest
 
 from lora_merge.adapters.file import group, weight_shape, weight_shapes
 from lora_merge.algorithms import Shape
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index
 from lora_merge.matching.diagnosis import absence, doubt, explain
 from lora_merge.models.names import Names, guess, names
-from lora_merge.models.weights import Piece, View, stacked, transposed, whole
+from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
 from ..support import index, steps
 
@@ -252,7 +252,7 @@ def test_openclip_rows_and_transposed_projection() -> None:
     sdxl = base("single-file/sdxl")
     view = sdxl.find("lora_te2_text_model_encoder_layers_3_self_attn_k_proj")
     key = "conditioner.embedders.1.model.transformer.resblocks.3.attn.in_proj_weight"
-    assert view == View((Piece(key, 1280, 2560, 1280),), (1280, 1280))
+    assert view == WeightView((RowSlice(key, 1280, 2560, 1280),), (1280, 1280))
     bias = sdxl.find("text_encoder_2.text_model.encoder.layers.3.self_attn.v_proj", "bias")
     assert bias is not None
     assert (bias.pieces[0].start, bias.pieces[0].stop) == (2560, 3840)
@@ -271,13 +271,13 @@ def test_fused_adapter_on_split_base_and_back() -> None:
     ]
     assert view.shape == (21504, 3072)
     back = fused.find(f"transformer.{stem}.proj_mlp", "bias")
-    assert back == View((Piece("single_blocks.3.linear1.bias", 9216, 21504, 1),), (12288,))
+    assert back == WeightView((RowSlice("single_blocks.3.linear1.bias", 9216, 21504, 1),), (12288,))
 
 
 def test_swapped_halves() -> None:
     view = base("native/flux-dev").find("transformer.norm_out.linear")
     key = "final_layer.adaLN_modulation.1.weight"
-    assert view == View((Piece(key, 3072, 6144, 3072), Piece(key, 0, 3072, 3072)), (6144, 3072))
+    assert view == WeightView((RowSlice(key, 3072, 6144, 3072), RowSlice(key, 0, 3072, 3072)), (6144, 3072))
     assert base("native/flux-dev").find("final_layer.adaLN_modulation.1") == whole(key, (6144, 3072))
     context = base("native/sd3").find("transformer.transformer_blocks.23.norm1_context.linear")
     assert context is not None
@@ -390,7 +390,7 @@ def test_stacked_experts_are_pieces_in_their_order() -> None:
     ]
     back = base("transformers/mixtral-8x7b.in-memory").find("model.layers.1.block_sparse_moe.experts.7.w3")
     assert back is not None
-    assert back.pieces == (Piece("model.layers.1.mlp.experts.gate_up_proj", 7 * 28672 + 14336, 8 * 28672, 4096),)
+    assert back.pieces == (RowSlice("model.layers.1.mlp.experts.gate_up_proj", 7 * 28672 + 14336, 8 * 28672, 4096),)
 
 
 LLM = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
@@ -468,7 +468,9 @@ def test_stacks_of_experts_are_found_whatever_the_norms_are_called(norm: str) ->
 
 def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:
     view = base("transformers/gpt2").find("base_model.model.transformer.h.0.attn.c_attn")
-    assert view == View((Piece("transformer.h.0.attn.c_attn.weight", 0, 768, 2304, transposed=True),), (2304, 768))
+    assert view == WeightView(
+        (RowSlice("transformer.h.0.attn.c_attn.weight", 0, 768, 2304, transposed=True),), (2304, 768)
+    )
 
 
 def test_a_stored_value_of_a_conv1d_is_taken_as_it_is() -> None:
@@ -566,7 +568,7 @@ def test_comfyuis_names_of_sdxls_encoders_on_its_single_file(layers: str, width:
     assert view is not None
     assert [p.key for p in view.pieces] == [f"{first}encoder.layers.3.self_attn.v_proj.weight"]
     view = found.find(layers.format("clip_g") + "encoder.layers.3.self_attn.v_proj")
-    place = Piece(f"{second}transformer.resblocks.3.attn.in_proj_weight", 2 * width, 3 * width, width)
+    place = RowSlice(f"{second}transformer.resblocks.3.attn.in_proj_weight", 2 * width, 3 * width, width)
     assert view is not None and view.pieces == (place,)
     for key in header("transformers/clip-bigg"):
         module, _, leaf = key.rpartition(".")
@@ -783,7 +785,7 @@ def test_weight_shape_from_the_factors() -> None:
 def test_a_bias_beside_the_factors_hides_no_width() -> None:
     """Each `lora_B.bias` is a module of its own, of the same name."""
     shapes = {"q.lora_A.weight": (4, 5120), "q.lora_B.weight": (5120, 4), "q.lora_B.bias": (5120,)}
-    infos = {key: TensorInfo(key, "BF16", shape, Path("a.safetensors"), 0, 0) for key, shape in shapes.items()}
+    infos = {key: StoredTensor(key, "BF16", shape, Path("a.safetensors"), 0, 0) for key, shape in shapes.items()}
     modules = group(Index(Path("a.safetensors"), infos, {}, ())).modules
     assert weight_shapes(modules) == {"q": (5120, 5120)}
 
@@ -812,8 +814,8 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
     found = names(index({f"model.diffusion_model.{k}": s for k, s in shapes.items()}), file)
     assert (found.architecture, found.layout) == ("My model", "native")
     key = "model.diffusion_model.trunk.0.qkv"
-    assert found.find("lora_unet_layers_0_attn_k") == View((Piece(f"{key}.weight", 6, 8, 6),), (2, 6))
-    assert found.find("layers.0.attn.q", "bias") == View((Piece(f"{key}.bias", 0, 6, 1),), (6,))
+    assert found.find("lora_unet_layers_0_attn_k") == WeightView((RowSlice(f"{key}.weight", 6, 8, 6),), (2, 6))
+    assert found.find("layers.0.attn.q", "bias") == WeightView((RowSlice(f"{key}.bias", 0, 6, 1),), (6,))
     swapped = found.find("layers.0.glu")
     assert swapped is not None
     assert [(p.start, p.stop) for p in swapped.pieces] == [(2, 4), (0, 2)]
@@ -850,7 +852,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
 
 
 def test_views_join_and_turn() -> None:
-    a, b = View((Piece("x", 0, 2, 3),), (2, 3)), View((Piece("x", 2, 5, 3),), (3, 3))
+    a, b = WeightView((RowSlice("x", 0, 2, 3),), (2, 3)), WeightView((RowSlice("x", 2, 5, 3),), (3, 3))
     assert stacked((a, b)) == whole("x", (5, 3))
     swapped = stacked((b, a))
     assert swapped is not None

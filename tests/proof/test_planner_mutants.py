@@ -28,9 +28,9 @@ from lora_merge.matching.choose import Patcher
 from lora_merge.matching.conflicts import Doubles
 from lora_merge.matching.match import Matcher
 from lora_merge.matching.orientation import Orientation
-from lora_merge.matching.patch import Matched, Use
+from lora_merge.matching.patch import Matched, PatchPart
 from lora_merge.models.names import Names
-from lora_merge.models.weights import Piece, View, rows_of, transposed
+from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
@@ -70,10 +70,10 @@ def swapped(one: str, two: str) -> Break:
     return renamed(f"{re.escape(one)}|{re.escape(two)}", lambda m: two if m[0] == one else one)
 
 
-def seen_as(change: Callable[[str, View], View]) -> Break:
+def seen_as(change: Callable[[str, WeightView], WeightView]) -> Break:
     """Places of names are others."""
 
-    def find(original: Any, self: Names, name: str, parameter: str = "weight") -> View | None:
+    def find(original: Any, self: Names, name: str, parameter: str = "weight") -> WeightView | None:
         view = original(self, name, parameter)
         return view if view is None else change(name, view)
 
@@ -83,11 +83,11 @@ def seen_as(change: Callable[[str, View], View]) -> Break:
 def moved(by: int) -> Break:
     """Rows that are a part of a tensor lie elsewhere in it, where no other module's are."""
 
-    def change(name: str, view: View) -> View:
+    def change(name: str, view: WeightView) -> WeightView:
         (p,) = view.pieces
         if not ("single" in name and name.endswith("to_v")):
             return view
-        return View((Piece(p.key, p.start + by, p.stop + by, p.cols, p.transposed),), view.shape)
+        return WeightView((RowSlice(p.key, p.start + by, p.stop + by, p.cols, p.transposed),), view.shape)
 
     return seen_as(change)
 
@@ -103,7 +103,7 @@ def matched(change: Callable[[Matched], None]) -> Break:
     return around(Matcher, "match", match)
 
 
-def uses(change: Callable[[str, Use], Use | None]) -> Break:
+def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
     """Single uses are changed, or dropped."""
 
     def every(result: Matched) -> None:
@@ -247,7 +247,7 @@ def other_axis(found: Any, _: Any) -> Any:
     return ("in" if axis == "out" else "out"), shape[::-1]
 
 
-def turned_over(name: str, view: View) -> View:
+def turned_over(name: str, view: WeightView) -> WeightView:
     p = view.pieces[0]
     square = len(view.shape) == 2 and view.shape[0] == view.shape[1] and len(view.pieces) == 1
     whole = p.start == 0 and p.stop == p.cols and not p.transposed
@@ -261,7 +261,7 @@ def of_other(target: Any, base: dict[str, Any]) -> Any:
 
 
 def part_moved(by: int) -> Break:
-    def place(original: Any, view: View, number: int, parts: Any, fused: Any) -> View:
+    def place(original: Any, view: WeightView, number: int, parts: Any, fused: Any) -> WeightView:
         height = original(view, number, parts, fused).shape[0]
         start = (number + by) % 3 * height
         return rows_of(view, start, start + height)

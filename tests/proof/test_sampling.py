@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import VerificationFailed
-from lora_merge.matching.patch import Use
-from lora_merge.models.weights import Piece
-from lora_merge.planning.plan import Target
+from lora_merge.matching.patch import PatchPart
+from lora_merge.models.weights import RowSlice
+from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.replay import prove
 from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
 
@@ -27,10 +27,10 @@ from ..support import load, metadata, rand, save
 NO_PATCH: Any = None  # only places are looked at
 
 
-def target(name: str, rows: int, cols: int, parts: list[tuple[int, int]]) -> Target:
+def target(name: str, rows: int, cols: int, parts: list[tuple[int, int]]) -> OutputTensor:
     """A tensor of which these rows are changed."""
-    uses = tuple(Use(NO_PATCH, Piece(name, low, high, cols), 0, 1.0) for low, high in parts)
-    return Target(name, name, "F16", (rows, cols), 0, rows * cols * 2, None, uses)
+    uses = tuple(PatchPart(NO_PATCH, RowSlice(name, low, high, cols), 0, 1.0) for low, high in parts)
+    return OutputTensor(name, name, "F16", (rows, cols), 0, rows * cols * 2, None, uses)
 
 
 @given(
@@ -58,8 +58,8 @@ def test_every_changed_part_has_a_row_in_the_sample(
     sizes=st.lists(st.integers(1, 2**24), min_size=1, max_size=12), full=st.booleans(),
 )  # fmt: skip
 def test_sampled_bytes_are_spread_over_all_tensors_and_all_bytes_are_all(sizes: list[int], full: bool) -> None:  # noqa: FBT001
-    info = TensorInfo("a", "U8", (), Path(), 0, 0)
-    some = [Target(str(n), str(n), "U8", (size,), 0, size, info) for n, size in enumerate(sizes)]
+    info = StoredTensor("a", "U8", (), Path(), 0, 0)
+    some = [OutputTensor(str(n), str(n), "U8", (size,), 0, size, info) for n, size in enumerate(sizes)]
     found = list(ranges(some, sum(sizes), full=full))
     assert all(0 <= first < first + count <= t.nbytes for t, first, count in found)
     if full:

@@ -17,7 +17,7 @@ import lora_merge
 from lora_merge.adapters.file import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.text import show_proof
-from lora_merge.disk.files import TensorInfo
+from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.models.names import names
@@ -37,16 +37,16 @@ LLAMA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": True, "alp
 class Numbers:
     """Every α is 2; no two tensors are the same."""
 
-    def numbers(self, info: TensorInfo) -> tuple[float, ...]:
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
         return (0.0,) * prod(info.shape) if info.dtype == "I64" else (2.0,)
 
-    def same(self, _a: TensorInfo, _b: TensorInfo) -> bool:
+    def same(self, _a: StoredTensor, _b: StoredTensor) -> bool:
         return False
 
-    def differing(self, _copy: TensorInfo, _own: TensorInfo) -> int:
+    def differing(self, _copy: StoredTensor, _own: StoredTensor) -> int:
         return 0
 
-    def zero_outside(self, _info: TensorInfo, _rows: tuple[int, int], _columns: tuple[int, int]) -> bool:
+    def zero_outside(self, _info: StoredTensor, _rows: tuple[int, int], _columns: tuple[int, int]) -> bool:
         return False
 
 

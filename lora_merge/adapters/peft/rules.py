@@ -36,7 +36,7 @@ from ...files.layouts import PEFT
 from ...json_text import from_json
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
-from ...models.weights import View
+from ...models.weights import WeightView
 from .config import CONVERT, ORDER_OF, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
 from .kinds import KINDS, MLX, OTHERS, SHARED, STARTED
 from .numbers import SCALES, SETTINGS, check_count, rank_doubt
@@ -128,7 +128,7 @@ class Rules:
         return replace(theirs, fields=replace(theirs.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
-        self, module: str, candidates: Sequence[str], weight: View | None = None, model: str = ""
+        self, module: str, candidates: Sequence[str], weight: WeightView | None = None, model: str = ""
     ) -> str | None:
         """The row for a module on its weight in a model of this type; None leaves it to the table.
 
@@ -228,7 +228,7 @@ class Rules:
             return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _lora_row(self, module: str, rows: Sequence[str], weight: View | None, model: str) -> str | None:
+    def _lora_row(self, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
         named = parameters(self.fields, module)
         if named and weight is not None and len(weight.shape) == 3:
             return experts_row(self.fields, weight.shape[1:], model, apart=len(weight.pieces) > 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from .given import Formula, Given, Reference
+from .given import Formula, FormulaInput, Reference
 from .lycoris import LYCORIS
 from .peft import PEFT
 from .recent import RECENT
@@ -18,4 +18,4 @@ from .transforms import TRANSFORMS
 REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **RECENT, **ROTATIONS, **TRANSFORMS})
 """One row for every row of ALGORITHMS."""
 
-__all__ = ["REFERENCE", "Formula", "Given", "Reference"]
+__all__ = ["REFERENCE", "Formula", "FormulaInput", "Reference"]

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import TensorInfo
+from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from .numbers import Number, Numbers, strength
 from .places import Place, Places, rows_of
@@ -62,7 +62,7 @@ class Claim:
 class Base:
     """What the second reading looks at of a base."""
 
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
     places: Places
 
@@ -90,7 +90,7 @@ class Strengths:
     parts: tuple[tuple[str, float], ...] = ()
 
 
-def claims(tensors: Mapping[str, TensorInfo], numbers: Numbers, base: Base, wanted: Strengths) -> Iterator[Claim]:
+def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wanted: Strengths) -> Iterator[Claim]:
     """What is known of an adapter's modules; those that claim one place with others are left out."""
     unsure = _unsure(tensors, base)
     read = [g for g in groups(tensors.values()) if not (unsure and g.stem.startswith(unsure))]
@@ -122,7 +122,7 @@ def _is_told(base: Base) -> bool:
     return str(base.config.get("model_type")) in IN_OUT
 
 
-def _unsure(tensors: Mapping[str, TensorInfo], base: Base) -> str:
+def _unsure(tensors: Mapping[str, StoredTensor], base: Base) -> str:
     """What the names begin with of one of two experts, where the base has one alone and nothing here tells which."""
     both = any(name.startswith("transformer_2.") for name in tensors)
     return "transformer." if both and not base.places.has("transformer_2") else ""

@@ -13,7 +13,7 @@ from .floats import Array
 
 
 @dataclass(frozen=True)
-class Given:
+class FormulaInput:
     """One module on one weight. Everything is float64 (indices int64), read when it is asked for."""
 
     read: Callable[[str, Array | None], Array]  # (slot, entries of axis 0 or all) → the stored tensor
@@ -72,7 +72,7 @@ class Given:
         return self.matrix[1]
 
 
-Formula: TypeAlias = Callable[[Given], Array]
+Formula: TypeAlias = Callable[[FormulaInput], Array]
 """ΔW at strength 1 for the rows that are asked for, [rows, cols]."""
 
 

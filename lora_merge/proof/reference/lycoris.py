@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import Given, Reference
+from .given import FormulaInput, Reference
 
 
-def _mixed(g: Given, core: str, inner: str) -> Array:
+def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
     """The inner factor behind a Tucker core: Σ_j core[i, j, k] inner[j, c] as [i, c·k]; without a core as it is."""
     if core not in g.slots:
         return g[inner]
@@ -22,12 +22,12 @@ def _mixed(g: Given, core: str, inner: str) -> Array:
     return joined.reshape(joined.shape[0], -1)
 
 
-def lora(g: Given) -> Array:
+def lora(g: FormulaInput) -> Array:
     """α / r · up · down."""
     return g.numbers["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
 
 
-def _sparse(g: Given, values: Array) -> Array:
+def _sparse(g: FormulaInput, values: Array) -> Array:
     """The values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
     where = g.places("indices", g.out, g.cols, wrapped=2**16)
     dense = np.zeros((g.out, g.cols))
@@ -35,17 +35,17 @@ def _sparse(g: Given, values: Array) -> Array:
     return dense[g.rows]
 
 
-def lora_sparse(g: Given) -> Array:
+def lora_sparse(g: FormulaInput) -> Array:
     """The same plus a sparse matrix."""
     return lora(g) + g.numbers["scale"] * _sparse(g, g["values"].reshape(-1))
 
 
-def lora_sparse_tucker(g: Given) -> Array:
+def lora_sparse_tucker(g: FormulaInput) -> Array:
     """The sparse matrix holds the base's own values too, which go."""
     return lora_sparse(g) - g.w * _sparse(g, np.ones(g["values"].size))
 
 
-def lora_fused(g: Given) -> Array:
+def lora_fused(g: FormulaInput) -> Array:
     """One small LoRA per part of the rows."""
     up, down = g["up"], g["down"]
     rank, result, done = up.shape[1], np.zeros((g.out, g.cols)), 0
@@ -56,14 +56,14 @@ def lora_fused(g: Given) -> Array:
     return g.numbers["scale"] * result[g.rows]
 
 
-def lora_transposed(g: Given) -> Array:
+def lora_transposed(g: FormulaInput) -> Array:
     """(A B)ᵀ with A (in, r) and B (r, out)."""
     a, b = g["down"], g["up"]
     scale = g.settings["lora_alpha"] / (a.shape[1] if g.settings.get("over_rank", True) else 1)
     return scale * (a @ b[:, g.rows]).T
 
 
-def lora_switch(g: Given) -> Array:
+def lora_switch(g: FormulaInput) -> Array:
     """Every expert has factors of its own. A row of the weight is one of an expert's, or all."""
     _, height, width = g.shape
     lines = g.cols // width
@@ -76,7 +76,7 @@ def lora_switch(g: Given) -> Array:
     return scale * result.reshape(len(g.rows), g.cols)
 
 
-def loha(g: Given) -> Array:
+def loha(g: FormulaInput) -> Array:
     """Two low-rank matrices multiplied element by element."""
     halves = []
     for i in "12":
@@ -85,7 +85,7 @@ def loha(g: Given) -> Array:
     return g.numbers["scale"] * halves[0] * halves[1]
 
 
-def lokr(g: Given) -> Array:
+def lokr(g: FormulaInput) -> Array:
     """Row i of w1 ⊗ w2 is row i div p of w1 times row i mod p of w2, p being the height of w2."""
     w1 = g["w1"] if "w1" in g.slots else g["w1_a"] @ g["w1_b"]
     outer = "w2" if "w2" in g.slots else "w2_a"
@@ -100,7 +100,7 @@ def lokr(g: Given) -> Array:
     return scale * (w1[upper][:, :, None] * w2[lower][:, None, :]).reshape(len(g.rows), g.cols)
 
 
-def _glora(g: Given, a_first: Array, a_second: Array, added: Array) -> Array:
+def _glora(g: FormulaInput, a_first: Array, a_second: Array, added: Array) -> Array:
     """c · (W A A' + B B'), W contracted on its input axis."""
     rank = a_first.shape[1]
     scale = g.numbers["scale"] * (np.sqrt(rank) if g.settings.get("rs_lora") else 1.0)
@@ -109,17 +109,17 @@ def _glora(g: Given, a_first: Array, a_second: Array, added: Array) -> Array:
     return scale * (through.reshape(len(g.rows), -1) + added)
 
 
-def glora(g: Given) -> Array:
+def glora(g: FormulaInput) -> Array:
     """The present layout."""
     return _glora(g, g["a1"], g["a2"], g.some("b1") @ _mixed(g, "bm", "b2"))
 
 
-def glora_old(g: Given) -> Array:
+def glora_old(g: FormulaInput) -> Array:
     """The layout of early LyCORIS: 1 and 2 change places."""
     return _glora(g, g["a2"], g["a1"], g.some("b2") @ g["b1"])
 
 
-def tlora(g: Given) -> Array:
+def tlora(g: FormulaInput) -> Array:
     """P λ Q less its start, r singular triples of the weight."""
     w, rank = g.all_w, g["q"].shape[0]
     u, s, v = np.linalg.svd(w, full_matrices=False)
@@ -130,22 +130,22 @@ def tlora(g: Given) -> Array:
     return g.numbers["scale"] * (g.some("p") @ np.diag(g["lambdas"].reshape(-1)) @ g["q"] - start)
 
 
-def full(g: Given) -> Array:
+def full(g: FormulaInput) -> Array:
     """The stored difference."""
     return g.some("diff")
 
 
-def replace(g: Given) -> Array:
+def replace(g: FormulaInput) -> Array:
     """The stored value less the weight."""
     return g.some("diff") - g.w
 
 
-def full_rank(g: Given) -> Array:
+def full_rank(g: FormulaInput) -> Array:
     """The stored difference under the name of a factor."""
     return g.some("down")
 
 
-def ia3(g: Given) -> Array:
+def ia3(g: FormulaInput) -> Array:
     """Rows, or input channels with their kernels, times w."""
     w, factor = g.w, g["diff"].reshape(-1)
     if g.places("on_input", 2).flat[0]:
@@ -163,7 +163,7 @@ def _rotations(blocks: Array, limit: float) -> Array:
     return (eye + q) @ np.linalg.inv(eye - q)
 
 
-def _turned_rows(g: Given, rotations: Array) -> Array:
+def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
     """Asked-for rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
     b = rotations.shape[-1]
     blocks, inside = np.divmod(g.rows, b)
@@ -175,23 +175,23 @@ def _turned_rows(g: Given, rotations: Array) -> Array:
     return found
 
 
-def _stretch(g: Given, turned: Array) -> Array:
+def _stretch(g: FormulaInput, turned: Array) -> Array:
     """The difference to the weight, after the stored factors of the rows where there are some."""
     factors = g.some("rescale").reshape(-1, 1) if "rescale" in g.slots else 1.0
     return factors * turned - g.w
 
 
-def diag_oft(g: Given) -> Array:
+def diag_oft(g: FormulaInput) -> Array:
     """Blocks of rows rotated."""
     return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.numbers["limit"])))
 
 
-def oft_diag(g: Given) -> Array:
+def oft_diag(g: FormulaInput) -> Array:
     """The same with R itself stored."""
     return _turned_rows(g, g["blocks"]) - g.w
 
 
-def boft(g: Given) -> Array:
+def boft(g: FormulaInput) -> Array:
     """Stages of rotations of pairs of half blocks, the pairs at growing distance."""
     x, rotations = g.all_w, _rotations(g["blocks"], g.numbers["limit"])
     half = rotations.shape[-1] // 2
@@ -205,7 +205,7 @@ def boft(g: Given) -> Array:
     return _stretch(g, x[g.rows])
 
 
-def _neumann(g: Given) -> Array:
+def _neumann(g: FormulaInput) -> Array:
     """OneTrainer's series for R, [k, b, b], from the upper triangles of S."""
     stored = g["skew"]
     b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
@@ -216,19 +216,19 @@ def _neumann(g: Given) -> Array:
     return np.eye(b) + 2 * s + 2 * s @ s + 2 * s @ s @ s + s @ s @ s @ s
 
 
-def _columns_turned(g: Given, right: Array) -> Array:
+def _columns_turned(g: FormulaInput, right: Array) -> Array:
     """W bd(right) − W."""
     w, b = g.w, right.shape[-1]
     parts = [w[:, j * b :][:, :b] @ right[j if len(right) > 1 else 0] for j in range(g.cols // b)]
     return np.hstack(parts) - w
 
 
-def onetrainer_oft(g: Given) -> Array:
+def onetrainer_oft(g: FormulaInput) -> Array:
     """Linear layers: W bd(R)ᵀ."""
     return _columns_turned(g, np.swapaxes(_neumann(g), 1, 2))
 
 
-def onetrainer_oft_conv(g: Given) -> Array:
+def onetrainer_oft_conv(g: FormulaInput) -> Array:
     """Convolutions: W bd(R)."""
     return _columns_turned(g, _neumann(g))
 

@@ -12,11 +12,11 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, Final
 
-from ...disk.files import TensorInfo
+from ...disk.files import StoredTensor
 from .places import PEFT
 from .reading import Group
 
-Number = Callable[[TensorInfo], float]
+Number = Callable[[StoredTensor], float]
 
 HEADER: Final = "lora_adapter_metadata"
 """Where diffusers keeps PEFT's configuration: `transformer.r` and so on."""

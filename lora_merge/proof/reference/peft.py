@@ -8,26 +8,26 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import Given, Reference
+from .given import FormulaInput, Reference
 from .lycoris import lora
 
 
-def adalora(g: Given) -> Array:
+def adalora(g: FormulaInput) -> Array:
     """B diag(E) A."""
     return g.numbers["scale"] * (g.some("up") @ np.diag(g["values"].reshape(-1)) @ g["down"])
 
 
-def lora_bias(g: Given) -> Array:
+def lora_bias(g: FormulaInput) -> Array:
     """A scaled vector."""
     return g.numbers["scale"] * g.some("diff")
 
 
-def embedding(g: Given) -> Array:
+def embedding(g: FormulaInput) -> Array:
     """(B A)ᵀ."""
     return g.numbers["scale"] * (g["up"] @ g["down"][:, g.rows]).T
 
 
-def experts(g: Given) -> Array:
+def experts(g: FormulaInput) -> Array:
     """Expert e has rows e·r … of A and every E-th column of B. A row of the weight is one of an expert's, or all."""
     _, height, width = g.shape
     lines = g.cols // width
@@ -43,7 +43,7 @@ def experts(g: Given) -> Array:
     return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
 
 
-def bdlora(g: Given) -> Array:
+def bdlora(g: FormulaInput) -> Array:
     """One factor block-diagonal: its block j meets every rank's j-th share of the other."""
     up, down = g["up"], g["down"]
     k, rank, width = down.shape
@@ -54,7 +54,7 @@ def bdlora(g: Given) -> Array:
     return g.numbers["scale"] * result[g.rows]
 
 
-def c3a(g: Given) -> Array:
+def c3a(g: FormulaInput) -> Array:
     """Circulant blocks."""
     kernel = g["kernel"]
     b = kernel.shape[2]
@@ -64,7 +64,7 @@ def c3a(g: Given) -> Array:
     return picked.reshape(len(g.rows), -1) / g.cols
 
 
-def deft(g: Given) -> Array:
+def deft(g: FormulaInput) -> Array:
     """Q (c R − Pᵀ W)."""
     p = g["subspace"]
     q = np.linalg.qr(p)[0] if g.settings.get("method") == "qr" else p
@@ -72,7 +72,7 @@ def deft(g: Given) -> Array:
     return (q @ (inner + (g.numbers["scale"] * g["content"] if "content" in g.slots else 0)))[g.rows]
 
 
-def delora(g: Given) -> Array:
+def delora(g: FormulaInput) -> Array:
     """Unit vectors of both factors, lengthened by λ / r, columns by w."""
     b, a = g["up"], g["down"]
     result = np.zeros((len(g.rows), g.cols))
@@ -82,7 +82,7 @@ def delora(g: Given) -> Array:
     return result * g["length"].reshape(-1)[0] / max(len(a), 1) * g["norms"].reshape(-1)
 
 
-def fourierft(g: Given) -> Array:
+def fourierft(g: FormulaInput) -> Array:
     """The real part of an inverse transform of few entries, entry by entry."""
     u, v = np.divmod(g.places("places", g.out * g.cols), g.cols)
     value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
@@ -92,7 +92,7 @@ def fourierft(g: Given) -> Array:
     return (np.fft.ifft(columns, axis=1) * g.cols).real
 
 
-def gralora(g: Given) -> Array:
+def gralora(g: FormulaInput) -> Array:
     """Block (j, m) from block m of the inputs' factors and block j of the outputs'; perhaps a plain pair."""
     inputs, outputs = g["inputs"], g["outputs"]
     blocks = [[(inputs[m][:, j] @ outputs[j][m]).T for m in range(len(inputs))] for j in range(len(outputs))]
@@ -102,17 +102,17 @@ def gralora(g: Given) -> Array:
     return g.numbers["scale"] * result
 
 
-def hira(g: Given) -> Array:
+def hira(g: FormulaInput) -> Array:
     """W times a low-rank matrix, element by element."""
     return g.w * (g.some("up") @ g["down"])
 
 
-def hira_embedding(g: Given) -> Array:
+def hira_embedding(g: FormulaInput) -> Array:
     """The same for an embedding."""
     return g.w * (g["up"] @ g["down"][:, g.rows]).T
 
 
-def hra(g: Given) -> Array:
+def hra(g: FormulaInput) -> Array:
     """One reflection after the other."""
     w, u = g.w.copy(), g["vectors"]
     before = w.copy()
@@ -122,13 +122,13 @@ def hra(g: Given) -> Array:
     return w - before
 
 
-def miss(g: Given) -> Array:
+def miss(g: FormulaInput) -> Array:
     """ΔW[o, i] = D[i mod r, o mod width]."""
     block = g["block"]
     return block[np.arange(g.cols)[None, :] % len(block), g.rows[:, None] % block.shape[1]]
 
 
-def miss_bat(g: Given) -> Array:
+def miss_bat(g: FormulaInput) -> Array:
     """(W + I) D in square blocks."""
     block, w = g["block"], g.w
     rank = block.shape[1]
@@ -139,49 +139,49 @@ def miss_bat(g: Given) -> Array:
     return result
 
 
-def osf(g: Given) -> Array:
+def osf(g: FormulaInput) -> Array:
     """Trained triples in place of the smallest ones."""
     m = g["values"].size
     return g.some("left") @ np.diag(g["values"].reshape(-1)) @ g["right"] - _triples(g, -m)
 
 
-def _triples(g: Given, count: int) -> Array:
+def _triples(g: FormulaInput, count: int) -> Array:
     """Rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
     u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
     part = slice(0, count) if count > 0 else slice(len(s) + count, None)
     return u[g.rows, part] @ np.diag(s[part]) @ v[part]
 
 
-def pissa(g: Given) -> Array:
+def pissa(g: FormulaInput) -> Array:
     """A pair less the best approximation of its rank."""
     return lora(g) - _triples(g, len(g["down"]))
 
 
-def olora(g: Given) -> Array:
+def olora(g: FormulaInput) -> Array:
     """A pair less the first columns and rows of QR."""
     q, r = np.linalg.qr(g.all_w)
     rank = len(g["down"])
     return lora(g) - g.numbers["scale"] * (q[g.rows, :rank] @ r[:rank])
 
 
-def kasa(g: Given) -> Array:
+def kasa(g: FormulaInput) -> Array:
     """A pair with a diagonal, less the smallest triples."""
     return adalora(g) - _triples(g, -len(g["down"]))
 
 
-def ia3_out(g: Given) -> Array:
+def ia3_out(g: FormulaInput) -> Array:
     """Rows times their factor."""
     return (g.some("factor").reshape(-1, 1) - 1) * g.w
 
 
-def ia3_in(g: Given) -> Array:
+def ia3_in(g: FormulaInput) -> Array:
     """Inputs times their factor, groups of rows having their own."""
     factor = g["factor"]
     group = g.rows * len(factor) // g.out
     return g.w * (np.repeat(factor[group], g.cols // factor.shape[1], axis=1) - 1)
 
 
-def randlora(g: Given) -> Array:
+def randlora(g: FormulaInput) -> Array:
     """Σ over pairs (k, i), counted k first in the one factor and i first in the other."""
     lam, gamma, a, b = g["rank_scale"], g["side_scale"], g["down"], g["up"]
     (rank, count), small, large = lam.shape, gamma.shape[1], max(g.out, g.cols)
@@ -192,7 +192,7 @@ def randlora(g: Given) -> Array:
     return g.numbers["scale"] * (columns @ rows[:, g.rows]).T
 
 
-def road(g: Given) -> Array:
+def road(g: FormulaInput) -> Array:
     """Pairs of rows, half a group apart, turned and stretched."""
     theta, alpha, size = g["theta"].reshape(-1), g["stretch"].reshape(-1), int(g.settings["group"])
     group, inside = np.divmod(g.rows, size)
@@ -214,20 +214,20 @@ def road(g: Given) -> Array:
     return (keep[:, None] - 1) * g.w + (turn * sign)[:, None] * other
 
 
-def shira(g: Given) -> Array:
+def shira(g: FormulaInput) -> Array:
     """Values at rows and columns."""
     rows, cols = g.places("places", g.out, g.cols)
     return _scattered(g, rows, cols, g["values"].reshape(-1))
 
 
-def supertuning(g: Given) -> Array:
+def supertuning(g: FormulaInput) -> Array:
     """Values at row-major positions, perhaps with a pair."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     change = _scattered(g, rows, cols, g["values"].reshape(-1))
     return change + (lora(g) if "up" in g.slots else 0.0)
 
 
-def _scattered(g: Given, rows: Array, cols: Array, values: Array) -> Array:
+def _scattered(g: FormulaInput, rows: Array, cols: Array, values: Array) -> Array:
     place = np.full(g.out, -1)
     place[g.rows] = np.arange(len(g.rows))
     change, mine = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
@@ -235,7 +235,7 @@ def _scattered(g: Given, rows: Array, cols: Array, values: Array) -> Array:
     return change
 
 
-def vblora(g: Given) -> Array:
+def vblora(g: FormulaInput) -> Array:
     """Softmax over the largest logits."""
     bank, top = g["bank"], g.settings.get("top", 2)
 
@@ -248,7 +248,7 @@ def vblora(g: Given) -> Array:
     return _from_pieces(g, mixed(g["down"]), mixed(g["up"]))
 
 
-def vblora_top(g: Given) -> Array:
+def vblora_top(g: FormulaInput) -> Array:
     """The chosen vectors with their weights, the last of which makes the sum 1."""
     bank = g["bank"]
 
@@ -260,13 +260,13 @@ def vblora_top(g: Given) -> Array:
     return _from_pieces(g, down, up)
 
 
-def _from_pieces(g: Given, down: Array, up: Array) -> Array:
+def _from_pieces(g: FormulaInput, down: Array, up: Array) -> Array:
     """B A, from rows of A in pieces [r, in/L, L] and columns of B in pieces [out/L, r, L]."""
     piece, inside = np.divmod(g.rows, up.shape[2])
     return up[piece, :, inside] @ down.reshape(len(down), -1)
 
 
-def vera(g: Given) -> Array:
+def vera(g: FormulaInput) -> Array:
     """diag(b) B diag(d) A, cut to size; of a doubled rank only the first half is the mean."""
     up = g["up"]
     rank = up.shape[1]

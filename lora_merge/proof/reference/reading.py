@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from ...disk.files import TensorInfo
+from ...disk.files import StoredTensor
 
 LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
                "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),
@@ -67,10 +67,10 @@ class Group:
     stem: str
     parameter: str = "weight"
     part: int | None = None
-    roles: dict[str, TensorInfo] = field(default_factory=dict)
-    twice: dict[str, list[TensorInfo]] = field(default_factory=dict)  # role → all tensors, where there are several
+    roles: dict[str, StoredTensor] = field(default_factory=dict)
+    twice: dict[str, list[StoredTensor]] = field(default_factory=dict)  # role → all tensors, where there are several
 
-    def put(self, role: str, info: TensorInfo) -> None:
+    def put(self, role: str, info: StoredTensor) -> None:
         """One more tensor."""
         first = self.roles.setdefault(role, info)
         if first is not info:
@@ -83,7 +83,7 @@ class Group:
         return next((kind for kind, needs, may in KINDS if needs <= own <= needs | may), "")
 
 
-def groups(tensors: Iterable[TensorInfo]) -> list[Group]:
+def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
     """The modules of a file, those of unknown kinds and of unknown company left out."""
     found: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()

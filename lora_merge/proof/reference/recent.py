@@ -8,15 +8,15 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import Given, Reference
+from .given import FormulaInput, Reference
 
 
-def glora(g: Given) -> Array:
+def glora(g: FormulaInput) -> Array:
     """W ⊙ A + B."""
     return g.w * _letter(g, "a") + _letter(g, "b")
 
 
-def glora_bias(g: Given) -> Array:
+def glora_bias(g: FormulaInput) -> Array:
     """b ⊙ D + E + W C."""
     column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
     change = g["weight"][g.rows] @ column.reshape(-1, 1)
@@ -26,14 +26,14 @@ def glora_bias(g: Given) -> Array:
     return change
 
 
-def _letter(g: Given, name: str) -> Array:
+def _letter(g: FormulaInput, name: str) -> Array:
     if name not in g.slots:
         return g[f"{name}_up"][g.rows] @ g[f"{name}_down"]
     value = g[name]
     return value if len(value) == 1 and g.out > 1 else value[g.rows]
 
 
-def psoft(g: Given) -> Array:
+def psoft(g: FormulaInput) -> Array:
     """B (R − I) A."""
     left, right = g.some("left"), g["right"]
     rank = len(right)
@@ -45,7 +45,7 @@ def psoft(g: Given) -> Array:
     return np.asarray(left @ ((turned - np.eye(rank)) @ right))
 
 
-def _turned(g: Given, rank: int) -> Array:
+def _turned(g: FormulaInput, rank: int) -> Array:
     """(I + Q)(I − Q)⁻¹, or PEFT's series for it: all powers doubled but the first and the last."""
     skew, numbers = np.zeros((rank, rank)), iter(g["turn"].reshape(-1))
     for i in range(rank):
@@ -62,7 +62,7 @@ def _turned(g: Given, rank: int) -> Array:
     return np.asarray(sum(weight * np.linalg.matrix_power(skew, k) for k, weight in enumerate(weights)))
 
 
-def adamss(g: Given) -> Array:
+def adamss(g: FormulaInput) -> Array:
     """Every group of rows in its own factors, all in one subspace."""
     inputs = g["weight"].shape[1]
     space = g["space"][:, inputs:] if len(g.shape) == 1 else g["space"][:, :inputs]
@@ -71,13 +71,13 @@ def adamss(g: Given) -> Array:
     return np.asarray(stacked[g.places("order", g.out)[g.rows]] @ space)
 
 
-def tinylora(g: Given) -> Array:
+def tinylora(g: FormulaInput) -> Array:
     """B (Σ v P) A."""
     inner = sum(value * one for value, one in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
     return np.asarray(g.some("up") @ (inner @ g["down"]))
 
 
-def frod(g: Given) -> Array:
+def frod(g: FormulaInput) -> Array:
     """U (S + diag(l)) Vᵀ − W."""
     basis, inner = g["basis"], np.diag(g["diagonal"].reshape(-1))
     singular = np.linalg.matrix_rank(basis) < len(basis)

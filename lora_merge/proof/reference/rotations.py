@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import Given, Reference
+from .given import FormulaInput, Reference
 
 
 def _cayley(s: Array) -> Array:
@@ -56,37 +56,37 @@ def _inputs_turned(w: Array, right: Array) -> Array:
     return np.hstack([w[:, j * b :][:, :b] @ right[j % len(right)] for j in range(w.shape[1] // b)])
 
 
-def _rotation(g: Given) -> Array:
+def _rotation(g: FormulaInput) -> Array:
     s = _triangles(g["skew"])
     s = _bounded(s, g.settings.get("limit", 0.0) / np.sqrt(len(s)))
     terms = g.settings.get("terms", 5)
     return _series(s, terms, doubled_last=g.settings.get("doubled_last", False)) if terms else _cayley(s)
 
 
-def third(g: Given) -> Array:
+def third(g: FormulaInput) -> Array:
     """W bd(R)ᵀ − W."""
     return _inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
 
 
-def embedding(g: Given) -> Array:
+def embedding(g: FormulaInput) -> Array:
     """W bd(R) − W."""
     return _inputs_turned(g.w, _rotation(g)) - g.w
 
 
-def _old(g: Given, side: int) -> Array:
+def _old(g: FormulaInput, side: int) -> Array:
     x = g["blocks"]
     x = _bounded(x, g.settings.get("limit", 0.0) * side**2 / np.sqrt(len(x)))
     return _cayley((x - np.swapaxes(x, 1, 2)) / 2)
 
 
-def second(g: Given) -> Array:
+def second(g: FormulaInput) -> Array:
     """s ⊙ W bd(R)ᵀ − W."""
     side = -(-g.out // (g.cols // g["blocks"].shape[1]))
     turned = _inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
     return g.some("rows").reshape(-1, 1) * turned - g.w
 
 
-def first(g: Given) -> Array:
+def first(g: FormulaInput) -> Array:
     """bd(R)ᵀ W − W, the blocks cut to the weight's height."""
     b = g["blocks"].shape[1]
     rotation = _old(g, b)
@@ -99,7 +99,7 @@ def first(g: Given) -> Array:
     return found - g.w
 
 
-def boft(g: Given) -> Array:
+def boft(g: FormulaInput) -> Array:
     """s ⊙ W Mᵀ − W, stage by stage on pairs of half blocks of columns."""
     blocks, x = g["blocks"], g.w
     half = blocks.shape[-1] // 2

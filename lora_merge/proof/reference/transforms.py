@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from .floats import Array
-from .given import Given, Reference
+from .given import FormulaInput, Reference
 
 COMPUTED: Final = frozenset(f"db{n}" for n in range(1, 11))
 """Daubechies' wavelets whose filters follow from their definition; those of longer ones lose digits on the way, and
@@ -33,7 +33,7 @@ def _synthesis(taps: Array, count: int) -> Array:
     return whole[cut : len(whole) - cut]
 
 
-def waveft(g: Given) -> Array:
+def waveft(g: FormulaInput) -> Array:
     """Few coefficients, taken as they are or as the four bands of a wavelet transform."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     values = g["spectrum"].reshape(-1) * g.numbers["scale"]
@@ -69,7 +69,7 @@ def _activation(name: str, x: Array) -> Array:
     return np.asarray(formulas[name])
 
 
-def peanut(g: Given) -> Array:
+def peanut(g: FormulaInput) -> Array:
     """Columns of the weight through a small network with mirrored shortcuts."""
     name, depth = str(g.settings["activation"]), int(g.settings["depth"])
     states = [_activation(name, g["down"] @ g.all_w)]
@@ -81,7 +81,7 @@ def peanut(g: Given) -> Array:
     return g.numbers["scale"] * (g.some("up") @ hidden)
 
 
-def unilora(g: Given) -> Array:
+def unilora(g: FormulaInput) -> Array:
     """Both factors looked up in one vector."""
     theta = g["bank"].reshape(-1)
     up = theta[g.places("up_choice", len(theta))[g.rows]] * g.some("up_weight")
