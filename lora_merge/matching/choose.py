@@ -99,7 +99,7 @@ class Patcher:
         self.given: Mapping[str, Any] = {}  # settings that the user states, because no file does
         self._told: dict[str, Trained] = {}  # by the metadata, per algorithm
         self.used: set[str] = set()  # those that a formula asked for
-        self.remarks: dict[str, list[str]] = {}  # what the user should know → modules
+        self.remarks: dict[str, dict[str, None]] = {}  # what the user should know → modules, each once
 
     def patch(self, module: Module, view: WeightView, near: Mapping[str, WeightView] = MappingProxyType({})) -> Patch:
         """The patch for a module on the weight it was trained on; `near` has the module's other parameters by name.
@@ -194,7 +194,7 @@ class Patcher:
 
     def remark(self, text: str, module: Module) -> None:
         """Note something about a module."""
-        self.remarks.setdefault(text, []).append(module.where)
+        self.remarks.setdefault(text, {})[module.where] = None
 
     def _remember(self, name: str, module: Module, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """What the patch took from the user, and whether its scale is only assumed."""

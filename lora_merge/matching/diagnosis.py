@@ -11,7 +11,7 @@ from ..algorithms import Shape
 from ..files.layouts import PEFT
 from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
-from ..models.names import Names, of_the_denoiser
+from ..models.names import UNKNOWN, Names, of_the_denoiser
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
 
@@ -55,9 +55,9 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
         return absence(absent, sorted(labels))
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
     if part is None or part is names.parts[0]:
-        return likely_reason(unmatched, modules, known, names.weights())
+        return likely_reason(unmatched, modules, known, names.weights(), names.architecture)
     there = [m for m in unmatched if names.wanted(m) == part.label]
-    return likely_reason(there, {}, part.architecture, names.weights(part))
+    return likely_reason(there, {}, part.architecture, names.weights(part), part.title)
 
 
 def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
@@ -89,16 +89,17 @@ def likely_reason(
     modules: Mapping[str, Shape],
     base: Architecture | None,
     stored: Mapping[str, Shape],
+    title: str,
 ) -> str:
     """The likely reason, "" if nothing is unmatched and nothing looks wrong.
 
-    `modules` are the adapter's, without prefixes, `stored` those of the base.
+    `modules` are the adapter's, without prefixes, `stored` those of the base; `title` is what else that is called.
     """
     return (
         other_model(modules, base, stored)
         or other_variant(modules, base, stored)
         or _other_size(unmatched, stored)
-        or _unknown(unmatched, base, stored)
+        or _unknown(unmatched, base.title if base else title, stored)
     )
 
 
@@ -133,7 +134,7 @@ def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
     return f"the adapter speaks of block {theirs}, the base ends with block {ours}: it is a smaller or pruned model"
 
 
-def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
+def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
     if not unmatched:
         return ""
     tied = any("embed" in name or "wte" in name for name in stored)
@@ -151,8 +152,8 @@ def _unknown(unmatched: Sequence[str], base: Architecture | None, stored: Mappin
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
         )
-    title = base.title if base else "a model unknown to lora-merge"
-    return f"the base is {title} and {NO_NAMES}; {OWN_BASE}"
+    known = title if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
+    return f"the base is {known} and {NO_NAMES}; {OWN_BASE}"
 
 
 def grouped(down: Shape, weight: Shape) -> str:

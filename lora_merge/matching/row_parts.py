@@ -8,18 +8,19 @@ and in which order, is the base's to tell, because a pruned or partly trained ad
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Final
 
 from ..adapters.file import Module
 from ..adapters.suffixes import part
+from ..models.fused import Split, agreed
 from ..models.weights import WeightView, rows_of
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
-    "merge into the model that it was trained on, in a layout that is known, or give an adapter that has all of the "
-    "parts"
+    "put the base's config.json beside it, merge into the model that the adapter was trained on in a layout that is "
+    "known, or give an adapter that has all of the parts"
 )
 UNKNOWN: Final = (
     "the base does not tell which rows the part is for, and the parts that the adapter has do not fill the weight"
@@ -41,23 +42,32 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
     return {name: dict(sorted(parts.items())) for name, parts in found.items()}
 
 
-def place(view: WeightView, number: int, parts: Mapping[int, int], fused: Sequence[int]) -> WeightView:
+def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping[str, Split]) -> WeightView:
     """The rows of part `number` in the weight `view`; NoPlace if it has none, or does not fill it.
 
-    `parts`: the rows that each of the adapter's parts writes. `fused`: the rows of every layer that is fused in the
-    weight, in order, as the base tells; empty where it does not.
+    `parts`: the rows that each of the adapter's parts writes. `told`: who tells of the base → the rows of every layer
+    that is fused in the weight, in order. Where nobody does, parts that fill the weight follow each other.
     """
     if any(piece.transposed for piece in view.pieces):
         raise NoPlace(TURNED)
     rows, height = view.shape[0], parts.get(number, 0)
     if parts.keys() == {0} and height == rows:  # kohya's OFT numbers the parts of layers that it does not split, too
         return view
+    fused = agreed(told)
+    if told and not fused:
+        raise NoPlace("; ".join(f"by {who} {_layers(split)}" for who, split in told.items()))
     if not fused:
-        fused = [*parts.values()]
+        fused = tuple(parts.values())
         if number not in parts or [*parts] != [*range(len(parts))] or 0 in fused or sum(fused) != rows:
             raise NoPlace(UNKNOWN)
     starts = [0, *accumulate(fused)]
     if number >= len(fused) or height not in (0, fused[number]):  # where it is not told the formula finds out
-        there = f"the base has {len(fused)} of {', '.join(map(str, fused))} rows"
-        raise NoPlace(f"part {number} has {height or 'untold'} rows, {there}")
+        has = f"part {number} has {height} rows" if height else f"there is no layer for part {number}"
+        raise NoPlace(f"{has}; by {next(iter(told))} {_layers(fused)}")
     return rows_of(view, starts[number], starts[number + 1])
+
+
+def _layers(split: Split) -> str:
+    """`the weight holds 3 layers, of 8, 4 and 4 rows`."""
+    *most, last = map(str, split)
+    return f"the weight holds {len(split)} layers, of {', '.join(most)} and {last} rows"

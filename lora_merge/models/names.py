@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from ..algorithms import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
+from .fused import Split, splits
 from .guess import architectures, described, seen
 from .prefixes import DENOISERS, TRAINING, prefixed
 from .spellings import Component
-from .weights import WeightView, transposed
+from .weights import WeightView, transposed, whole
 from .wrappers import unwrapped, wrapper_notes
 
 OTHER_ROWS: Final = (
@@ -42,6 +43,9 @@ EXPERTS: Final = {
 }
 """What names of Wan 2.2's experts in a pipeline begin with → what a base by itself, whose file says nothing of the
 kind, is taken for."""
+
+UNKNOWN: Final = "unknown"
+"""What a base is called that no table knows and whose configuration names no class."""
 
 REWRITES: Final = (
     (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
@@ -73,10 +77,12 @@ class Names:
     """The names of one base; built once, then asked for every module."""
 
     def __init__(
-        self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+        self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({}),
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.parts = parts
         self._shapes = shapes
+        self._config = config
         self._stored = stored  # its names without levels that training left → the keys, where these have some
         self._inner = {key: name for name, key in stored.items()}
         self._prefixes = [
@@ -90,7 +96,7 @@ class Names:
         self.second = False  # whether the base lies in the folder of a pipeline's second expert
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
-        self.architecture = known.title if known else (main and main.title) or "unknown"
+        self.architecture = known.title if known else (main and main.title) or UNKNOWN
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
         self.notes = tuple(f"{title} {OTHER_ROWS}" for title in in_shards)
@@ -140,18 +146,22 @@ class Names:
         part = self._part(key)
         return part is not None and part.architecture is not None
 
-    def fused(self, view: WeightView) -> tuple[int, ...]:
-        """Rows of every layer that is fused in a weight, in order; () where nothing tells.
+    def fused(self, view: WeightView) -> dict[str, Split]:
+        """Who tells it → rows of every layer that is fused in a weight, in order; empty where nothing tells.
 
-        The architecture's table does. Of a model without one, a weight called `qkv` of [3n, n] holds three of n.
+        Of a model that a table knows, the table alone does.
         """
         pieces = [p._replace(key=self._name(p.key)) for p in view.pieces]
         found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
+        if not all(found):
+            return {}
         if sum(map(len, found)) > 1:
-            return tuple(chain.from_iterable(found)) if all(found) else ()
-        rows, columns = view.matrix
-        named = "qkv" in pieces[0].key.rpartition(".")[0].rpartition(".")[2]
-        return (columns,) * 3 if found[0] and named and rows == 3 * columns else ()
+            return {f"the table of {self.architecture}": tuple(chain.from_iterable(found))}
+        name, shapes = pieces[0].key, self._shapes
+        part = self._part(name)
+        kind = part.architecture.file.stem if part and part.architecture else ""
+        whole_one = whole(name, shapes[name]).pieces == (*pieces,)
+        return splits(name, shapes, self._config, kind) if whole_one else {}
 
     def component(self, key: str) -> str:
         """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
@@ -258,7 +268,7 @@ def names(index: Index, extra: Path | None = None) -> Names:
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
     for part in parts:
         part.sharded = len({tensors[key].file for key in part.keys.values()}) > 1
-    found = Names(parts, shapes, stored)
+    found = Names(parts, shapes, stored, index.config)
     if stored:
         found.notes = (*found.notes, *wrapper_notes(stored))
     found.second = "transformer_2" in index.path.parts[-2:]

@@ -1,0 +1,128 @@
+"""Which layers a fused weight holds, as far as the base's configuration and the tensors beside it tell. No torch.
+
+The number of rows does not tell: q, k and v are equal parts in one model, and a q of many heads before a k and a v of
+few in the next. But the output projection has one column for each row of q, the layer behind an MLP one for each row
+of its gate, and config.json counts the heads. For models that a table knows, that table tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from ..algorithms import Shape
+
+Split: TypeAlias = tuple[int, ...]
+"""Rows of every layer that a fused weight holds, in order."""
+
+_QKV: Final = "(?:to_|linear_)?qkv(?:_proj|_lin|_mat)?|[Ww]_?qkv|query_key_value|c_attn|W_pack|att_proj"
+_MLP: Final = "(?:gate_up|up_gate)(?:_proj)?|w12|[Ww]i|dense_h_to_4h|ff_proj"
+FUSED: Final = re.compile(rf"(?P<before>(?:[A-Za-z0-9]+_)*?)(?:(?P<qkv>{_QKV})|{_MLP})(?P<after>_[a-z])?")
+"""Last levels of the names of layers that hold q, k and v, or the gate of an MLP and what it gates."""
+
+IN_TURN: Final = frozenset(
+    (
+        *("bloom", "codegen", "falcon", "fuyu", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "internlm2"),
+        "persimmon",
+    )
+)
+"""Types of models whose q, k and v take turns, head by head or group by group: none has all of its rows together."""
+
+OUTPUTS: Final = (
+    *("o_proj", "out_proj", "dense", "proj", "c_proj", "wo", "Wo", "to_out.0", "to_out", "out", "proj_out", "out_lin"),
+    *("attn_out", "linear_proj"),
+)
+"""What the layer behind q, k and v is called."""
+
+DOWNS: Final = ("down_proj", "down", "Wo", "wo", "w2", "w3", "dense_4h_to_h", "ff_out", "fc2")
+"""What the layer behind gate and value is called."""
+
+QUERIES: Final = ("q_proj", "q_attn", "to_q", "wq")
+"""What a q is called that lies apart: the fused weight beside it holds k and v."""
+
+NORMS: Final = (
+    *(("q_norm", "k_norm"), ("norm_q", "norm_k"), ("q_layernorm", "k_layernorm"), ("query_norm", "key_norm")),
+    *(("ln_q", "ln_k"), ("q_ln", "k_ln"), ("norm.query_norm", "norm.key_norm")),
+)
+"""What the norms of q and k are called, which are as long as one head, or as all."""
+
+HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+GROUPS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
+HEAD: Final = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
+VALUE: Final = ("v_head_dim",)
+WIDTH: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
+HIDDEN: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
+"""What configurations call the number of heads of q, of k and v, the size of a head, of one of v, the width of the
+model and that inside its MLPs."""
+
+
+def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], kind: str = "") -> dict[str, Split]:
+    """Who tells it → the rows of every layer that the tensor `name` holds. Empty where nothing tells.
+
+    `shapes`: of all tensors of the base, by name; `config`: its configuration, with those of its parts; `kind`: the
+    type of the model, where more than its configuration tells that.
+    """
+    stem, _, parameter = name.rpartition(".")
+    module, dot, leaf = stem.rpartition(".")
+    match, weight = FUSED.fullmatch(leaf), shapes.get(f"{stem}.weight", ())
+    if match is None or parameter not in ("weight", "bias") or len(weight) < 2:
+        return {}
+    if match["qkv"] and not IN_TURN.isdisjoint((kind, str(config.get("model_type")))):
+        return {}
+    before, after = module + dot + match["before"], match["after"] or ""
+
+    def size(what: str, axis: int) -> int:
+        """A size of a neighbour's weight; 0 if there is none."""
+        named = (f"{before}{what}{after}{end}" for end in (".weight", ".scale", ""))
+        shape = next((shapes[key] for key in named if key in shapes), ())
+        return shape[axis] if len(shape) > axis else 0
+
+    told = _of_attention if match["qkv"] else _of_mlp
+    every = told(weight[0], weight[1], size, [config, *(c for c in config.values() if isinstance(c, Mapping))])
+    return {who: split for who, split in every if sum(split) == weight[0] and min(split) > 0}
+
+
+def agreed(told: Mapping[str, Split]) -> Split:
+    """The rows that all tell; () where nothing tells, or not all the same."""
+    return next(iter(told.values())) if len({*told.values()}) == 1 else ()
+
+
+def _of_attention(
+    rows: int, columns: int, size: Callable[[str, int], int], configs: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Split]]:
+    """(who tells, rows of q, k and v)."""
+    if any(size(name, 0) for name in QUERIES):
+        return
+    for config in configs:
+        heads, groups, width = _number(config, HEADS), _number(config, GROUPS), _number(config, WIDTH)
+        head = _number(config, HEAD) or (width // heads if heads else 0)
+        k = groups * head or (rows - heads * head) // 2
+        if heads and head and width in (0, columns):
+            yield "config.json", (heads * head, k, groups * _number(config, VALUE) or k)
+    for name in OUTPUTS:
+        if q := size(name, 1):
+            yield name, (q, (rows - q) // 2, (rows - q) // 2)
+    for q_norm, k_norm in NORMS:
+        q, k = size(q_norm, 0), size(k_norm, 0)
+        if q + 2 * k == rows:
+            yield f"{q_norm} and {k_norm}", (q, k, k)
+    if (q := size("q_bias", 0)) and (v := size("v_bias", 0)):
+        yield "q_bias and v_bias", (q, rows - q - v, v)
+
+
+def _of_mlp(
+    rows: int, columns: int, size: Callable[[str, int], int], configs: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Split]]:
+    """(who tells, rows of the gate and of what it gates, which are equal)."""
+    for config in configs:
+        if _number(config, WIDTH) in (0, columns):
+            yield "config.json", (_number(config, HIDDEN),) * 2
+    for name in DOWNS:
+        yield name, (size(name, 1),) * 2
+
+
+def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first of these that a configuration states as a number; 0 if it states none."""
+    found = (config.get(name) for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)
