@@ -161,8 +161,18 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
+    if (account := proof["account"])["unused"]:
+        say(f"unused   {unused(account)}")
     for warning in proof["warnings"]:
         echo(f"warning: {warning}", err=True)
+
+
+def unused(account: Mapping[str, Any]) -> str:
+    """How many tensors of the adapters change nothing, and why the first of them do not."""
+    first = [f"{name} ({why})" for name, why in [*account["reasons"].items()][:3]]
+    more = account["unused"] - len(first)
+    names = ", ".join(first) + (f" and {more} more" if more else "")
+    return f"{account['unused']} of {account['tensors']} adapter tensors change nothing: {names}"
 
 
 def matched(matching: Mapping[str, Any]) -> str:

@@ -29,11 +29,11 @@ from .choose import ALPHA, Patch, Patcher
 from .conflicts import TWICE, Doubles
 from .growth import GIVE_BIAS, NO_BIAS, bias_beside, grown
 from .incomplete import gaps, incomplete
-from .misfits import UNKNOWN, doubtful, refuse
+from .misfits import IDLE, UNKNOWN, doubtful, refuse
 from .orientation import Place
-from .patch import Matched, PatchPart
+from .patch import COPY, OFF, ZEROS, Matched, PatchPart
 from .relatives import related
-from .remarks import TUNED_BIAS, TURNED_BIAS
+from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
 from .resizing import by_rows, sizes
 from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
 from .side_by_side import as_trained
@@ -43,8 +43,6 @@ from .unstored import unstored
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
-IDLE: Final = "a change of 0 to a tensor of whole numbers"
-LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 
 
 class Matcher:
@@ -123,6 +121,7 @@ class Matcher:
         if view is None:
             return
         if self.heads.repeats(module):
+            self.result.leave(module, COPY)
             self._count({self.names.component(view.pieces[0].key)})
             return
         slot = self.lacking.get(module.where)
@@ -214,6 +213,7 @@ class Matcher:
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
             if left_out and isinstance(e, ShapeMismatch):
                 self.patcher.remark(LEFT_OUT, module)
+                self.result.leave(module, OFF)
                 self._count(set(places.values()))
             else:
                 self.failures.append(e)
@@ -223,12 +223,9 @@ class Matcher:
         """The module's other parameters in the base, as far as a formula asks for them."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
         found = {parameter: self._named(part(module.name)[0], parameter) for parameter in wanted}
-        found |= {f"{LAYER}{n}": self._named(name, "weight") for n, name in enumerate(self._relatives(module))}
+        relatives = self.patcher.rules.relatives.get(module.name, ())  # what no file holds is made of their weights too
+        found |= {f"{LAYER}{n}": self._named(name, "weight") for n, name in enumerate(relatives)}
         return {parameter: view for parameter, view in found.items() if view is not None}
-
-    def _relatives(self, module: Module) -> Sequence[str]:
-        """Modules whose weights go with this one's into what no file holds."""
-        return self.patcher.rules.relatives.get(module.name, ())
 
     def _dtype(self, module: Module) -> str:
         """The dtype of a module's weight in the base; "" where it has none."""
@@ -240,12 +237,14 @@ class Matcher:
         weight = self._named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
+        self.result.leave(module, ZEROS)
         self._count({self.names.component(piece.key) for piece in weight.pieces})
         return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.doubles.repeats(patch):
             self.patcher.remark(TWICE, patch.module)
+            self.result.leave(patch.module, COPY)
             self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
             return
         start, components = 0, set()
@@ -254,8 +253,10 @@ class Matcher:
             component = self.names.component(into)
             components.add(component)
             strength = self.ref.factor(into, component)
-            if strength:  # at 0 the tensor stays untouched, byte for byte
+            if strength:
                 self.result.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
+            else:  # the tensor stays untouched, byte for byte
+                self.result.leave(patch.module, OFF)
             start += piece.rows
         self._count(components)
 
@@ -290,6 +291,7 @@ class Matcher:
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
         elif meant is not None and meant.rows is not None and self.heads.repeats_rows(name, meant.rows):
+            self.result.unused[info.name] = COPY
             self._count({"model"})
         elif (view := view or self.heads.place(info, name, parameter, rows=bool(meant and meant.rows))) is None:
             self.result.unmatched[info.name] = UNKNOWN
@@ -303,6 +305,8 @@ class Matcher:
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
         elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice
             self.failures.append(twice(self.adapter.path, first, info))
+        else:
+            self.result.unused[info.name] = COPY
 
     def _is_copy(self, info: StoredTensor, view: WeightView) -> bool:
         """Whether a tensor is the base's own."""
@@ -342,4 +346,5 @@ class Matcher:
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.pieces] = self.seen.resized(where)
-        self.result.notes.append(f"{info.name}: {self.seen.notes.get(info.name, meant.why)}")
+        self.result.unused[info.name] = self.seen.notes.get(info.name, meant.why)
+        self.result.notes.append(f"{info.name}: {self.result.unused[info.name]}")

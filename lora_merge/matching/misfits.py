@@ -15,6 +15,7 @@ from .diagnosis import NO_NAMES, OWN_BASE, doubt, explain
 from .patch import Matched
 
 UNKNOWN: Final = "unknown tensor"
+IDLE: Final = "a change of 0 to a tensor of whole numbers"
 OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from ..adapters.file import AdapterFile
+from ..adapters.file import AdapterFile, Module
 from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..models.weights import RowSlice
 from .choose import Patch
+
+OFF: Final = "its strength is 0"
+COPY: Final = "the adapter holds it a second time; it is applied once"
+ZEROS: Final = "zeros for a bias that the layer does not have"
+"""Why a tensor that has its place changes nothing. The proof looks whether that is so."""
 
 
 class PatchPart(NamedTuple):
@@ -38,7 +43,12 @@ class Matched:
     modules: int = 0  # how many modules found their place
     unmatched: dict[str, str] = field(default_factory=dict)  # module → reason
     components: dict[str, int] = field(default_factory=dict)  # component → modules
+    unused: dict[str, str] = field(default_factory=dict)  # tensor of the adapter that changes nothing → why
     notes: list[str] = field(default_factory=list)
+
+    def leave(self, module: Module, why: str) -> None:
+        """Remember why the tensors of a module that has its place change nothing."""
+        self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
 
     @property
     def algorithms(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 
 BORROWED: Final = "its alpha is from the file's header, which calls this part of the model by another name"
 OTHER_ALPHA: Final = "its configuration says another scale than the alpha beside it, and counts, as PEFT has it"
 NO_DORA: Final = "its configuration says that it is without DoRA, so its magnitude is left out, as PEFT has it"
+LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"

@@ -24,6 +24,7 @@ from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import KEY, OURS
 from ..text import quoted
+from .account import account
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step
@@ -43,7 +44,7 @@ def verify(
     `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
-    matching = read_again(plan, reader).to_dict()
+    matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
         for n, file in enumerate(plan.files):
@@ -53,7 +54,7 @@ def verify(
     _conclude(plan, merged, part)
     proof = _proof(plan, merged, compared, full=full)
     proof["warnings"] += notes
-    return proof | {"matching": matching, "seconds": time.monotonic() - started}
+    return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
 
 
 def _check(

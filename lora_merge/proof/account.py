@@ -1,0 +1,210 @@
+"""Accounts for every tensor of every adapter's file: the plan uses it, or says why it changes nothing.
+
+The second reading (second_reading.py) knows where modules of known kinds go. A module that the planner loses, of
+whatever kind, is found here: the names are those that the `safetensors` library finds in the file, and none of the
+planner's counts are asked. Reasons for a tensor without use are looked into where bytes or strengths can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..algorithms import Shape
+from ..disk.files import TensorInfo
+from ..disk.reader import Reader
+from ..errors import VerificationFailed
+from ..files.checkpoint import Index
+from ..files.side_files import stored_name
+from ..job import Adapter
+from ..matching.choose import Patch
+from ..matching.patch import COPY, OFF, ZEROS, Matched
+from ..models.weights import Piece
+from ..planning.plan import Plan
+from ..text import listed, quoted
+from .reference.floats import Array, decode
+
+NAMED: Final = 5  # tensors that are named of those that change nothing
+FOR_ALL: Final = "base_model."
+OF_LAYERS: Final = "base_model.model."
+"""PEFT keeps what several layers share above the model, whose layers begin with the longer prefix."""
+
+REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
+
+
+@dataclass
+class Account:
+    """What became of the tensors of all adapters."""
+
+    tensors: int = 0
+    used: int = 0  # by a formula, or as they are
+    unused: dict[str, str] = field(default_factory=dict)  # tensor → why it changes nothing
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        few = dict([*self.unused.items()][:NAMED])
+        return {"tensors": self.tensors, "used": self.used, "unused": len(self.unused), "reasons": few}
+
+
+@dataclass
+class _Used:
+    """What the plan takes from one adapter."""
+
+    tensors: set[str] = field(default_factory=set)
+    patches: dict[int, Patch] = field(default_factory=dict)  # by identity
+    written: dict[str, set[Piece]] = field(default_factory=dict)  # module → pieces of the base that it changes
+
+    def add(self, patch: Patch) -> None:
+        """One more patch, whose every tensor is used."""
+        if id(patch) not in self.patches:
+            self.patches[id(patch)] = patch
+            module = patch.module
+            self.tensors.update(info.name for info in (*module.slots.values(), *module.shared.values()))
+
+
+def account(plan: Plan, reader: Reader) -> Account:
+    """What became of every tensor of the adapters; VerificationFailed where the plan lost one, or a part of its place,
+    or gives a reason that does not hold."""
+    whole = Account()
+    for ref, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
+        names = [*_names(matched.adapter.index)]
+        _check_places(used, ref)
+        unused = dict(_unused(names, matched, used.tensors, ref, reader))
+        whole.tensors += len(names)
+        whole.used += len(names) - len(unused)
+        whole.unused |= unused
+    return whole
+
+
+def _used(plan: Plan) -> list[_Used]:
+    """What the output tensors take from each adapter."""
+    found = [_Used() for _ in plan.adapters]
+    home = {file: one for one, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
+    for target in (t for f in plan.files for t in f.targets):
+        if target.source is not None and (one := home.get(target.source.file)) is not None:
+            one.tensors.add(target.source.name)
+        for use in target.uses:
+            one = found[use.patch.adapter]
+            one.add(use.patch)
+            one.written.setdefault(use.patch.module.where, set()).add(use.piece)
+    return found
+
+
+def _names(index: Index) -> Iterator[str]:
+    """Names of all tensors of an adapter, as the library reads its files; by our own reader where it cannot."""
+    named = {(info.file, stored_name(info)): name for name, info in index.tensors.items()}
+    for file in index.files:
+        for stored in _stored(file, index):
+            if (file, stored) not in named:
+                raise VerificationFailed("a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT)
+            yield named[file, stored]
+
+
+def _stored(file: Path, index: Index) -> Collection[str]:
+    """The names in one file."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(file), framework="np") as f:
+            return list(f.keys())
+    except safetensors.SafetensorError:  # a pickle, or a dtype that the library does not know
+        return [stored_name(info) for info in index.tensors.values() if info.file == file]
+
+
+def _check_places(used: _Used, ref: Adapter) -> None:
+    """VerificationFailed where a module changes only some of the rows that it was placed on."""
+    for patch in used.patches.values() if not _may_be_off(ref) else ():
+        missing = [p for p in patch.view.pieces if p not in used.written[patch.module.where]]
+        if missing:
+            where = f"{ref.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
+            raise VerificationFailed("the plan loses a part of an adapter's module", where, REPORT)
+
+
+def _unused(
+    names: Collection[str], matched: Matched, used: Collection[str], ref: Adapter, reader: Reader
+) -> Iterator[tuple[str, str]]:
+    """Every tensor without use, and why; VerificationFailed if nothing says why, or what it says is wrong."""
+    told, tensors = _told(matched), matched.adapter.index.tensors
+    shared, copies = any(map(_is_for_all, used)), _Copies([tensors[name] for name in used if name in tensors], reader)
+    lost = []
+    for name in names:
+        if name in used:
+            continue
+        if name in told:
+            why = told[name]
+            if not _holds(why, tensors[name], ref, copies):
+                where = f"{ref.path}: {quoted(name)}: {why}"
+                raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
+            yield name, why
+        elif shared and _is_for_all(name):
+            yield name, "kept for all layers, of which none needs it"
+        else:
+            lost.append(name)
+    if lost:
+        where = f"{ref.path}: {listed(map(quoted, lost), 3)}"
+        raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT)
+
+
+def _told(matched: Matched) -> Mapping[str, str]:
+    """Tensor → why it changes nothing, as the report says it: of single tensors, and of modules for all of theirs."""
+    left = matched.unmatched
+    of_modules = {
+        info.name: left[module.where]
+        for module in matched.adapter.modules
+        if module.where in left
+        for info in (*module.slots.values(), *module.shared.values())
+    }
+    again = {info.name: COPY for module in matched.adapter.modules for _, info in module.repeated}
+    return {**again, **of_modules, **left, **matched.adapter.ignored, **matched.unused}
+
+
+def _is_for_all(name: str) -> bool:
+    """Whether PEFT keeps this for several layers."""
+    return name.startswith(FOR_ALL) and not name.startswith(OF_LAYERS)
+
+
+def _may_be_off(ref: Adapter) -> bool:
+    """Whether an adapter's strength is 0 somewhere."""
+    return ref.strength == 0 or any(factor == 0 for _, factor in ref.parts)
+
+
+def _holds(why: str, info: TensorInfo, ref: Adapter, copies: _Copies) -> bool:
+    """Whether a reason holds, as far as bytes and strengths tell."""
+    if why == OFF:
+        return _may_be_off(ref)
+    if why == ZEROS:
+        return not np.any(copies.read(info))
+    return why != COPY or copies.has(info)
+
+
+class _Copies:
+    """Finds out whether a tensor is used under another name. Nothing is read before it is asked for."""
+
+    def __init__(self, used: Collection[TensorInfo], reader: Reader) -> None:
+        self._used, self._reader = used, reader
+        self._numbers: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
+
+    def read(self, info: TensorInfo) -> Array:
+        """The numbers of a tensor, without axes of length 1."""
+        return decode(self._reader.read(info), info.dtype).reshape(info.shape).squeeze()
+
+    def has(self, info: TensorInfo) -> bool:
+        """Whether a used tensor holds the same numbers, or the same turned over: PEFT saves the factors of a head that
+        is tied to the embeddings so."""
+        found = self.read(info)
+        return any(_digest(seen) in self._of(seen.shape) for seen in (found, found.T))
+
+    def _of(self, shape: Shape) -> set[bytes]:
+        if shape not in self._numbers:
+            alike = [info for info in self._used if tuple(n for n in info.shape if n != 1) == shape]
+            self._numbers[shape] = {_digest(self.read(info)) for info in alike}
+        return self._numbers[shape]
+
+
+def _digest(numbers: Array) -> bytes:
+    return hashlib.sha256(numbers.tobytes()).digest()

@@ -1,0 +1,140 @@
+"""Every tensor of an adapter is used, or the report says why it changes nothing; and what it says is looked into.
+
+That a lost module of every kind is found: tests/algorithms/test_lost_modules.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.adapters.file import AdapterFile
+from lora_merge.cli.text import show_proof
+from lora_merge.errors import VerificationFailed
+from lora_merge.matching.conflicts import Doubles
+from lora_merge.matching.match import Matcher
+from lora_merge.matching.patch import OFF, ZEROS, Matched
+from lora_merge.planning import cache
+from lora_merge.proof.replay import prove
+
+from ..planner_scenes import parted_scene
+from ..support import Tensors, rand, save
+
+BASE = {f"{name}.weight": rand(8, 8, seed=n) for n, name in enumerate(("m.a", "m.b", "m.lm_head"))}
+
+
+def pair(module: str, seed: int = 5) -> Tensors:
+    return {f"{module}.lora_up.weight": rand(8, 2, seed=seed), f"{module}.lora_down.weight": rand(2, 8, seed=seed + 1)}
+
+
+def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any) -> Mapping[str, Any]:
+    """The account in the proof of a merge, the same as in a later one."""
+    base = save(BASE, folder / "base.safetensors")
+    path = save(adapter, folder / "adapter.safetensors")
+    out = folder / "out.safetensors"
+    report = lora_merge.merge(base, [(path, strength)], out, **options)
+    assert report.verified is not None
+    account = report.verified["account"]
+    assert prove(out, full=True)["account"] == account
+    said: list[str] = []
+    show_proof(report.verified, said.append)
+    assert [line.startswith("unused") for line in said].count(True) == bool(account["unused"])
+    assert isinstance(account, dict)
+    return account
+
+
+def test_all_of_a_plain_adapter_is_used(tmp_path: Path) -> None:
+    assert merged(tmp_path, pair("m.a") | pair("m.b")) == {"tensors": 4, "used": 4, "unused": 0, "reasons": {}}
+
+
+def test_what_changes_nothing_is_named_with_its_reason(tmp_path: Path) -> None:
+    """A module without a place, one whose strength is 0, a copy under another name, an embedding of a prompt."""
+    adapter = pair("m.a") | pair("m.b") | pair("m.gone") | {"emb_params": rand(2, 2)}
+    adapter |= {k.replace("m.a", "diffusion_model.m.a"): v.clone() for k, v in pair("m.a").items()}
+    found = merged(tmp_path, adapter, unmatched="skip", strength_for=[("re:^m.b", 0.0)])
+    assert (found["tensors"], found["used"], found["unused"]) == (9, 2, 7)
+
+
+def test_an_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
+    found = merged(tmp_path, pair("m.a"), 0.0)
+    assert found == {"tensors": 2, "used": 0, "unused": 2, "reasons": dict.fromkeys(pair("m.a"), OFF)}
+
+
+@pytest.mark.parametrize("why", [OFF, ZEROS])
+def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    original = Matcher.match
+
+    def match(self: Matcher, unmatched: Any) -> Matched:
+        result = original(self, unmatched)
+        result.leave(next(m for m in result.adapter.modules if m.name == "m.b"), why)
+        del result.uses["m.b.weight"]
+        return result
+
+    monkeypatch.setattr(Matcher, "match", match)
+    with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
+        merged(tmp_path, {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")})
+
+
+def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of OFT, of which the second reading may know nothing: the factors of the second module are its own."""
+    monkeypatch.setattr(Doubles, "repeats", lambda self, patch: "m.b" in patch.module.name)
+    blocks = {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")}
+    with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
+        merged(tmp_path, blocks)
+
+
+def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three weights below each other, one of which gets nothing."""
+    original = Matcher.match
+
+    def match(self: Matcher, unmatched: Any) -> Matched:
+        result = original(self, unmatched)
+        del result.uses["transformer_blocks.0.attn.to_k.weight"]
+        return result
+
+    base = parted_scene(tmp_path).base
+    adapter = save({"lora_unet_double_blocks_0_img_attn_qkv.oft_blocks": rand(12, 4, 4)}, tmp_path / "oft.safetensors")
+    paths = base, adapter
+    lora_merge.merge(*paths, tmp_path / "right.safetensors")
+    monkeypatch.setattr(Matcher, "match", match)
+    with pytest.raises(VerificationFailed, match="loses a part of an adapter's module"):
+        lora_merge.merge(*paths, tmp_path / "wrong.safetensors")
+    assert not (tmp_path / "wrong.safetensors").exists()
+
+
+def test_a_tensor_that_the_reader_of_headers_overlooks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library lists the file's tensors, not this project's own reader."""
+    original = cache.group
+
+    def group(index: Any) -> AdapterFile:
+        rest = {name: info for name, info in index.tensors.items() if not name.startswith("m.b")}
+        return original(replace(index, tensors=rest))
+
+    monkeypatch.setattr(cache, "group", group)
+    with pytest.raises(VerificationFailed, match="was not read"):
+        merged(tmp_path, pair("m.a") | pair("m.b"))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_tensors_of_every_container_are_listed(tmp_path: Path, name: str) -> None:
+    """A pickle, which the library cannot open, and a shared tensor that no layer needs."""
+    base = save(BASE, tmp_path / "base.safetensors")
+    tensors = {f"base_model.model.m.{n}.vera_lambda_{s}": rand(*shape)
+               for n in "ab" for s, shape in (("b", (8,)), ("d", (2,)))}  # fmt: skip
+    tensors |= {"base_model.vera_A": rand(2, 8), "base_model.vera_B": rand(8, 2)}
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    torch.save(tensors, folder / name) if name.endswith(".bin") else save(tensors, folder / name)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "VERA", "r": 2}))
+    report = lora_merge.merge(base, folder, tmp_path / "out.safetensors")
+    assert report.verified is not None
+    assert report.verified["account"]["used"] == 6
