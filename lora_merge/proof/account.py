@@ -141,7 +141,7 @@ def _unused(
                 where = f"{ref.path}: {quoted(name)}: {why}"
                 raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
             yield name, why
-        elif shared and _is_for_all(name):
+        elif _is_for_all(name) and (shared or copies.has(tensors[name])):  # RandLoRA keeps its bases with each layer too
             yield name, "kept for all layers, of which none needs it"
         else:
             lost.append(name)
