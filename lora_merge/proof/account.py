@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import Shape
-from ..disk.files import TensorInfo
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
@@ -24,7 +24,7 @@ from ..files.side_files import stored_name
 from ..job import Adapter
 from ..matching.choose import Patch
 from ..matching.patch import COPY, OFF, ZEROS, Matched
-from ..models.weights import Piece
+from ..models.weights import RowSlice
 from ..planning.plan import Plan
 from ..text import listed, quoted
 from .reference.floats import Array, decode
@@ -57,7 +57,7 @@ class _Used:
 
     tensors: set[str] = field(default_factory=set)
     patches: dict[int, Patch] = field(default_factory=dict)  # by identity
-    written: dict[str, set[Piece]] = field(default_factory=dict)  # module → pieces of the base that it changes
+    written: dict[str, set[RowSlice]] = field(default_factory=dict)  # module → pieces of the base that it changes
 
     def add(self, patch: Patch) -> None:
         """One more patch, whose every tensor is used."""
@@ -141,7 +141,9 @@ def _unused(
                 where = f"{ref.path}: {quoted(name)}: {why}"
                 raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
             yield name, why
-        elif _is_for_all(name) and (shared or copies.has(tensors[name])):  # RandLoRA keeps its bases with each layer too
+        elif _is_for_all(name) and (
+            shared or copies.has(tensors[name])
+        ):  # RandLoRA keeps its bases with each layer too
             yield name, "kept for all layers, of which none needs it"
         else:
             lost.append(name)
@@ -173,7 +175,7 @@ def _may_be_off(ref: Adapter) -> bool:
     return ref.strength == 0 or any(factor == 0 for _, factor in ref.parts)
 
 
-def _holds(why: str, info: TensorInfo, ref: Adapter, copies: _Copies) -> bool:
+def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
     """Whether a reason holds, as far as bytes and strengths tell."""
     if why == OFF:
         return _may_be_off(ref)
@@ -185,15 +187,15 @@ def _holds(why: str, info: TensorInfo, ref: Adapter, copies: _Copies) -> bool:
 class _Copies:
     """Finds out whether a tensor is used under another name. Nothing is read before it is asked for."""
 
-    def __init__(self, used: Collection[TensorInfo], reader: Reader) -> None:
+    def __init__(self, used: Collection[StoredTensor], reader: Reader) -> None:
         self._used, self._reader = used, reader
         self._numbers: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
 
-    def read(self, info: TensorInfo) -> Array:
+    def read(self, info: StoredTensor) -> Array:
         """The numbers of a tensor, without axes of length 1."""
         return decode(self._reader.read(info), info.dtype).reshape(info.shape).squeeze()
 
-    def has(self, info: TensorInfo) -> bool:
+    def has(self, info: StoredTensor) -> bool:
         """Whether a used tensor holds the same numbers, or the same turned over: PEFT saves the factors of a head that
         is tied to the embeddings so."""
         found = self.read(info)

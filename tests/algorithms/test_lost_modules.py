@@ -16,7 +16,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
 from lora_merge.matching.match import Matcher
 from lora_merge.planning import cache, make_plan
-from lora_merge.planning.cache import Opened
+from lora_merge.planning.cache import CheckpointCache
 from lora_merge.proof.account import Account, account
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -25,7 +25,7 @@ LOST = MODULES[0]
 
 def accounted(job: Job, row: str = "") -> Account:
     """What became of the adapter's tensors; all must be of this row."""
-    plan = make_plan.make_plan(job, Opened())
+    plan = make_plan.make_plan(job, CheckpointCache())
     kinds = {u.patch.algorithm for f in plan.files for t in f.targets for u in t.uses}
     assert not row or kinds == {row} or (row == "set" and not kinds)
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
