@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -18,13 +18,34 @@ from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finit
 from .dtypes import COMPUTE_DTYPES, DTYPES
 from .errors import UsageError
 from .methods import METHODS, SUM
-from .patterns import STEPS_A_NAME, Refused, Steps, pattern
+from .patterns import Refused, pattern
 
 PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
     *("vae", "model", "other"),
 )
-"""Components that `--strength-for` knows by name; anything else is `re:REGEX` over base keys."""
+"""Components that `--strength-for` knows by name."""
+
+SAME_PART: Final = {
+    "clip": "te", "text_encoder": "te1", "text_encoder_2": "te2", "text_encoder_3": "te3", "dit": "transformer",
+}  # fmt: skip
+"""What other programs call a component → its name here."""
+
+REGEX: Final = "re:"
+"""A part of `--strength-for` that begins so is a regular expression over keys of the base."""
+
+BLOCK_WEIGHTS: Final = "lbw"
+"""The part whose value is one weight for every block, or the name of a preset; see models/blocks.py."""
+
+BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
+"""How a part begins that holds these weights as its own text."""
+
+_BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
+BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
+"""What blocks may be called: `IN04`, a range `IN04-IN08`, a stack `IN`, several with +. The base tells which it has."""
+
+BLOCK_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*)\.(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
+"""A layer by its path in the base, or a range of layers: `double_blocks.0-9`."""
 
 MOST_PARTS: Final = 500
 """Of `--strength-for` for one adapter; each is asked about each tensor."""
@@ -49,20 +70,6 @@ class Adapter:
     strength: float = 1.0
     parts: tuple[tuple[str, float], ...] = ()
 
-    @cached_property
-    def _steps(self) -> Steps:
-        """What the regular expressions of its parts may take."""
-        return Steps()
-
-    def factor(self, key: str, component: str) -> float:
-        """Strength for one base tensor: the adapter's, times every part that covers the tensor."""
-        factor = self.strength
-        self._steps.left += STEPS_A_NAME
-        for part, value in self.parts:
-            if covers(part, key, component, self._steps):
-                factor *= value
-        return factor
-
 
 @dataclass(frozen=True)
 class Job:
@@ -86,27 +93,6 @@ class Job:
     map: Path | None = None
     setting: tuple[tuple[str, Any], ...] = ()
     """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
-
-
-def _found(expression: str, key: str, steps: Steps) -> bool:
-    try:
-        return pattern(expression).matches(key, steps, anywhere=True)
-    except Refused as e:
-        where = f"--strength-for re:{expression[:80]}, at {key[:80]!r}"
-        raise UsageError(f"a regular expression that is {e}", where, "use a plain part, or a simpler one") from e
-
-
-def covers(part: str, key: str, component: str, steps: Steps) -> bool:
-    """Whether a part of `--strength-for` means this base tensor.
-
-    `te` covers every text encoder; `transformer` and `unet` both name the denoiser.
-    """
-    if part.startswith("re:"):
-        return _found(part[3:], key, steps)
-    if part == "te":
-        return component.startswith("te")
-    denoiser = {"unet", "transformer"}
-    return part == component or (part in denoiser and component in denoiser)
 
 
 def split_strength(text: str) -> tuple[str, float | None]:
@@ -257,15 +243,28 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f) for p, f in own), *parts))
 
 
-def _part(part: str, value: float) -> tuple[str, float]:
-    if part.startswith("re:"):
+def _part(part: str, value: float | str) -> tuple[str, float]:
+    """Return a part of the model with its factor; UsageError for what can be none.
+
+    A list of block weights is told apart by its text, with factor 1: ("lbw:1,0,0.5", 1.0) for ("lbw", "1,0,0.5").
+    """
+    if part == BLOCK_WEIGHTS:
+        listed = value if isinstance(value, str) else ",".join(map(str, a_list(value, part, "a list of numbers")))
+        return f"{BLOCK_LIST}{listed}", 1.0
+    part = SAME_PART.get(part, part)
+    if part.startswith(REGEX):
         try:
-            pattern(part[3:])
+            pattern(part.removeprefix(REGEX))
         except Refused as e:
             where = f"--strength-for {part[:80]}"
             raise UsageError(f"a regular expression that is {e}", where, "correct the pattern") from e
-    elif part not in PARTS:
-        raise UsageError(f"no part is called {part!r}", "--strength-for", f"use one of {', '.join(PARTS)} or re:REGEX")
+    elif (
+        part not in PARTS
+        and not any(p.fullmatch(part) for p in (BLOCKS, BLOCK_PATH))
+        and not part.startswith(BLOCK_LIST)
+    ):
+        fix = f"use one of {', '.join(PARTS)}, a block such as IN04 or double_blocks.0-9, or re:REGEX"
+        raise UsageError(f"no part is called {part!r}", "--strength-for", fix)
     return part, factor(value, f"--strength-for {part}")
 
 

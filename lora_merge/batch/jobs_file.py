@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ..arguments import number
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
-from ..job import Adapter, Job, exists, expand, home, make_job, split_strength, validated
+from ..job import BLOCK_WEIGHTS, Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from ..lines import Lines
 from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
@@ -243,10 +243,11 @@ class _Loader:
             self._parts((*place, "strength_for"), entry.strength_for, values),
         )  # fmt: skip
 
-    def _parts(
-        self, place: Place, given: Mapping[str, float | str], values: Mapping[str, str]
-    ) -> tuple[tuple[str, float], ...]:
-        return tuple((part, self._number((*place, part), factor, values)) for part, factor in given.items())
+    def _parts(self, place: Place, given: Mapping[str, Any], values: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
+        return tuple(
+            (part, factor if part == BLOCK_WEIGHTS else self._number((*place, part), factor, values))
+            for part, factor in given.items()
+        )
 
     def _number(self, place: Place, given: float | str, values: Mapping[str, str]) -> float:
         with self._noting(place):

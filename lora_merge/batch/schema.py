@@ -22,7 +22,7 @@ from pydantic import (
 from ..arguments import DEVICE, DEVICES, number
 from ..errors import UsageError
 from ..files.yaml_source import Place
-from ..job import parse_size
+from ..job import BLOCK_WEIGHTS, parse_size
 
 
 class _Strict(BaseModel):
@@ -47,6 +47,23 @@ def _strength(value: Any) -> Any:
 
 
 Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema({"type": ["number", "string"]})]
+
+
+def _parts(value: Any) -> Any:
+    """Return the value; ValueError unless each part but a list of block weights has a strength."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        part: v if part == BLOCK_WEIGHTS and isinstance(v, str | list) else _strength(v) for part, v in value.items()
+    }
+
+
+PartStrengths: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parts),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["number", "string", "array"]}}),
+]
+"""Part of the model → factor; `lbw` → a list of block weights."""
 
 
 def _scalar(value: Any) -> Any:
@@ -90,7 +107,7 @@ class AdapterEntry(_Strict):
 
     path: str = Field(min_length=1, description="File or PEFT folder, relative to this file.")
     strength: Strength | None = Field(default=None, description="Default 1.")
-    strength_for: dict[str, Strength] = Field(default={}, description="Part (unet, te, vae …, re:REGEX) → factor.")
+    strength_for: PartStrengths = Field(default={}, description="Part (unet, te, vae …, re:REGEX) → factor.")
 
 
 def _entry(value: Any) -> Any:
@@ -123,7 +140,7 @@ class Options(_Strict):
     verify: bool | None = None
     map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")
     setting: dict[str, Any] | None = Field(default=None, description="What a file does not tell, as lora_alpha: 16.")
-    strength_for: dict[str, Strength] | None = Field(default=None, description="Factors for every adapter.")
+    strength_for: PartStrengths | None = Field(default=None, description="Factors for every adapter.")
 
 
 class Defaults(Options):

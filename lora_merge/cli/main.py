@@ -19,7 +19,7 @@ from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
-from .values import named_adapter, one_setting, one_strength, part
+from .values import named_adapter, named_parts, one_setting, one_strength
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -120,7 +120,10 @@ def merge(
     ] = None,
     strength_for: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART=FLOAT", help="unet, te, te1, te2, vae … or re:REGEX; multiplies."),
+        typer.Option(
+            metavar="PART=FLOAT",
+            help="unet, te, te1 …, blocks (IN04-IN08), lbw=LIST, re:REGEX; multiplies.",
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option(help="How adapters meet: sum, or compose (one after the other, as PEFT merges).")
@@ -152,13 +155,13 @@ def merge(
     from ..planning.plan import sources
     from .streams import reporting
 
-    named = [path if s is None else (path, s) for path, s in map(named_adapter, adapters)]
+    named, parts = named_parts([named_adapter(a) for a in adapters], strength_for or [])
     with reporting(report) as told:
         job = make_job(
             base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
-            compute_dtype=compute_dtype, device=device, strength_for=[part(p) for p in strength_for or []],
-            method=method, unmatched=unmatched, on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory,
-            max_vram=max_vram, verify=verify, map=map_file, setting=[one_setting(s) for s in setting or []],
+            compute_dtype=compute_dtype, device=device, strength_for=parts, method=method, unmatched=unmatched,
+            on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify,
+            map=map_file, setting=[one_setting(s) for s in setting or []],
         )  # fmt: skip
         if told is not None:
             told.protect(sources(job), [job.output])
@@ -215,6 +218,19 @@ def inspect(
 
     facts = look(expand(file), expand(adapter) if adapter else None)
     echo(json.dumps(facts, ensure_ascii=False) if as_json else Lines.of(lines(facts)))
+
+
+@app.command()
+def parts(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+) -> None:
+    """List the parts and blocks of a base that --strength-for takes."""
+    from ..job import expand
+    from .tables import parts_of, text_of_parts
+
+    found = parts_of(expand(base))
+    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(text_of_parts(found)))
 
 
 @app.command()

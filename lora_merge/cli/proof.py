@@ -9,7 +9,7 @@ import typer
 
 from ..arguments import DEVICES
 from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
-from .values import named_adapter, one_setting, part
+from .values import named_adapter, named_parts, one_setting
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,9 +42,9 @@ def verify(
     from ..job import expand
     from ..proof.replay import prove
 
-    pairs = [named_adapter(a) for a in adapter or []]
+    pairs, parts = named_parts([named_adapter(a) for a in adapter or []], strength_for or [])
     options = {
-        "strength_for": [part(p) for p in strength_for or []], "method": method, "unmatched": unmatched,
+        "strength_for": parts, "method": method, "unmatched": unmatched,
         "on_overflow": on_overflow, "map": map_file, "setting": [one_setting(s) for s in setting or []],
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value}

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
 from ..arguments import factor, number
 from ..errors import UsageError
+from ..job import BLOCK_WEIGHTS, REGEX, Adapter, exists, split_strength
 from ..json_text import from_json
 
+_BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
+_NUMBERED: Final = re.compile("([0-9]{1,4}):")
 
-def named_adapter(text: str) -> tuple[str, float | None]:
-    """("a.safetensors", 0.8) for "a.safetensors:0.8"; no strength where none is named."""
-    from ..job import exists, split_strength
 
-    return (text, None) if exists(text) else split_strength(text)
+def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
+    """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
+    if exists(text):
+        return text
+    path, strength = split_strength(text)
+    if strength is not None:
+        return path, strength
+    for comma in (match.start() for match in _BETWEEN_PARTS.finditer(text)):
+        path, strength = split_strength(text[:comma])
+        if strength is not None or exists(path):
+            return Adapter(Path(path), 1.0 if strength is None else strength, tuple(_parts(text[comma + 1 :])))
+    return text
+
+
+def named_parts(
+    adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
+) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:
+    """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
+    given, common = [*adapters], list[tuple[str, Any]]()
+    for text in strength_for:
+        numbered = _NUMBERED.match(text)
+        if numbered is None:
+            common += _parts(text)
+            continue
+        place = int(numbered[1]) - 1
+        if not 0 <= place < len(given):
+            fix = f"give a number from 1 to {len(given)}"
+            raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
+        old = given[place]
+        path, strength = old if isinstance(old, tuple) else (old, 1.0)
+        own = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
+        given[place] = replace(own, parts=(*own.parts, *_parts(text[numbered.end() :])))
+    return given, common
 
 
 def one_strength(text: str) -> float:
@@ -25,9 +61,16 @@ def one_strength(text: str) -> float:
         return factor(text, "--strength")  # which says that it is none
 
 
-def part(text: str) -> tuple[str, float]:
-    """("te", 0.5) for "te=0.5"."""
+def _parts(text: str) -> list[tuple[str, Any]]:
+    """Return [("te", 0.5), ("unet", 0.8)] for "te=0.5,unet=0.8"; a list of block weights stays text."""
+    found = [text] if text.startswith(REGEX) else _BETWEEN_PARTS.split(text)
+    return [_part(one) for one in found]
+
+
+def _part(text: str) -> tuple[str, Any]:
     name, equals, value = text.rpartition("=")
+    if name == BLOCK_WEIGHTS:
+        return name, value
     with suppress(ValueError):
         if equals:
             return name, number(value)

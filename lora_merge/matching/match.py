@@ -20,10 +20,11 @@ from ..algorithms.frod import LAYER
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
-from ..job import Adapter, Unmatched
+from ..job import Unmatched
 from ..models.fused import agreed
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
+from ..models.strengths import Strengths
 from ..models.weights import RowSlice, WeightView, whole
 from .choose import ALPHA, Patch, Patcher
 from .conflicts import TWICE, Doubles
@@ -48,7 +49,7 @@ INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT
 class Matcher:
     """One adapter against one base."""
 
-    def __init__(self, patcher: Patcher, ref: Adapter, names: Names, seen: Seen) -> None:
+    def __init__(self, patcher: Patcher, ref: Strengths, names: Names, seen: Seen) -> None:
         self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
         self.seen, self.result = seen, Matched(self.adapter, copies=seen.copies, bases=seen.bases)
         self.parts = heights(self.adapter.modules)

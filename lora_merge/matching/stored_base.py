@@ -19,8 +19,8 @@ from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import apart
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
-from ..job import Adapter
 from ..models.names import Names
+from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS, Tied
 from ..models.weights import RowSlice, WeightView, whole
 from .choose import Patch, Patcher
@@ -81,7 +81,7 @@ class Seen:
                              "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
 
 
-def seen(patcher: Patcher, ref: Adapter, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None) -> Seen:
+def seen(patcher: Patcher, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None) -> Seen:
     """The base with what the adapter stores of it; every copy is compared with the base's own."""
     result = Seen(patcher.adapter.path, dict(base), tied)
     stored = [*_stored(patcher, names, base, tied)]

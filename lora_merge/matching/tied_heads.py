@@ -19,6 +19,7 @@ from ..adapters.peft.kinds import MLX
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
 from ..job import Adapter
+from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, Tied
 from ..models.weights import WeightView, whole
 from ..text import listed
@@ -39,7 +40,7 @@ class Heads:
         self,
         base: Tied | None,
         patcher: Patcher,
-        ref: Adapter,
+        ref: Strengths,
         result: Matched,
         look: Callable[[str], WeightView | None],
     ) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Final
 
 from ..adapters.conv1d import base_types
 from ..adapters.file import AdapterFile, FileValues, Values
@@ -22,7 +20,7 @@ from ..errors import ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.layout_check import layout
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
-from ..job import SETTING, Job, covers
+from ..job import SETTING, Job
 from ..matching.choose import Patcher
 from ..matching.match import Matcher
 from ..matching.meetings import note_meetings
@@ -33,14 +31,12 @@ from ..matching.stored_base import seen
 from ..matching.tied_heads import check_alone
 from ..methods import METHODS
 from ..models.names import Names
+from ..models.strengths import Strengths
 from ..models.tied_weights import tied
-from ..patterns import STEPS, STEPS_A_NAME, Steps
 from ..text import listed
 from .cache import CheckpointCache
 from .plan import OutputFile, OutputTensor, Plan, values
 from .recipe import STALE, blanks, entries
-
-NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms
 
 
 def make_plan(job: Job, opened: CheckpointCache) -> Plan:
@@ -64,11 +60,14 @@ def make_plan(job: Job, opened: CheckpointCache) -> Plan:
 
 def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Matched, ...]:
     """Every adapter of the job placed on the base."""
-    _check_parts(job, base, lookup)
+    strengths = [Strengths(ref, lookup) for ref in job.adapters]
+    components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
+    for one in strengths:
+        one.check(components)
     matched: list[Matched] = []
     used: set[str] = set()
     shared = tied(lookup, base.tensors, base.config)
-    for number, (ref, adapter) in enumerate(zip(job.adapters, adapters, strict=True)):
+    for number, (ref, adapter) in enumerate(zip(strengths, adapters, strict=True)):
         patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
         patcher.given = dict(job.setting)
         patcher.config = base.config
@@ -87,19 +86,6 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
     return tuple(matched)
-
-
-def _check_parts(job: Job, base: Index, lookup: Names) -> None:
-    """UsageError for a part of `--strength-for` that means nothing in this base."""
-    names = {key: lookup.component(key) for key in base.tensors} if any(ref.parts for ref in job.adapters) else {}
-    steps = Steps(STEPS + STEPS_A_NAME * len(names))
-    for part in {part for ref in job.adapters for part, _ in ref.parts}:
-        if not any(covers(part, key, component, steps) for key, component in names.items()):
-            likely = [*names][:NEAR]
-            near = get_close_matches(part.removeprefix("re:")[:NEAR], likely, 2, 0.0) if part.startswith("re:") else []
-            there = listed(near or sorted(set(names.values())), 6)
-            raise UsageError("a part of the base that it does not have", f"--strength-for {part}",
-                             f"correct it; {'names of tensors near it are' if near else 'it has'} {there}")  # fmt: skip
 
 
 def _files(

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS
@@ -26,11 +26,14 @@ from .header_changes import header_changes
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
+Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
+"""An adapter as the caller names it: a path, with a strength if he states one, or with parts too."""
+
 
 def prove(  # noqa: PLR0913  # what may be said of an output
     output: Path,
     base: str | Path | None = None,
-    adapters: Sequence[tuple[str | Path, float | None]] = (),
+    adapters: Sequence[Stated] = (),
     *,
     search: Sequence[Path] = (),
     full: bool = False,
@@ -39,9 +42,9 @@ def prove(  # noqa: PLR0913  # what may be said of an output
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
-    and in `search`. A strength of None is the recipe's, or 1. `options` are those of `merge` that no tensor tells
-    (strength_for, method, unmatched, on_overflow, map, setting), for an output without a recipe. VerificationFailed if
-    it is not that merge.
+    and in `search`. A strength that is not named is the recipe's, or 1. `options` are those of `merge` that no
+    tensor tells (strength_for, method, unmatched, on_overflow, map, setting), for an output without a recipe.
+    VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
     if options and KEY in made.metadata:
@@ -133,19 +136,18 @@ def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitS
 
 
 def _job_of(
-    made: Index, base: str | Path, adapters: Sequence[tuple[str | Path, float | None]], options: Mapping[str, Any],
-    stack: ExitStack,
+    made: Index, base: str | Path, adapters: Sequence[Stated], options: Mapping[str, Any], stack: ExitStack
 ) -> Job:  # fmt: skip
     """The job for named inputs; what is not named comes from the recipe, or else from the output itself."""
+    plain = [a[0] if isinstance(a, tuple) and a[1] is None else a for a in adapters]
     if KEY not in made.metadata:
-        pairs = [(path, 1.0 if s is None else s) for path, s in adapters]
-        job = make_job(base, pairs, made.path, **options)
+        job = make_job(base, plain, made.path, **options)
         return replace(job, dtype=_dtype(made, open_checkpoint(job.base)))
     recipe = read_recipe(made)
     if len(recipe.adapters) != len(adapters):
         raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",
                                  str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
-    job = make_job(base, [path for path, _ in adapters], made.path)
+    job = make_job(base, plain, made.path)
     for one, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
         open_checkpoint(path)  # InputError for what is missing or damaged
         other = different(one, path)
@@ -155,8 +157,8 @@ def _job_of(
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, made.path, stack)
     refs = tuple(
-        ref if s is None else Adapter(ref.path, s, ref.parts)
-        for ref, (_, s) in zip(stated.adapters, adapters, strict=True)
+        ref if isinstance(said, str | Path) else Adapter(ref.path, own.strength, own.parts or ref.parts)
+        for ref, own, said in zip(stated.adapters, job.adapters, plain, strict=True)
     )
     return replace(stated, adapters=refs)
 

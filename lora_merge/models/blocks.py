@@ -1,0 +1,235 @@
+"""Blocks of a base, by the names that people weight them with: IN04, M00, OUT11, D00, S37, L12.
+
+U-Nets are numbered as their authors' code numbers them, whatever the layout of the file; sd-webui-lora-block-weight
+made lists with these names common. Any other model has its stacks of equal layers, numbered in the order of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Final
+
+from ..errors import UsageError
+from ..text import listed
+from .names import Names
+from .spellings import Component
+
+REST: Final = "BASE"
+"""All that lies in no block: text encoders, embeddings of time, norms."""
+
+FEW: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
+    {
+        12: ("BASE", *(f"IN{n:02d}" for n in (1, 2, 4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(3, 12))),
+        9: ("BASE", *(f"IN{n:02d}" for n in (4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(6))),
+    }
+)
+"""Input blocks of a U-Net → the blocks of its short list (17 or 12 numbers): those that a plain LoRA changes.
+
+Source: hako-mikan/sd-webui-lora-block-weight, BLOCKID17 and BLOCKIDXLL.
+"""
+
+PRESETS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "NONE": "",
+        "ALL": "",
+        "INS": "BASE IN01 IN02 IN04",
+        "IND": "BASE IN05 IN07 IN08",
+        "INALL": "BASE IN",
+        "MIDD": "BASE IN05 IN07 IN08 M00 OUT03 OUT04 OUT05 OUT06",
+        "OUTD": "BASE OUT03 OUT04 OUT05 OUT06",
+        "OUTS": "BASE OUT07 OUT08 OUT09 OUT10 OUT11",
+        "OUTALL": "BASE OUT",
+    }
+)
+"""Preset → the blocks that count in full, all others not at all. Source: as above, its default presets."""
+
+_UNET: Final = (
+    (re.compile(r"input_blocks\.(\d+)\."), "IN"),
+    (re.compile(r"(?:middle_block|mid_block)\."), "M"),
+    (re.compile(r"output_blocks\.(\d+)\."), "OUT"),
+)
+_DOWN: Final = re.compile(r"(down|up)_blocks\.(\d+)\.(?:(\w+?)\.(\d+)\.)?")
+_LAST: Final = ("out.", "conv_norm_out.", "conv_out.")  # the end of a U-Net counts as its last block
+
+_ENDS: Final = re.compile(r"(?:final_layer|norm_out|proj_out)\.")
+_COMMON: Final = frozenset(
+    {"model", "models", "transformer", "text", "language", "joint", "stream", "module", "net"}
+    | {"blocks", "block", "layers", "layer", "h", "resblocks"}
+)
+"""Words in the name of a stack that do not tell it from others."""
+
+FLUX: Final = "Flux.1"
+"""The architecture whose lists name its ends and its two encoders too."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one base."""
+
+    order: tuple[str, ...]
+    """All blocks, as a list of numbers counts them."""
+    few: tuple[str, ...]
+    """The blocks of the short list; () where there is none."""
+    of: Callable[[str], str]
+    """Key of the base → its block; "" for what is not weighted by blocks, such as a VAE."""
+
+    def chosen(self, text: str) -> frozenset[str]:
+        """Return the blocks that `IN04`, `IN04-IN08`, `IN` or several of them with + name; none if one is unknown."""
+        found: set[str] = set()
+        for item in text.upper().split("+"):
+            first, _, last = item.partition("-")
+            start, end = self._position(first), self._position(last or first)
+            between = [] if start is None or end is None else self.order[start : end + 1]
+            stack = [name for name in self.order if name.rstrip("0123456789") == item]
+            if not between and not stack:
+                return frozenset()
+            found.update(between or stack)
+        return frozenset(found)
+
+    def _position(self, name: str) -> int | None:
+        """Return the place of a block in the order; its number may lack or have zeros in front, MID is the middle."""
+        stack = name.rstrip("0123456789")
+        plain = f"{stack}{int(name[len(stack) :]):02d}" if 0 < len(name) - len(stack) < 5 else name
+        there = [n for n in ("M00" if name == "MID" else name, plain) if n in self.order]
+        return self.order.index(there[0]) if there else None
+
+    def weights(self, value: str, where: str) -> Mapping[str, float]:
+        """Return block → factor for a list of numbers or the name of a preset; UsageError for what fits no list."""
+        if value in PRESETS or re.fullmatch(r"ALL[0-9.]+", value):
+            return self._preset(value, where)
+        try:
+            numbers = [float(n) for n in value.split(",")]
+        except ValueError as e:
+            fix = f"give a list of numbers or one of {', '.join(PRESETS)}"
+            raise UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where, fix) from e
+        for names in (self.order, self.few):
+            if len(names) == len(numbers):
+                return {**dict.fromkeys(self.order, 0.0), **dict(zip(names, numbers, strict=True))}
+        wanted = f"{len(self.order)}: {' '.join(self.order)}"
+        wanted += f"; or {len(self.few)}: {' '.join(self.few)}" if self.few else ""
+        raise UsageError(f"{len(numbers)} block weights do not fit this base", where, f"give {wanted}")
+
+    def _preset(self, name: str, where: str) -> Mapping[str, float]:
+        if name not in PRESETS:
+            return dict.fromkeys(self.order, float(name.removeprefix("ALL")))
+        if name == "ALL":
+            return dict.fromkeys(self.order, 1.0)
+        if PRESETS[name] and "M00" not in self.order:
+            fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
+            raise UsageError(f"the preset {name} is for U-Nets", where, fix)
+        full = {block for item in PRESETS[name].split() for block in self.chosen(item)}
+        return {block: float(block in full) for block in self.order}
+
+
+def blocks(names: Names) -> Blocks:
+    """Return the blocks of a base."""
+    main, *others = names.parts
+    bodies = main.keys
+    if any(b.startswith(("input_blocks.", "down_blocks.")) for b in bodies) and any(
+        _UNET[1][0].match(b) for b in bodies
+    ):
+        inner, order = _unet(main)
+        few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
+    else:
+        inner, order = _stacks(main)
+        few = ()
+    encoders = {part.label: REST for part in others if part.kind}
+    if names.architecture == FLUX:
+        encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
+        order = ("CLIP", "T5", "IN", *order[1:], "OUT")
+    owner = {key: body for body, key in main.keys.items()}
+
+    def of(key: str) -> str:
+        body = owner.get(key)
+        if body is None:
+            return encoders.get(names.component(key), "")
+        block = inner(body)
+        if names.architecture == FLUX and block == REST:
+            return "OUT" if _ENDS.match(body) else "IN"
+        return block
+
+    return Blocks(order, few, of)
+
+
+def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
+    """Return (the block of a name, all blocks) of a U-Net in its authors' layout or that of diffusers.
+
+    In diffusers' layout each level of the way down has its layers and then a downsampler, which is one block more. On
+    the way up a level has one layer more than on the way down, and the upsampler belongs to the last of them.
+    """
+    down = [int(m[4]) for body in part.keys if (m := _DOWN.match(body)) and m[1] == "down" and m[3] in _LAYERS]
+    step = max(down, default=1) + 2  # blocks of a level: its layers and the downsampler
+
+    def inner(body: str) -> str:
+        for pattern, stack in _UNET:
+            if match := pattern.match(body):
+                return f"{stack}{int(match[1]) if match.groups() else 0:02d}"
+        if body.startswith("conv_in."):
+            return "IN00"
+        if body.startswith(_LAST):
+            return "OUT"
+        match = _DOWN.match(body)
+        if match is None or match[3] is None:
+            return REST
+        level, layer = int(match[2]), int(match[4])
+        if match[1] == "down":
+            return f"IN{step * level + (layer + 1 if match[3] in _LAYERS else step):02d}"
+        return f"OUT{step * level + (layer if match[3] in _LAYERS else step - 1):02d}"
+
+    there = {inner(body) for body in part.keys} - {"OUT", REST}
+    order = (REST, *sorted(b for b in there if b[0] == "I"), "M00", *sorted(b for b in there if b[0] == "O"))
+    last = order[-1]
+    return lambda body: last if (block := inner(body)) == "OUT" else block, order
+
+
+_LAYERS: Final = ("resnets", "attentions", "motion_modules")
+
+
+def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
+    """Return (the block of a name, all blocks) of a model of stacked layers.
+
+    A stack is two or more modules of one name and a number. Beside single blocks, the others are double ones.
+    """
+    layers: dict[str, set[int]] = {}
+    for body in part.keys:
+        path, number = _layer(body)
+        if path is not None:
+            layers.setdefault(path, set()).add(number)
+    stacks = {path: numbers for path, numbers in layers.items() if len(numbers) > 1}
+    letters: dict[str, str] = {}
+    for path in stacks:
+        own = _letters(path, stacks) or ("B" if part.role == "denoiser" and part.label != "model" else "L")
+        while own in letters.values():
+            own += own[-1]
+        letters[path] = own
+
+    def inner(body: str) -> str:
+        path, number = _layer(body)
+        return f"{letters[path]}{number:02d}" if path in letters else REST
+
+    named = (f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers))
+    return inner, tuple(chain((REST,), named))
+
+
+def _layer(body: str) -> tuple[str | None, int]:
+    """Return (path of the stack, number) of the outermost layer that a tensor is in; (None, 0) if it is in none.
+
+    A number right above the parameter is no layer but a step of a small Sequential.
+    """
+    path = body.split(".")
+    at = next((i for i, word in enumerate(path[:-2]) if word.isascii() and word.isdigit() and len(word) < 5), None)
+    return (None, 0) if at is None else (".".join(path[:at]), int(path[at]))
+
+
+def _letters(path: str, stacks: Mapping[str, set[int]]) -> str:
+    """Return the initials of the words that tell this stack from others; "" if none does."""
+    single = any(p.rpartition(".")[2].startswith("single") for p in stacks)
+    for level in reversed(path.split(".")) if len(stacks) > 1 else ():
+        words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]
+        if words:
+            return "".join(word[0] for word in words if word[0].isalpha()).upper()
+    return "D" if single else ""

@@ -1,0 +1,146 @@
+"""Blocks: the same names for a tensor in every layout of a model, and lists of weights that mean what they say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from lora_merge.errors import UsageError
+from lora_merge.models.blocks import FEW, PRESETS, Blocks, blocks
+from lora_merge.models.components import components
+from lora_merge.models.names import Names
+
+HEADERS = Path(__file__).parents[1] / "headers"
+
+
+def shapes_of(name: str) -> Mapping[str, tuple[int, ...]]:
+    return {
+        key: tuple(shape)
+        for key, shape in json.loads(gzip.decompress((HEADERS / f"{name}.json.gz").read_bytes())).items()
+    }
+
+
+def names_of(name: str) -> Names:
+    shapes = shapes_of(name)
+    return Names(components(shapes, {}, (), None), shapes)
+
+
+def blocks_of(name: str) -> Blocks:
+    return blocks(names_of(name))
+
+
+ALL = sorted(f"{p.parent.name}/{p.name.removesuffix('.json.gz')}" for p in HEADERS.rglob("*.json.gz"))
+TWO_LAYOUTS = ["sd15", "sd21", "sdxl", "sdxl-refiner", "flux-dev", "flux2", "auraflow:aura-flow", "chroma", "sd3", "sd35-large",
+               "hunyuanvideo:hunyuan-video", "lumina2", "zimage-original:zimage", "wan-t2v-1.3B", "qwen-image"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
+    found = blocks_of(name)
+    used = {found.of(key) for key in shapes_of(name)} - {""}
+    assert used <= set(found.order)
+    assert len(set(found.order)) == len(found.order)
+    assert set(found.few) <= set(found.order)
+
+
+@pytest.mark.parametrize("pair", TWO_LAYOUTS)
+def test_a_tensor_has_the_same_block_in_the_authors_layout_and_in_that_of_diffusers(pair: str) -> None:
+    ours, _, theirs = pair.partition(":")
+    native, other = names_of(f"native/{ours}"), names_of(f"diffusers/{theirs or ours}")
+    here, there = blocks(native), blocks(other)
+    compared = 0
+    for key in shapes_of(f"diffusers/{theirs or ours}"):
+        module, _, parameter = key.rpartition(".")
+        view = native.find(module, parameter)
+        if view is not None:
+            stack, number = there.of(key).rstrip("0123456789"), there.of(key)[-2:]
+            mine = {here.of(piece.key) for piece in view.pieces}
+            assert len(mine) == 1, key
+            if stack not in ("R", "BASE", "IN", "OUT") or ours.startswith(("sd", "flux-")):
+                assert mine == {there.of(key)}, (key, number)
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize(("name", "count", "few"), [
+    ("native/sd15", 26, 17), ("diffusers/sd15", 26, 17), ("single-file/sd1", 26, 17), ("native/sdxl", 20, 12),
+    ("diffusers/sdxl", 20, 12), ("single-file/sdxl", 20, 12), ("native/flux-dev", 61, 0), ("diffusers/flux-dev", 61, 0),
+    ("single-file/flux1-dev-all-in-one", 61, 0), ("native/flux2", 57, 0), ("transformers/qwen3-8b", 37, 0),
+])  # fmt: skip
+def test_lists_have_the_lengths_that_are_in_use(name: str, count: int, few: int) -> None:
+    found = blocks_of(name)
+    assert (len(found.order), len(found.few)) == (count, few)
+
+
+@pytest.mark.parametrize(("key", "block"), [
+    ("conditioner.embedders.0.transformer.text_model.encoder.layers.0.mlp.fc1.weight", "BASE"),
+    ("model.diffusion_model.input_blocks.4.1.proj_in.weight", "IN04"),
+    ("model.diffusion_model.middle_block.1.proj_in.weight", "M00"),
+    ("model.diffusion_model.output_blocks.5.1.proj_in.weight", "OUT05"),
+    ("model.diffusion_model.out.2.weight", "OUT08"),
+    ("model.diffusion_model.time_embed.0.weight", "BASE"),
+    ("model.diffusion_model.label_emb.0.0.weight", "BASE"),
+    ("first_stage_model.decoder.conv_in.weight", ""),
+])  # fmt: skip
+def test_blocks_of_sdxl(key: str, block: str) -> None:
+    assert key in shapes_of("single-file/sdxl")
+    assert blocks_of("single-file/sdxl").of(key) == block
+
+
+def test_blocks_of_flux_name_its_ends_and_encoders() -> None:
+    found, keys = blocks_of("single-file/flux1-dev-all-in-one"), shapes_of("single-file/flux1-dev-all-in-one")
+    of = (
+        {found.of(key) for key in keys if key.startswith("text_encoders.clip_l")},
+        {found.of(k) for k in keys if "t5xxl" in k},
+    )
+    assert of == ({"CLIP"}, {"T5"})
+    assert found.of("model.diffusion_model.img_in.weight") == "IN"
+    assert found.of("model.diffusion_model.final_layer.linear.weight") == "OUT"
+    assert found.order[:4] == ("CLIP", "T5", "IN", "D00")
+    assert found.chosen("IN") == {"IN"}
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("IN04", {"IN04"}), ("in4", {"IN04"}), ("IN04-IN06", {"IN04", "IN05", "IN06"}), ("MID", {"M00"}), ("IN08-OUT00", {"IN08", "M00", "OUT00"}),
+    ("IN04+M00", {"IN04", "M00"}), ("BASE", {"BASE"}), ("OUT", {f"OUT{n:02d}" for n in range(9)}), ("M", {"M00"}),
+    ("IN09", set()), ("IN04+IN99", set()), ("X", set()), ("IN06-IN04", set()),
+])  # fmt: skip
+def test_names_of_blocks(text: str, wanted: set[str]) -> None:
+    assert blocks_of("native/sdxl").chosen(text) == wanted
+
+
+def test_a_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
+    found = blocks_of("native/sd15")
+    full = found.weights(",".join(str(n) for n in range(26)), "x")
+    assert full == dict(zip(found.order, range(26), strict=True))
+    short = found.weights(",".join(str(n + 1) for n in range(17)), "x")
+    assert {k: v for k, v in short.items() if v} == dict(zip(FEW[12], range(1, 18), strict=True))
+    assert short["IN00"] == 0
+
+
+@pytest.mark.parametrize("text", ["1,0", ",".join("1" * 61), "1,x", "", "GRAD", "1" * 5000])
+def test_a_list_that_does_not_fit_is_refused_with_the_order_that_would(text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        blocks_of("native/sdxl").weights(text, "--strength-for lbw")
+    assert "IN04" in e.value.fix or "INALL" in e.value.fix
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_fit_every_unet(preset: str) -> None:
+    for name in ("native/sd15", "diffusers/sdxl", "native/sdxl-refiner"):
+        found = blocks_of(name)
+        weights = found.weights(preset, "x")
+        assert set(weights) == set(found.order)
+        assert set(weights.values()) <= {0.0, 1.0}
+        assert preset == "NONE" or weights["BASE"] == 1
+    assert blocks_of("native/sd15").weights("ALL0.5", "x")["IN05"] == 0.5
+
+
+def test_presets_by_block_are_refused_where_there_are_no_such_blocks() -> None:
+    with pytest.raises(UsageError, match="U-Nets"):
+        blocks_of("native/flux-dev").weights("MIDD", "x")
+    assert set(blocks_of("native/flux-dev").weights("ALL", "x").values()) == {1.0}

@@ -1,0 +1,135 @@
+"""Strengths by block: every way to write them gives base + Σ strength × factor of the block × difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import lora_merge
+from lora_merge.batch.run import run_batch
+from lora_merge.cli.main import app
+from lora_merge.errors import MergeError, UsageError
+from lora_merge.job import Adapter
+from lora_merge.proof.replay import prove
+
+LAYERS = 4
+KEY = "model.layers.{}.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    made = torch.Generator().manual_seed(0)
+    base = {"model.embed_tokens.weight": torch.randn(8, 6, generator=made)}
+    for n in range(LAYERS):
+        base[KEY.format(n)] = torch.randn(8, 6, generator=made)
+        base[f"model.layers.{n}.self_attn.q_proj.weight"] = torch.randn(6, 6, generator=made)
+    save_file(base, tmp_path / "base.safetensors")
+    for name in ("one", "two"):
+        adapter = {}
+        for n in range(LAYERS):
+            stem = f"base_model.model.{KEY.format(n).removesuffix('.weight')}"
+            adapter[f"{stem}.lora_A.weight"] = torch.randn(2, 6, generator=made)
+            adapter[f"{stem}.lora_B.weight"] = torch.randn(8, 2, generator=made)
+            adapter[f"{stem}.alpha"] = torch.tensor(2.0)
+        save_file(adapter, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+def wanted(files: Path, factors: dict[str, list[float]]) -> dict[str, torch.Tensor]:
+    base = load_file(files / "base.safetensors")
+    for name, by_layer in factors.items():
+        adapter = load_file(files / f"{name}.safetensors")
+        for n, factor in enumerate(by_layer):
+            stem = f"base_model.model.{KEY.format(n).removesuffix('.weight')}"
+            base[KEY.format(n)] += factor * (adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"])
+    return base
+
+
+def check(out: Path, want: dict[str, torch.Tensor]) -> None:
+    got = load_file(out)
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-6)
+
+
+CASES: dict[str, tuple[list[str], dict[str, list[float]]]] = {
+    "a block": (["one.safetensors", "--strength-for", "L01=0.5"], {"one": [1, 0.5, 1, 1]}),
+    "a range": (["one.safetensors", "--strength-for", "L01-L02=0.5"], {"one": [1, 0.5, 0.5, 1]}),
+    "two with a comma": (["one.safetensors", "--strength-for", "L00=0,L03=2"], {"one": [0, 1, 1, 2]}),
+    "parts multiply": (["one.safetensors:0.5", "--strength-for", "L=2", "--strength-for", "L00=0.25"], {"one": [0.25, 1, 1, 1]}),
+    "a path": (["one.safetensors", "--strength-for", "layers.2-3=0"], {"one": [1, 1, 0, 0]}),
+    "a list": (["one.safetensors", "--strength-for", "lbw=9,1,0,0.5,-1"], {"one": [1, 0, 0.5, -1]}),
+    "a preset": (["one.safetensors", "--strength-for", "lbw=ALL0.5"], {"one": [0.5] * 4}),
+    "behind the adapter": (["one.safetensors:0.8,L00=0", "two.safetensors"], {"one": [0, 0.8, 0.8, 0.8], "two": [1] * 4}),
+    "behind an adapter without strength": (["one.safetensors,L00-L01=0"], {"one": [0, 0, 1, 1]}),
+    "a list behind the adapter": (["one.safetensors:2,lbw=1,1,0,0,0.5"], {"one": [2, 0, 0, 1]}),
+    "for the second": (["one.safetensors", "two.safetensors:0.5", "--strength-for", "2:L03=0"], {"one": [1] * 4, "two": [0.5, 0.5, 0.5, 0]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_command_line(files: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    arguments, factors = CASES[case]
+    result = CliRunner().invoke(
+        app, ["merge", "base.safetensors", *arguments, "-o", "out.safetensors"], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    check(files / "out.safetensors", wanted(files, factors))
+    assert prove(files / "out.safetensors", full=True)["proven"]  # by its recipe, which names the parts
+
+
+def test_in_python_and_in_batches(files: Path) -> None:
+    want = wanted(files, {"one": [1, 0, 0.5, -1]})
+    numbers = [9, 1, 0, 0.5, -1]
+    for n, parts in enumerate(({"lbw": numbers}, {"lbw": "9,1,0,0.5,-1"}, {"L01": 0, "L02": 0.5, "L03": -1})):
+        lora_merge.merge(
+            files / "base.safetensors", files / "one.safetensors", files / f"{n}.safetensors", strength_for=parts
+        )  # type: ignore[arg-type]
+        check(files / f"{n}.safetensors", want)
+    own = Adapter(files / "one.safetensors", 1.0, (("lbw", "9,1,0,0.5,-1"),))  # type: ignore[arg-type]
+    lora_merge.merge(files / "base.safetensors", [own], files / "own.safetensors")
+    check(files / "own.safetensors", want)
+    jobs = {"version": 1, "jobs": [{"base": "base.safetensors", "output": "batch.safetensors",
+            "adapters": [{"path": "one.safetensors", "strength_for": {"lbw": "9,1,0,0.5,-1"}}]}]}  # fmt: skip
+    (files / "jobs.yaml").write_text(json.dumps(jobs))
+    assert all(not report.error for report in run_batch(files / "jobs.yaml"))
+    check(files / "batch.safetensors", want)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["L04=1", "L00-L09=1", "lbw=1,0", "lbw=NOPE", "lbw=MIDD", "QQ=1", "layers.7=0", "3:L00=1", "nonsense=1", "IN04=0"],
+)
+def test_what_the_base_does_not_have_is_refused_with_what_it_has(
+    files: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    arguments = ["merge", "base.safetensors", "one.safetensors", "--strength-for", text, "-o", "out.safetensors"]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, UsageError)
+    assert result.exception.exit_code == 2
+    assert result.exception.fix
+    assert not (files / "out.safetensors").exists()
+
+
+def test_parts_lists_what_the_option_takes(files: Path) -> None:
+    result = CliRunner().invoke(app, ["parts", str(files / "base.safetensors"), "--json"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert [*found["blocks"]] == ["BASE", "L00", "L01", "L02", "L03"] == found["lists"]["5"]
+    assert found["blocks"]["L01"]["tensors"] == 2
+    text = CliRunner().invoke(app, ["parts", str(files / "base.safetensors")]).stdout
+    assert "L03" in text
+    assert "lbw=" in text
+    for name in found["blocks"]:
+        try:
+            lora_merge.plan(
+                files / "base.safetensors", files / "one.safetensors", files / "x.safetensors", strength_for={name: 0.5}
+            )
+        except MergeError as e:
+            raise AssertionError(name) from e
