@@ -135,7 +135,7 @@ config = s.table(
     }
 )
 recipe = st.dictionaries(
-    st.one_of(st.sampled_from(["lora_merge.recipe", "sshs_model_hash", "format", "ss_network_args",
+    st.one_of(st.sampled_from(["lora_merge.planning.recipe", "sshs_model_hash", "format", "ss_network_args",
                                "lora_adapter_metadata", "modelspec.architecture", "ss_network_module"]), s.text),
     st.one_of(s.text, s.nasty, st.one_of(config, s.values).map(lambda v: json.dumps(v))), max_size=4,
 )  # fmt: skip
@@ -185,7 +185,7 @@ def with_recipe(draw: st.DrawFn) -> bytes:
     text = text.replace('"deep"', "[" * depth + "]" * depth)
     if draw(st.integers(0, 9)) == 0:
         text = draw(s.damaged(text.encode())).decode("latin-1")
-    return save(MERGED, {"lora_merge.recipe": text})
+    return save(MERGED, {"lora_merge.planning.recipe": text})
 
 
 JOBS = [
@@ -227,7 +227,7 @@ def as_yaml(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class OutputTensor:
+class Target:
     """Files to write, by name, and what to do with the folder they are in."""
 
     files: dict[str, st.SearchStrategy[bytes]]
@@ -275,10 +275,10 @@ def batched(folder: Path) -> None:
 
 
 TARGETS = {
-    "header": OutputTensor(
+    "header": Target(
         {"x.safetensors": st.one_of(s.checkpoints(s.text), s.checkpoints(s.text, recipe)).flatmap(s.damaged)}, opened
     ),
-    "index.json": OutputTensor(
+    "index.json": Target(
         {
             "m/model-00001-of-00002.safetensors": st.just(BASE),
             "m/model-00002-of-00002.safetensors": st.just(ADAPTER),
@@ -291,7 +291,7 @@ TARGETS = {
         },
         lambda f: open_checkpoint(f / "m"),
     ),
-    "pipeline": OutputTensor(
+    "pipeline": Target(
         {
             "m/unet/diffusion_pytorch_model.safetensors": st.just(BASE),
             "m/unet/config.json": s.as_json(st.one_of(s.values, s.table({"architectures": st.just(["X"]), "_class_name": s.text}))),
@@ -299,7 +299,7 @@ TARGETS = {
         },
         lambda f: open_checkpoint(f / "m"),
     ),
-    "adapter_config.json": OutputTensor(
+    "adapter_config.json": Target(
         {
             "base.safetensors": st.just(BASE),
             "adapter/adapter_model.safetensors": st.just(ADAPTER),
@@ -307,7 +307,7 @@ TARGETS = {
         },
         merged,
     ),
-    "metadata": OutputTensor(
+    "metadata": Target(
         {
             "base": s.checkpoints(st.sampled_from(["a.weight", "b.weight"]), recipe),
             "adapter": s.checkpoints(
@@ -316,36 +316,36 @@ TARGETS = {
         },
         merged,
     ),
-    "adapter tensors": OutputTensor(
+    "adapter tensors": Target(
         {
             "base": st.just(BASE),
             "adapter": s.checkpoints(st.builds("{}.{}".format, st.sampled_from(MODULES), st.sampled_from(ENDINGS))),
         },
         lambda f: merged(f, unmatched="skip"),
     ),
-    "adapter values": OutputTensor(
+    "adapter values": Target(
         {"base": st.just(BASE), "adapter": s.adapters(["a", "b"], GROUPS)}, lambda f: merged(f, unmatched="skip")
     ),
-    "empty tensors": OutputTensor(
+    "empty tensors": Target(
         {
             "base": st.just(save({"a.weight": torch.zeros(0, 4), "b.weight": torch.zeros(4, 0)})),
             "adapter": s.checkpoints(st.builds("{}.{}".format, st.sampled_from(["a", "b"]), st.sampled_from(ENDINGS))),
         },
         lambda f: merged(f, unmatched="skip"),
     ),
-    "yaml map": OutputTensor(
+    "yaml map": Target(
         {"base": st.just(BASE), "adapter": st.just(ADAPTER), "map.yaml": yaml_map},
         lambda f: merged(f, map=f / "map.yaml"),
     ),
-    "recipe": OutputTensor(
+    "recipe": Target(
         {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "made.safetensors": with_recipe()},
         retold,
     ),
-    "jobs": OutputTensor(
+    "jobs": Target(
         {"base.safetensors": st.just(BASE), "adapter.safetensors": st.just(ADAPTER), "jobs.yaml": jobs().map(as_yaml)},
         batched,
     ),
-    "jobs file": OutputTensor(  # planned only: a damaged one may name any output
+    "jobs file": Target(  # planned only: a damaged one may name any output
         {
             "base.safetensors": st.just(BASE),
             "adapter.safetensors": st.just(ADAPTER),
@@ -357,10 +357,10 @@ TARGETS = {
         },
         lambda f: make_batch(f / "jobs.yaml"),
     ),
-    "torch archive": OutputTensor(
+    "torch archive": Target(
         {"x.pt": st.builds(s.torch_file, s.torch_objects(), zipped=st.booleans())}, lambda f: opened(f, "x.pt")
     ),
-    "torch bytes": OutputTensor(
+    "torch bytes": Target(
         {"x.pt": st.builds(s.torch_file, s.torch_objects(), zipped=st.booleans()).flatmap(s.damaged)},
         lambda f: opened(f, "x.pt"),
     ),
