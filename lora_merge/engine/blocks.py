@@ -60,7 +60,7 @@ class Block:
         """Equal for blocks that can be stacked into one batched call."""
         return (
             self.last - self.first, self.cols, self.target.dtype,
-            self.target.source.dtype if self.target.source else None, self.reshaped, self.target.method.name,
+            self.target.source.dtype, self.target.weight.padded, self.target.method.name,
             tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
@@ -71,9 +71,9 @@ class Block:
         )  # fmt: skip
 
     @property
-    def reshaped(self) -> bool:
-        """Whether the base tensor is absent or smaller and has to be padded with zeros."""
-        return self.target.source is None or self.target.source.shape != self.target.shape
+    def stored(self) -> tuple[int, int]:
+        """(first, count) of the stored elements that lie in it; all others of a padded weight are zeros."""
+        return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
     @property
     def reads(self) -> set[str]:
@@ -92,7 +92,7 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
     """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
     rows, cols = target.matrix
     for low, high in _uncut(target, rows, cols):
-        whole = _grows(target) or any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
+        whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))
         for first in range(low, high, step):
             last = min(first + step, high)
@@ -102,8 +102,6 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
 
 def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
     """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several."""
-    if _grows(target):
-        return [(0, rows)]
     edges = {0, rows}
     held: list[tuple[int, int]] = []
     for u in target.uses:
@@ -124,10 +122,6 @@ def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
         first = piece.start - use.start % step + step
         yield from range(first, piece.stop, step)
     yield piece.stop
-
-
-def _grows(target: OutputTensor) -> bool:
-    return target.source is not None and target.source.shape != target.shape
 
 
 def _grain(use: PatchPart) -> int:

@@ -18,7 +18,7 @@ from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..disk.files import StoredTensor
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
 from ..matching.choose import Patch
-from ..models.weights import WeightView
+from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .devices import precise, release
@@ -42,10 +42,10 @@ Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """A block with its base values (None: zeros) and the place for its result, both on the host."""
+    """A block with its stored base values and the place for its result, both on the host."""
 
     block: Block
-    base: Tensor | None
+    base: Tensor  # [rows, cols], or as many numbers as are stored of a padded weight's rows
     into: Tensor  # [rows, cols], output dtype
 
 
@@ -55,7 +55,7 @@ class BlockMerger:
 
     at: tuple[Placement, ...]
     fetch: Fetch
-    base: Mapping[str, StoredTensor]
+    base: Mapping[str, Weight]
     pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
     max_vram: int | None = None
     kept: DeviceCache | None = None  # whoever gave it empties it
@@ -160,19 +160,19 @@ class BlockMerger:
         """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
         may make that of one NaN among them: the proof tells whether it did so rightly."""
         sound = finite(values)
-        if sound.all() or not all(finite(self.fetch(self.base[key])).all() for key in item.block.reads):
+        if sound.all() or not all(finite(self.fetch(self.base[key].stored)).all() for key in item.block.reads):
             return False
         known = finite(self._base([replace(item, base=self._stored(item))], HOST, DeviceStream(HOST))[0])
         return bool((known & ~sound).any())
 
-    def _stored(self, item: Item) -> Tensor | None:
+    def _stored(self, item: Item) -> Tensor:
         """The base values of an item, read again where its result was written over them."""
-        source, block = item.block.target.source, item.block
-        if source is None or item.base is not item.into:
+        if item.base is not item.into:
             return item.base
-        low, count = (n * block.cols * item.into.dtype.itemsize for n in (block.first, block.last - block.first))
-        shape = (block.last - block.first, block.cols)
-        return self.fetch(replace(source, shape=shape, offset=source.offset + low, nbytes=count))
+        source, size = item.block.target.source, item.into.dtype.itemsize
+        first, count = item.block.stored
+        shape, offset = (count // item.block.cols, item.block.cols), source.offset + first * size
+        return self.fetch(replace(source, shape=shape, offset=offset, nbytes=count * size))
 
     def _lane(self) -> DeviceStream:
         """The calling thread's lane; threads share the placements out among them."""
@@ -192,19 +192,17 @@ class BlockMerger:
             self.notes.append(text)
 
     def _base(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor:
-        """[n, rows, cols] in the compute dtype, to be overwritten; smaller bases stand in the low corner of zeros."""
+        """[n, rows, cols] in the compute dtype, to be overwritten; padded bases stand in the low corner of zeros."""
         block = group[0].block
-        values = [i.base for i in group if i.base is not None]
-        if not block.reshaped:
-            if _in_place(group, at):
-                return values[0].unsqueeze(0)
-            return stage(values, at, lane)
-        out = torch.zeros((len(group), *block.target.shape), dtype=at.dtype, device=at.device)
-        for slot, item in zip(out, group, strict=True):
-            if item.base is not None and item.block.target.source is not None:
-                source = item.block.target.source
-                slot[tuple(slice(0, d) for d in source.shape)] = stage([item.base.reshape(source.shape)], at)[0]
-        return out.reshape(len(group), block.last - block.first, block.cols)
+        if not block.target.weight.padded:
+            return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([i.base for i in group], at, lane)
+        out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
+        for rows, item in zip(out, group, strict=True):
+            if item.base.numel():
+                weight = item.block.target.weight
+                corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
+                rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
+        return out
 
     def _stacks(self, blocks: Sequence[Block], at: Placement) -> list[StackedPatch]:
         """What is done to blocks of one kind, in order."""
@@ -298,12 +296,11 @@ class BlockMerger:
         the adapters before have made of it where adapters act in turn."""
         parts = []
         for piece in view.pieces:
-            info, target = self.base[piece.key], s.target
-            rows = self.fetch(info).reshape(-1, piece.cols)
+            weight, target = self.base[piece.key], s.target
+            rows = self.fetch(weight.stored).reshape(-1, piece.cols)
             before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
             if before:
-                earlier = target._replace(name=piece.key, shape=info.shape, source=info, uses=before)
-                rows = self._changed(rows, earlier, at)
+                rows = self._changed(rows, target._replace(name=piece.key, weight=weight, uses=before), at)
             rows = rows[piece.start : piece.stop]
             parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
         return torch.cat(parts)

@@ -33,7 +33,7 @@ class WindowMerger:
         self.kept = DeviceCache()
         notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.folder = BlockMerger(
-            at, self.factors.fetch, plans[0].values, self.pool, job.max_vram, self.kept, notes,
+            at, self.factors.fetch, plans[0].weights, self.pool, job.max_vram, self.kept, notes,
             fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
         )  # fmt: skip
         self.saturated: list[Counter[str]] = [Counter() for _ in plans]
@@ -93,10 +93,7 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
     into = view_bytes(out[f.at : f.at + f.nbytes], block.target.dtype, shape)
-    source = block.target.source
-    if source is None:
-        return Item(block, None, into)
     if base is None:
         return Item(block, into, into)
-    values = view_bytes(base[f.source : f.source + f.source_bytes], source.dtype, (-1,) if block.reshaped else shape)
-    return Item(block, values, into)
+    weight, raw = block.target.weight, base[f.source : f.source + f.source_bytes]
+    return Item(block, view_bytes(raw, weight.stored.dtype, (block.stored[1],) if weight.padded else shape), into)

@@ -27,9 +27,9 @@ from ..matching.choose import Patcher
 from ..matching.patch import PatchPart
 from ..models.names import Names, names
 from ..models.tied_weights import tied
-from ..models.weights import whole
+from ..models.weights import Weight, whole
 from ..planning.make_plan import match, outputs
-from ..planning.plan import OutputTensor, values
+from ..planning.plan import OutputTensor, weights
 from ..text import listed
 from .blocks import BlockPart, blocks
 from .bounds import WINDOW_BYTES
@@ -77,7 +77,7 @@ def merge_state_dict(
         matched = match(job, base, lookup, files, held)
         kept, saturated = DeviceCache(), Counter[str]()
         folder = BlockMerger(
-            at, held.fetch, values(base, matched), None, job.max_vram, kept,
+            at, held.fetch, weights(base, matched), None, job.max_vram, kept,
             fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
         )  # fmt: skip
         stack.callback(release, at)
@@ -122,23 +122,22 @@ def _merged(
 
     for target in targets:
         dtype = TORCH_DTYPES[target.dtype]
-        base = None if target.source is None else held.fetch(target.source)
+        base = held.fetch(target.source)
         if not target.uses:
-            assert base is not None, "a tensor is created by its uses"
             merged[target.name] = host(base)
             if base.dtype != dtype:
                 merged[target.name] = torch.empty(base.shape, dtype=dtype)
                 put(target.name, base, merged[target.name])
             continue
         out = merged[target.name] = torch.empty(target.shape, dtype=dtype)
-        base = None if base is None else base.reshape(-1)
         for block in blocks(target):
-            low, high = block.first * block.cols, block.last * block.cols
-            into = out.view(-1)[low:high].view(-1, block.cols)
-            part = base if base is None or block.reshaped else base[low:high].view(-1, block.cols)
-            if block.slices:
+            (first, count), low = block.stored, block.first * block.cols
+            into = out.view(-1).narrow(0, low, block.elements).view(-1, block.cols)
+            part = base.reshape(-1).narrow(0, first, count)
+            part = part if target.weight.padded else part.view(-1, block.cols)
+            if block.slices or target.weight.padded:
                 items.append(Item(block, part, into))
-            elif part is not None:
+            else:
                 put(target.name, part, into)
     saturated += folder.fold(items)
     return merged
@@ -279,9 +278,10 @@ class LoadedAdapter:
             held = _Held()
             base = held.index("weight", {"weight": base_weight})
             held.factors = TensorCache(reader, frozenset(self.file.index.files))
-            alone = OutputTensor("weight", "weight", "F32", shape, 0, 0, None)
+            weight = Weight(shape, base.tensors["weight"])
+            alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
             part = BlockPart(PatchPart(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
-            stack = BlockMerger((at,), held.fetch, base.tensors).stack([part], at)
+            stack = BlockMerger((at,), held.fetch, {"weight": weight}).stack([part], at)
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             found = host(made.reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():

@@ -25,7 +25,7 @@ from ..disk.files import StoredTensor
 from ..matching.choose import Patch
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
-from ..models.weights import WeightView
+from ..models.weights import Weight, WeightView
 from .joint_basis import drawn_places, joint_basis
 from .placement import TORCH_DTYPES, Placement, host, stage
 
@@ -57,7 +57,7 @@ def rebuild(name: str, read: Read, shapes: Shapes, target: Shape, settings: Mapp
 
 
 def from_base(
-    patch: Patch, base: Mapping[str, StoredTensor], fetch: Callable[[StoredTensor], Tensor], kept: Kin
+    patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], kept: Kin
 ) -> Mapping[str, Tensor]:
     """As `rebuild` for a patch, from the base before any adapter: so PEFT does where several act in turn too. What
     several layers share is made once and goes into `kept`, which is of one plan."""
@@ -66,8 +66,8 @@ def from_base(
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
-        wide = any(base[piece.key].dtype == "F64" for piece in view.pieces)
-        found = [(fetch(base[p.key]).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
+        wide = any(base[piece.key].stored.dtype == "F64" for piece in view.pieces)
+        found = [(fetch(base[p.key].stored).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
         at = WIDE if wide else AS_LOADED
         return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
 

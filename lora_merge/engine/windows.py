@@ -65,11 +65,8 @@ class Fold:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the base values; a block that is padded has its whole base tensor there."""
-        source = self.block.target.source
-        if source is None:
-            return 0
-        return source.nbytes if self.block.reshaped else self.block.elements * ITEM_BYTES[source.dtype]
+        """Bytes of the base values that are stored."""
+        return self.block.stored[1] * ITEM_BYTES[self.block.target.source.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +133,7 @@ def buffer_bytes(plan: Plan) -> int:
 
 def _widening(plan: Plan) -> float:
     """Bytes read for a byte written, where a dtype shrinks most; at least 1."""
-    changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if t.source and not t.copied}
+    changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if not t.copied}
     return max([1.0, *(ITEM_BYTES[old] / ITEM_BYTES[new] for old, new in changes)])
 
 
@@ -221,7 +218,6 @@ class _Copied:
 
     def add_to(self, window: Window) -> None:
         source = self.target.source
-        assert source is not None, "what starts from zeros is changed"
         if self.target.copied:
             window.read(source, self.low, self.count)
             return
@@ -243,36 +239,26 @@ class _Folded:
     untouched = False
 
     def add_to(self, window: Window) -> None:
-        """Plan one read of the elements, and for every plan its folds."""
-        source = self.target.source
-        if source is None:
-            self._fold(window, 0, apart=True)
-            return
-        width = ITEM_BYTES[source.dtype]
-        skip, nbytes = self.low * width, self.count * width
-        if source.shape != self.target.shape:
-            self._fold(window, window.read_apart(source, 0, source.nbytes), apart=True)
-        elif source.dtype == self.target.dtype:
-            window.read(source, skip, nbytes)
-            self._fold(window, window.size, apart=False)
+        """Plan one read of the elements, and for every plan its folds; what it leaves alone is converted."""
+        target, source, padded = self.target, self.target.source, self.target.weight.padded
+        first, count = target.weight.span(self.low, self.low + self.count)
+        width, apart = ITEM_BYTES[source.dtype], padded or source.dtype != target.dtype
+        if apart:
+            start = window.read_apart(source, first * width, count * width)
         else:
-            self._fold(window, window.read_apart(source, skip, nbytes), apart=True)
-
-    def _fold(self, window: Window, start: int, *, apart: bool) -> None:
-        """Every plan's blocks, with base values from `start` on; what it leaves alone is converted, if `apart`."""
-        name, source, width = self.target.name, self.target.source, ITEM_BYTES[self.target.dtype]
+            start = window.size
+            window.read(source, first * width, count * width)
         for change, own in zip(window.changes, self.blocks, strict=True):
             for b in own:
-                before = b.first * b.cols - self.low
-                values = start if source is None or b.reshaped else start + before * ITEM_BYTES[source.dtype]
-                if b.slices or b.reshaped:
-                    change.folds.append(Fold(b, values, window.size + before * width, apart))
-                elif apart and source is not None:
-                    at = window.size + before * width
-                    change.converts.append(Convert(name, values, at, b.elements, source.dtype, self.target.dtype))
+                values = start + (b.stored[0] - first) * width
+                at = window.size + (b.first * b.cols - self.low) * ITEM_BYTES[target.dtype]
+                if b.slices or padded:
+                    change.folds.append(Fold(b, values, at, apart))
+                elif apart:
+                    change.converts.append(Convert(target.name, values, at, b.elements, source.dtype, target.dtype))
             if not own and apart:
-                assert source is not None, "what starts from zeros is changed by every plan of the layout"
-                change.converts.append(Convert(name, start, window.size, self.count, source.dtype, self.target.dtype))
+                convert = Convert(target.name, start, window.size, self.count, source.dtype, target.dtype)
+                change.converts.append(convert)
 
 
 def _append(reads: list[Read], new: Read) -> None:

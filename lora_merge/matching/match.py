@@ -248,8 +248,8 @@ class Matcher:
             self.result.leave(patch.module, COPY)
             self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
             return
-        start, components = 0, set()
-        for piece in patch.view.pieces:
+        components = set()
+        for piece, start in patch.view.addresses():
             into = key or piece.key
             component = self.names.component(into)
             components.add(component)
@@ -258,7 +258,6 @@ class Matcher:
                 self.result.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
                 self.result.leave(patch.module, OFF)
-            start += piece.rows
         self._count(components)
 
     def _count(self, components: Collection[str]) -> None:

@@ -1,18 +1,48 @@
-"""Where the weight an adapter was trained on lies in the base: pieces of stored tensors, in order.
+"""How every room addresses weights: what is stored of one, and where the rows lie that an adapter sees as one matrix.
 
 An adapter for `attn.to_q` on a checkpoint that stores `qkv` fused sees rows [0:H) of that tensor: one
 piece. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three pieces. Swapped halves
 are two pieces in the other order; GPT-2's `[in, out]` weights are a transposed piece. So slicing, fusing,
-swapping and transposing need no further notion.
+swapping and transposing need no further notion. A weight that an adapter makes larger is padded with zeros, and one
+that the base lacks is all padding: `Weight` says what of it is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 from ..algorithms import Shape, flat
+from ..disk.files import StoredTensor
+
+
+class Weight(NamedTuple):
+    """A weight of this shape. What is stored of it is its low corner, mostly all of it; the rest is zeros."""
+
+    shape: Shape
+    stored: StoredTensor
+
+    @property
+    def padded(self) -> bool:
+        """Whether it has more than is stored."""
+        return self.stored.shape != self.shape
+
+    def span(self, low: int, high: int) -> tuple[int, int]:
+        """(first, count) of the stored elements among the weight's elements [low, high), which lie side by side.
+
+        Both bounds of a padded weight are whole rows of its first axis.
+        """
+        if not self.padded:
+            return low, high - low
+        row, width = prod(self.shape[1:]), prod(self.stored.shape[1:])
+        first, last = (min(at // max(row, 1), self.stored.shape[0]) * width for at in (low, high))
+        return first, last - first
+
+
+def unstored(name: str, shape: Shape, like: StoredTensor) -> Weight:
+    """A weight of zeros beside a stored tensor, in its dtype."""
+    return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.file, 0, 0))
 
 
 class RowSlice(NamedTuple):
@@ -45,6 +75,13 @@ class WeightView(NamedTuple):
     pieces: tuple[RowSlice, ...]
     shape: Shape
 
+    def addresses(self) -> Iterator[tuple[RowSlice, int]]:
+        """Every piece with the row of the view that it begins at."""
+        first = 0
+        for piece in self.pieces:
+            yield piece, first
+            first += piece.rows
+
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
@@ -60,12 +97,11 @@ def whole(key: str, shape: Shape) -> WeightView:
 
 def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
     """Rows [start, stop) of a view whose pieces are not transposed."""
-    pieces, at = [], 0
-    for p in view.pieces:
+    pieces = []
+    for p, at in view.addresses():
         lo, hi = max(start - at, 0), min(stop - at, p.rows)
         if lo < hi:
             pieces.append(RowSlice(p.key, p.start + lo, p.start + hi, p.cols))
-        at += p.rows
     return WeightView(tuple(pieces), (stop - start, *view.shape[1:]))
 
 

@@ -33,9 +33,10 @@ from ..methods import METHODS
 from ..models.names import Names
 from ..models.strengths import Strengths
 from ..models.tied_weights import tied
+from ..models.weights import Weight
 from ..text import listed
 from .cache import CheckpointCache
-from .plan import OutputFile, OutputTensor, Plan, values
+from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import STALE, blanks, entries
 
 
@@ -111,34 +112,25 @@ def _files(
 def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, OutputTensor]]:
     """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
     uses: dict[str, list[PatchPart]] = {}
-    replaced: dict[str, StoredTensor] = {}
     created: dict[str, tuple[Shape, str]] = {}
-    grown: dict[str, Shape] = {}
-    parted: dict[str, StoredTensor] = {}
-    own = values(base, matched)
+    own, parted = weights(base, matched), {key for one in matched for key in one.parted}
+    replaced = {key: Weight(info.shape, info) for one in matched for key, info in one.replaced.items()}
     for one in matched:
-        parted.update(one.parted)
-        replaced.update(one.replaced)
-        grown.update(one.grown)
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
     for key, info in base.tensors.items():
-        target = _target(job, key, info, replaced.get(key, own[key]), uses)
-        if target.uses and key in grown:  # at strength 0 it stays as it is
-            target = target._replace(shape=grown[key], nbytes=bytes_of(target.dtype, grown[key]))
-        yield info.file, target
+        yield info.file, _target(job, key, info, replaced.get(key, own[key]), uses)
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in parted:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
-            start = replaced.get(key, own[parted[key].name] if key in parted else None)
-            yield sibling.file, _target(job, key, like, start, uses)
+            yield sibling.file, _target(job, key, like, replaced.get(key, own[key]), uses)
 
 
 def _target(
-    job: Job, name: str, info: StoredTensor, source: StoredTensor | None, all_uses: Mapping[str, Sequence[PatchPart]]
+    job: Job, name: str, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]]
 ) -> OutputTensor:
     uses, method = tuple(all_uses.get(name, ())), METHODS[job.method]
     dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
@@ -146,9 +138,9 @@ def _target(
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
-    shape = source.shape if source is not None else info.shape
     others = all_uses if uses and method.in_turn else {}
-    return OutputTensor(name, stored_name(info), dtype, shape, 0, bytes_of(dtype, shape), source, uses, method, others)
+    nbytes = bytes_of(dtype, weight.shape)
+    return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others)
 
 
 def _placed(targets: Sequence[OutputTensor], start: int) -> tuple[OutputTensor, ...]:

@@ -16,26 +16,36 @@ from ..files.checkpoint import Index, configuration
 from ..job import Job
 from ..matching.patch import Matched, PatchPart
 from ..methods import METHODS, SUM, Method
+from ..models.weights import Weight, unstored
 
 
 class OutputTensor(NamedTuple):
-    """One output tensor. `offset` counts from the start of its file; without uses its bytes are its source's."""
+    """One output tensor. `offset` counts from the start of its file; without uses its numbers are those stored."""
 
     name: str
     stored: str  # its name in the file; in a pipeline `name` has the component in front
     dtype: str
-    shape: Shape
+    weight: Weight  # what it starts from
     offset: int
     nbytes: int
-    source: StoredTensor | None  # None: starts from zeros
     uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
 
     @property
+    def shape(self) -> Shape:
+        """Its shape in the output."""
+        return self.weight.shape
+
+    @property
+    def source(self) -> StoredTensor:
+        """The tensor whose numbers it starts from."""
+        return self.weight.stored
+
+    @property
     def copied(self) -> bool:
         """Whether the output bytes equal the source's."""
-        return not self.uses and self.source is not None and self.source.dtype == self.dtype
+        return not self.uses and self.source.dtype == self.dtype
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -79,16 +89,16 @@ class Plan:
         return sum(f.size for f in self.files)
 
     @cached_property
-    def values(self) -> Mapping[str, StoredTensor]:
-        """Where the values are that formulas see."""
-        return values(self.base, self.adapters)
+    def weights(self) -> Mapping[str, Weight]:
+        """The weights that formulas see."""
+        return weights(self.base, self.adapters)
 
     @property
     def changed(self) -> int:
         """How many output tensors differ from the base by an adapter."""
         own = self.base.tensors
         targets = (t for f in self.files for t in f.targets)
-        return sum(1 for t in targets if t.uses or t.source is None or t.source is not own.get(t.name))
+        return sum(1 for t in targets if t.uses or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
         """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder.
@@ -130,9 +140,19 @@ class Plan:
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
-def values(base: Index, matched: Sequence[Matched]) -> dict[str, StoredTensor]:
-    """Base key → the tensor that is merged into: the base's, or what an adapter stores in its place."""
-    return {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
+def weights(base: Index, matched: Sequence[Matched]) -> dict[str, Weight]:
+    """Key → the weight that is merged into: the base's, or what an adapter stores in its place, as large as adapters
+    make it; then those that the base lacks."""
+    tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
+    found = {key: Weight(info.shape, info) for key, info in tensors.items()}
+    parted = {key: info.name for one in matched for key, info in one.parted.items()}
+    for one in matched:
+        for key, shape in one.grown.items():
+            if any(key in other.uses for other in matched):  # at strength 0 it stays as it is
+                found[key] = Weight(shape, tensors[key])
+        for key, (shape, beside) in one.created.items():
+            found[key] = found[parted[key]] if key in parted else unstored(key, shape, base.tensors[beside])
+    return found
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:

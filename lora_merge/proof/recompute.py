@@ -20,7 +20,7 @@ from ..matching.choose import Patch
 from ..matching.patch import PatchPart
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
-from ..models.weights import WeightView
+from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
 from .reference import REFERENCE, FormulaInput
@@ -143,7 +143,7 @@ class Recomputation:
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
         """What these rows must be before they are rounded."""
-        base = self._base(target, rows, cols)
+        base = self._base(target.weight, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
         made = Made(target)
         for use in target.uses:
@@ -207,19 +207,15 @@ class Recomputation:
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
         return decode(raw, target.dtype).reshape(len(rows), cols)
 
-    def _base(self, target: OutputTensor, rows: Array, cols: int) -> Array:
-        """Rows of the base tensor; zeros where there is none."""
-        source = target.source
-        if source is not None and source.shape == target.shape:
-            return self.stored(source, (source.nbytes // max(1, cols * ITEM_BYTES[source.dtype]), cols), rows)
-        return self._padded(source, target.shape).reshape(-1, cols)[rows]
-
-    def _padded(self, info: StoredTensor | None, shape: Shape) -> Array:
-        """The stored tensor, if there is one, in the low corner of zeros."""
-        padded = np.zeros(shape)
-        if info is not None:
-            padded[tuple(slice(0, d) for d in info.shape)] = self.stored(info, info.shape)
-        return padded
+    def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
+        """Rows of a weight seen as a matrix `cols` wide; zeros where nothing of it is stored."""
+        info = weight.stored
+        if not weight.padded:
+            return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
+        found, there = np.zeros((len(rows), *weight.shape[1:])), rows < info.shape[0]
+        corner: tuple[Any, ...] = (there, *map(slice, info.shape[1:]))
+        found[corner] = self.stored(info, info.shape, rows[there])
+        return found.reshape(len(rows), cols)
 
     def _change(self, use: PatchPart, rows: Array, made: Made) -> Array | None:
         """s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of them."""
@@ -292,7 +288,7 @@ class Recomputation:
             view = patch.view if not slot else patch.beside.get(slot)
             if view is None:
                 return as_loaded(self.stored(patch.module.slots[slot], patch.shapes[slot]))
-            wide = any(self.plan.values[piece.key].dtype == "F64" for piece in view.pieces)
+            wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.pieces)
             return as_loaded(self._view(view, 0, made, None), wide=wide)  # before the first adapter
 
         return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
@@ -300,19 +296,13 @@ class Recomputation:
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
         """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the
         adapters before have made of them where adapters act in turn."""
-        parts, at = [], 0
-        for piece in view.pieces:
+        parts = []
+        for piece, at in view.addresses():
             inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
-            at += piece.rows
             if not len(inside):
                 continue
-            info, width = self.plan.values.get(piece.key), piece.cols
-            if info is None or piece.stop * width > prod(info.shape):
-                lines = piece.start + inside
-                values = self._padded(info, view.shape).reshape(-1, width)[lines]
-            else:
-                lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
-                values = self.stored(info, (prod(info.shape) // max(width, 1), width), lines)
+            lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
+            values = self._base(self.plan.weights[piece.key], lines, piece.cols)
             on = made if len(view.pieces) == 1 else made.on(piece.key)
             values = self._after(adapter, values, lines, on)
             parts.append(values.T[inside] if piece.transposed else values)

@@ -125,7 +125,7 @@ def _begins(path: Path, header: bytes, size: int) -> bool:
 
 def _unmerged(targets: Sequence[OutputTensor], compared: dict[str, int], *, full: bool) -> list[Range]:
     """What is to be compared of the tensors without a change, and counts it."""
-    plain = [t for t in targets if not t.uses and t.source is not None and t.nbytes]
+    plain = [t for t in targets if not t.uses and t.nbytes]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
     found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
@@ -139,14 +139,13 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
     for target, first, count in pieces:
         advise(fd, target.offset + first, count, WILL_NEED)
         source = target.source
-        if source is not None and source.shape == target.shape:
+        if not target.weight.padded:
             scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
             reader.expect(source, int(first * scale), int(count * scale))
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
     """Whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
-    assert target.source is not None, "only copied tensors come here"
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
@@ -156,7 +155,6 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, reader: Read
     Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
     """
     source, width = target.source, ITEM_BYTES[target.dtype]
-    assert source is not None, "only tensors with a source come here"
     found = read_exactly(fd, count, target.offset + first)
     if target.copied:
         want = reader.read(source, first, count)

@@ -18,7 +18,7 @@ from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
 from lora_merge.engine.placement import FILE_DTYPES, Placement
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
-from lora_merge.models.weights import RowSlice, WeightView
+from lora_merge.models.weights import RowSlice, Weight, WeightView
 from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
 from lora_merge.proof.reference import REFERENCE
@@ -59,7 +59,7 @@ def test_cutting_and_spreading_change_nothing(
     shapes = {slot: tuple(t.shape) for slot, t in slots.items()}
     view = WeightView(pieces, example.shape)
     patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
-    base = {key: held(key, t) for key, t in stored.items()}
+    base = {key: Weight(tuple(t.shape), held(key, t)) for key, t in stored.items()}
     everything = stored | slots
     folder = BlockMerger(
         (Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept=DeviceCache()
@@ -67,8 +67,7 @@ def test_cutting_and_spreading_change_nothing(
     found, count = [], 0
     for piece, start in zip(pieces, edges, strict=False):
         uses = (PatchPart(patch, piece, start, STRENGTH),)
-        info = base[piece.key]
-        target = OutputTensor(piece.key, piece.key, "F64", info.shape, 0, info.nbytes, info, uses)
+        target = OutputTensor(piece.key, piece.key, "F64", base[piece.key], 0, stored[piece.key].nbytes, uses)
         for block in blocks.blocks(target):
             into = torch.empty(block.last - block.first, cols, dtype=torch.float64)
             folder.fold([Item(block, stored[piece.key][block.first : block.last], into)])

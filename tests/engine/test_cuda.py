@@ -25,7 +25,7 @@ from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
-from lora_merge.models.weights import RowSlice, WeightView
+from lora_merge.models.weights import RowSlice, Weight, WeightView
 from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.examples import EXAMPLES, tensors, weight
 
@@ -73,14 +73,13 @@ class Layers:
                     f"{n}.base",
                     f"{n}.base",
                     "F32",
-                    info.shape,
+                    Weight(info.shape, info),
                     0,
                     base.numel() * 4,
-                    info,
                     (PatchPart(patch, piece, 0, 0.7),),
                 )
             )
-        self.base = {t.name: held(t.name, self.tensors[t.name]) for t in self.targets}
+        self.base = {t.name: t.weight for t in self.targets}
 
     def folded(self, device: str, compute: str, max_vram: int | None = None) -> Tensor:
         """[layers, rows, cols] in fp32, by three threads."""

@@ -141,6 +141,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     from lora_merge.job import make_job
     from lora_merge.models.names import names
     from lora_merge.planning.make_plan import match, outputs
+    from lora_merge.planning.plan import weights as planned
 
     held = _Held()
     base = held.index("state dict", weights)
@@ -148,7 +149,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, held)
     everything = weights | factors
-    folder = BlockMerger((at,), lambda info: everything[info.name], base.tensors, kept=DeviceCache())
+    folder = BlockMerger((at,), lambda info: everything[info.name], planned(base, matched), kept=DeviceCache())
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):

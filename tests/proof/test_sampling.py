@@ -17,7 +17,7 @@ import lora_merge
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching.patch import PatchPart
-from lora_merge.models.weights import RowSlice
+from lora_merge.models.weights import RowSlice, Weight
 from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.replay import prove
 from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
@@ -25,12 +25,13 @@ from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, samp
 from ..support import load, metadata, rand, save
 
 NO_PATCH: Any = None  # only places are looked at
+NOTHING: Any = None
 
 
 def target(name: str, rows: int, cols: int, parts: list[tuple[int, int]]) -> OutputTensor:
     """A tensor of which these rows are changed."""
     uses = tuple(PatchPart(NO_PATCH, RowSlice(name, low, high, cols), 0, 1.0) for low, high in parts)
-    return OutputTensor(name, name, "F16", (rows, cols), 0, rows * cols * 2, None, uses)
+    return OutputTensor(name, name, "F16", Weight((rows, cols), NOTHING), 0, rows * cols * 2, uses)
 
 
 @given(
@@ -59,7 +60,7 @@ def test_every_changed_part_has_a_row_in_the_sample(
 )  # fmt: skip
 def test_sampled_bytes_are_spread_over_all_tensors_and_all_bytes_are_all(sizes: list[int], full: bool) -> None:  # noqa: FBT001
     info = StoredTensor("a", "U8", (), Path(), 0, 0)
-    some = [OutputTensor(str(n), str(n), "U8", (size,), 0, size, info) for n, size in enumerate(sizes)]
+    some = [OutputTensor(str(n), str(n), "U8", Weight((size,), info), 0, size) for n, size in enumerate(sizes)]
     found = list(ranges(some, sum(sizes), full=full))
     assert all(0 <= first < first + count <= t.nbytes for t, first, count in found)
     if full:
