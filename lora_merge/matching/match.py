@@ -68,10 +68,9 @@ class Matcher:
         told = self.patcher
         told.rules, modules = unstored(told.rules, modules, self.base, told.config)
         self.lone = self.names.lone_expert([m.name for m in modules])
-        if self.lone:
-            self.result.notes.append(EXPERTS[self.lone])
-        self.patcher.widest = self._widest(modules)
-        self.patcher.rules = self.patcher.rules.counting([m.name for m in modules], type_of(told.config))
+        self.result.notes += [EXPERTS[self.lone]] if self.lone else []
+        told.widest = self._widest(modules)
+        told.rules = told.rules.counting([m.name for m in modules], type_of(told.config))
         told.rules = related(told.rules, modules, self._dtype, told)
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:

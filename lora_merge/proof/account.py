@@ -21,7 +21,7 @@ from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name
-from ..job import Adapter
+from ..job import BLOCK_LIST, Adapter
 from ..matching.choose import Patch
 from ..matching.patch import COPY, OFF, ZEROS, Matched
 from ..models.weights import RowSlice
@@ -172,7 +172,7 @@ def _is_for_all(name: str) -> bool:
 
 def _may_be_off(ref: Adapter) -> bool:
     """Whether an adapter's strength is 0 somewhere."""
-    return ref.strength == 0 or any(factor == 0 for _, factor in ref.parts)
+    return ref.strength == 0 or any(factor == 0 or part.startswith(BLOCK_LIST) for part, factor in ref.parts)
 
 
 def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
