@@ -71,8 +71,8 @@ def test_every_value_of_a_head_lands_in_the_parameter_of_its_name(
 def test_a_value_of_no_parameter_of_the_head_lands_nowhere(
     shape: tuple[int, ...],
     parameter: str,
-    one: bool,
-    tmp_path: Path,  # noqa: FBT001
+    one: bool,  # noqa: FBT001
+    tmp_path: Path,
 ) -> None:
     """Whatever its shape is, and though a tensor of that shape has a place."""
     saved = {"weight": rand(V, H, seed=5), parameter: rand(*shape, seed=6)}
