@@ -21,7 +21,6 @@ from ..disk.files import StoredTensor
 from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import Unmatched
-from ..models.fused import agreed
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
 from ..models.strengths import Strengths
@@ -207,7 +206,7 @@ class Matcher:
     def _patch(self, module: Module, view: WeightView) -> Patch | None:
         try:
             patch = self.patcher.patch(*by_rows(module, view), self._near(module))
-            return as_trained(patch, lambda of: agreed(self.names.fused(of)), self.patcher)
+            return as_trained(patch, self.names.fused, self.patcher)
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())

@@ -8,7 +8,7 @@ them. Source: sd-scripts 48d368f, networks/{lora_flux,lora_sd3,lora_lumina,lora_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -16,6 +16,7 @@ from typing import Final
 
 from ..adapters.file import Values
 from ..disk.files import StoredTensor
+from ..models.fused import Split, agreed
 from ..models.weights import WeightView
 from .choose import Patch, Patcher
 from .remarks import DYLORA
@@ -35,17 +36,17 @@ NOT_SPLIT: Final = (
 )
 
 
-def as_trained(patch: Patch, fused_in: Callable[[WeightView], Sequence[int]], patcher: Patcher) -> Patch:
+def as_trained(patch: Patch, fused_in: Callable[[WeightView], Mapping[str, Split]], patcher: Patcher) -> Patch:
     """The patch with the scale that it was trained with.
 
-    `fused_in` gives the rows of each layer that is fused in a weight, in order; none where nothing tells.
+    `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
     """
     if _is_dylora(patch) and not patcher.trained("lora").told:
         patcher.remark(DYLORA, patch.module)
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
     if patch.algorithm != "lora" or up is None or alpha is None or patcher.rules.of(patch.module.name).kind:
         return patch
-    fused = fused_in(patch.view)
+    fused = agreed(fused_in(patch.view))
     n = len(fused)
     if n < LEAST:
         return patch
