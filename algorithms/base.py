@@ -69,6 +69,9 @@ class Algorithm:
     """Slots that no file holds: slot → the parameter of the same module whose values in the base it is, as a matrix
     [n, out, cols] (a vector [n, out, 1]). A required one must be there, an optional one is None where the base has no
     such parameter."""
+    value: str = ""
+    """The optional slot for the parameter's trained value, where the adapter stores that whole beside the formula's
+    tensors and the formula works on it."""
     decomposes: bool = False
     """Whether it inverts, factorises or transforms, where torch knows no 16-bit floats and float32 loses
     digits: the caller hands over float64 (float32 on devices without), whatever the compute dtype."""

@@ -4,7 +4,8 @@ tuners/glora/layer.py.
 It shares the name of LyCORIS' GLoRA and nothing of its formula: A is multiplied with W element by element. Each
 letter is a product of two factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores
 the zeros and loads them as well, so they are taken for what they hold. A layer without a bias has zeros for C, D and E,
-which nothing reads.
+which nothing reads. Where the bias was trained too (`bias`), the adapter stores that whole, and it stands for b on the
+right.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ class PeftGloraBiasTensors:
     c: Tensor | None = None  # [n, in, 1]
     c_up: Tensor | None = None  # [n, in, r]
     c_down: Tensor | None = None  # [n, r, 1]
+    trained: Tensor | None = None  # b as it was trained, [n, out, 1]
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
@@ -59,7 +61,10 @@ def fit_bias(shapes: Shapes, target: Shape) -> Shapes:
             holds=shapes[slot] in ((out,), (1,)),
             otherwise=f"{slot} is {list(shapes[slot])}, the bias has {out} numbers",
         )
-    return {**inputs, "d": (prod(shapes["d"]), 1), "e": (prod(shapes["e"]), 1), "weight": weight}
+    fitted = {**inputs, "d": (prod(shapes["d"]), 1), "e": (prod(shapes["e"]), 1), "weight": weight}
+    if "trained" in shapes:
+        fitted |= {"trained": (*expect_shapes(shapes, {"trained": (out,)})["trained"], 1)}
+    return fitted
 
 
 def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
@@ -94,7 +99,9 @@ def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
     else:
         assert t.c_up is not None and t.c_down is not None, "fit"
         through = (t.weight @ t.c_up) @ t.c_down
-    return through.addcmul_(base, t.d.expand_as(base)).add_(t.e)
+    own = base if t.trained is None else t.trained
+    changed = through.addcmul_(own, t.d.expand_as(base)).add_(t.e)
+    return changed if t.trained is None else changed.add_(t.trained - base)
 
 
 def _matrix(one: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tensor:
@@ -111,5 +118,5 @@ PEFT_GLORA = Algorithm(
 )  # fmt: skip
 PEFT_GLORA_BIAS = Algorithm(
     "peft_glora_bias", PeftGloraBiasTensors, fit_bias, delta_bias, "arXiv:2306.07967",
-    reads_base=True, beside={"weight": "weight"},
+    reads_base=True, beside={"weight": "weight"}, value="trained",
 )  # fmt: skip

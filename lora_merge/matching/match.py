@@ -34,7 +34,7 @@ from .orientation import Place
 from .patch import COPY, OFF, ZEROS, Matched, PatchPart
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
-from .resizing import by_rows, sizes
+from .resizing import by_rows, sizes, with_values
 from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
 from .side_by_side import as_trained
 from .stored_base import Seen
@@ -67,6 +67,7 @@ class Matcher:
         told = self.patcher
         told.rules, modules = unstored(told.rules, modules, self.base, told.config)
         self.lone = self.names.lone_expert([m.name for m in modules])
+        modules = with_values(modules, self.adapter.strange, told.rules)
         self.result.notes += [EXPERTS[self.lone]] if self.lone else []
         told.widest = self._widest(modules)
         told.rules = told.rules.counting([m.name for m in modules], type_of(told.config))
@@ -74,7 +75,8 @@ class Matcher:
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
             self._place(module)
-        for info in self.adapter.strange:
+        taken = {info.name for module in modules for info in module.slots.values()}
+        for info in (info for info in self.adapter.strange if info.name not in taken):
             if not self.patcher.rules.holds_for_all(info.name):
                 self._replace(info)
         self.odd |= self.seen.halves(self.names, self.result.replaced)

@@ -8,15 +8,32 @@ from pathlib import Path
 from typing import Final
 
 from ..adapters.file import Module, Values
-from ..algorithms import flat
+from ..adapters.peft.rules import Rules
+from ..algorithms import ALGORITHMS, flat
+from ..algorithms.lora_bias import LORA_BIAS
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView
 from .patch import Matched
 
-ADDED: Final = frozenset({"lora_bias"})
+ADDED: Final = frozenset({LORA_BIAS.name})
 """Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
+
+
+def with_values(modules: Sequence[Module], strange: Sequence[StoredTensor], rules: Rules) -> list[Module]:
+    """The modules, with the trained value of their parameter as one more tensor where their formula works on that."""
+    asking = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
+    told = [(info, rules.of(info.name).plain(info.name)) for info in strange] if asking else []
+    found = {meant.target: info for info, meant in told if meant and meant.kind == "value" and meant.rows is None}
+    return (
+        [_with_value(m, found.get(f"{m.name}.{m.parameter}")) for m in modules] if asking & found.keys() else [*modules]
+    )
+
+
+def _with_value(module: Module, info: StoredTensor | None) -> Module:
+    slots = {ALGORITHMS[name].value: info for name in module.algorithms if info and ALGORITHMS[name].value}
+    return replace(module, slots={**module.slots, **slots}) if slots else module
 
 
 def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:

@@ -227,6 +227,15 @@ def _peft_glora_bias() -> list[Example]:
     return [
         Example("factors", (60,), {**pair, "d": (1,), "e": (1,), **weight}),
         Example("vectors", (60,), {"c": (10, 1), "d": (60,), "e": (60,), **weight}),
+        Example(
+            "a trained bias",
+            (60,),
+            {**pair, "d": (60,), "e": (60,), "trained": (60,), **weight},
+            unnoticed=("trained",),
+            neutral=lambda own, stored: {
+                s: own if s == "trained" else 0 * t for s, t in stored.items() if s != "weight"
+            },
+        ),
     ]
 
 

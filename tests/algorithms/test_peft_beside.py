@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.errors import FitError
 from lora_merge.proof.replay import prove
 from tests.peft_oracle import assert_close, save, train
 
@@ -27,7 +26,7 @@ TAUGHT = [
     (name, bias)
     for name, (config, _) in METHODS.items()
     for bias in ("none", "all", f"{name}_only")
-    if bias == "none" or ("bias" in config.__dataclass_fields__ and name != "glora")
+    if bias == "none" or ("bias" in config.__dataclass_fields__)
 ]
 
 
@@ -51,12 +50,30 @@ def test_biases_and_whole_modules_are_merged_with_the_rest(name: str, bias: str,
     assert ("conv.bias" in changed) == (bias == "all")
 
 
+LETTERS = [
+    (ab, c, de)
+    for ab in ("lora", "vector", "constant", "none")
+    for c in ("lora", "vector", "none")
+    for de in ("vector", "constant", "none")
+]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bias", ["all", "glora_only"])
-def test_a_bias_that_glora_changes_and_replaces_is_refused(bias: str, tmp_path: Path) -> None:
-    """Its formula takes the trained bias, which no patch reads: it reads the base's."""
-    base, tuned = train(peft.GloraConfig(target_modules=["wide"], r=4, bias=bias))
-    save(tuned, tmp_path)
-    with pytest.raises(FitError, match="replaced as a whole and changed again") as e:
-        lora_merge.merge_state_dict(base.state_dict(), tmp_path)
-    assert e.value.exit_code == 4
+@pytest.mark.parametrize(("ab", "c", "de"), LETTERS)
+def test_glora_works_on_the_bias_that_was_trained_with_it(ab: str, c: str, de: str, bias: str, tmp_path: Path) -> None:
+    """At half the strength, half of all that changed, in the bias and in the weight."""
+    options = {"config_A_B": ab, "config_C": c, "config_D_E": de, "bias": bias}
+    base, tuned = train(peft.GloraConfig(target_modules=["wide", "square", "tall"], r=4, **options))
+    save(tuned, tmp_path / "adapter")
+    save_file({key: value.contiguous() for key, value in base.state_dict().items()}, tmp_path / "base.safetensors")
+    wanted, before = copy.deepcopy(tuned).merge_and_unload().state_dict(), base.state_dict()
+    for strength in (1.0, 0.5):
+        out = tmp_path / f"{strength}.safetensors"
+        lora_merge.merge(tmp_path / "base.safetensors", (tmp_path / "adapter", strength), out, device="cpu")
+        assert prove(out, full=True)
+        done = load_file(out)
+        for key, value in wanted.items():
+            assert_close(done[key], before[key] + strength * (value - before[key]), key)
+    assert not torch.equal(wanted["wide.bias"], before["wide.bias"])
+    assert torch.equal(wanted["conv.bias"], before["conv.bias"]) == (bias == "glora_only")

@@ -17,10 +17,11 @@ def glora(g: FormulaInput) -> Array:
 
 
 def glora_bias(g: FormulaInput) -> Array:
-    """b ⊙ D + E + W C."""
+    """b ⊙ D + E + W C, and b itself less the base's, where the adapter has its own."""
     column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
-    change = g["weight"][g.rows] @ column.reshape(-1, 1)
-    for slot, factor in (("d", g.w), ("e", np.ones_like(g.w))):
+    own = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
+    change = own - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)
+    for slot, factor in (("d", own), ("e", np.ones_like(g.w))):
         value = g[slot].reshape(-1, 1)
         change = change + (value if len(value) == 1 else value[g.rows]) * factor
     return change
