@@ -57,6 +57,11 @@ def set_delta(base: Tensor, t: FullTensors) -> Tensor:
     return t.diff - base
 
 
+def set_accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
+    """acc += strength · (V − acc); at strength 1 it is V, without rounding."""
+    acc.lerp_(t.diff, strength)
+
+
 def full_rank_delta(base: Tensor, t: FullRankTensors) -> Tensor:
     """ΔW [n, out, cols] as stored; `base` is not read."""
     return t.down.clone()
@@ -73,7 +78,9 @@ def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
 
 
 FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate)
-SET = Algorithm("set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True)
+SET = Algorithm(
+    "set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True, accumulate=set_accumulate,
+)  # fmt: skip
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fit, full_rank_delta, "ai-toolkit",
     numbers=full_rank_numbers, sliced={"down": 0},

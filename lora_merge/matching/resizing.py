@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ..adapters.file import Module, Values
 from ..adapters.peft.rules import Rules
+from ..adapters.suffixes import apart
 from ..algorithms import ALGORITHMS, flat
+from ..algorithms.full import SET
 from ..algorithms.lora_bias import LORA_BIAS
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
-from ..models.weights import WeightView
-from .patch import Matched
+from ..models.weights import WeightView, whole
+from .choose import Patch
+from .patch import Matched, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})
 """Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
@@ -76,6 +79,35 @@ def _one_base(refs: Sequence[Adapter], matched: Sequence[Matched], values: Value
                                    f"{key}: {refs[number].path}: {info.name}, {ref.path}: {theirs.name}",
                                    "merge one of them, or remove that tensor from the one whose values shall not count"
                                    )  # fmt: skip
+
+
+def replace_in_turn(matched: Sequence[Matched], base: Mapping[str, TensorInfo]) -> None:
+    """Compose what several adapters replace or change, each on what those before it have made of the parameter.
+
+    A value that nothing but another value follows is left out. Any other becomes a change to it, W' = W + (V − W),
+    because formulas read what stands there before and after.
+    """
+    read = [{*one.uses, *_beside(one)} for one in matched]
+    for number, one in enumerate(matched):
+        for key, info in list(one.replaced.items()):
+            others = any(key in keys for n, keys in enumerate(read) if n != number)
+            if not others and any(key in later.replaced for later in matched[number + 1 :]):
+                del one.replaced[key]
+            elif others and key in base and info.shape == base[key].shape:
+                one.uses[key] = [_as_change(key, one.replaced.pop(key), number), *one.uses.get(key, ())]
+
+
+def _beside(one: Matched) -> Iterator[str]:
+    """Keys of what formulas of an adapter read beside the weights that they change."""
+    views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
+    return (piece.key for view in views for piece in view.pieces)
+
+
+def _as_change(key: str, info: TensorInfo, number: int) -> Use:
+    """The difference that puts a whole value in the place of what is there."""
+    view = whole(key, info.shape)
+    module = Module(*apart(key), {"diff": info}, {}, (SET.name,))
+    return Use(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
 def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:

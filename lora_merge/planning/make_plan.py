@@ -26,7 +26,7 @@ from ..matching.match import Matcher
 from ..matching.meetings import note_meetings
 from ..matching.orientation import Base as Layers
 from ..matching.patch import Matched, PatchPart
-from ..matching.resizing import clashes
+from ..matching.resizing import clashes, replace_in_turn
 from ..matching.stored_base import seen
 from ..matching.tied_heads import check_alone
 from ..methods import METHODS
@@ -80,6 +80,8 @@ def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile],
         patcher.orientation.base = Layers(base_types(base.config), lookup.recognised, matcher.places)
         matched.append(matcher.match(job.unmatched))
         used |= patcher.used
+    if METHODS[job.method].in_turn:
+        replace_in_turn(matched, base.tensors)
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
     note_meetings(job, matched)

@@ -20,7 +20,7 @@ from lora_merge.batch.schema import Options
 from lora_merge.engine import blocks
 from lora_merge.engine.fold import RULES
 from lora_merge.engine.merge import run
-from lora_merge.errors import MergeError, VerificationFailed
+from lora_merge.errors import FitError, MergeError, VerificationFailed
 from lora_merge.methods import METHODS
 from lora_merge.planning.plan import coverage
 from lora_merge.planning.recipe import KEY
@@ -192,6 +192,54 @@ def test_the_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:
     folders, state = peft_pair(name, tmp_path), layers().state_dict()
     one, two = (lora_merge.merge_state_dict(state, some, method="compose") for some in (folders, folders[::-1]))
     assert any(not torch.allclose(one[key], two[key]) for key in state)
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "Lora": {"target_modules": ["wide"], "modules_to_save": ["square", "norm"], "bias": "lora_only"},
+    "HRA": {"target_modules": ["square", "wide"], "r": 4, "modules_to_save": ["norm", "tall"]},
+    "Glora": {"target_modules": ["wide", "square"], "r": 4, "bias": "all"},
+    "LoHa": {"target_modules": ["tall"], "r": 3, "modules_to_save": ["square"]},
+}
+"""Adapters that replace what another of them replaces or changes."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("names", list(permutations(WHOLE, 2)))
+def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    import peft
+
+    folders = [tmp_path / name for name in names]
+    for number, name in enumerate(names):
+        save_peft(train(getattr(peft, f"{name}Config")(**WHOLE[name]), 0.3 - 0.1 * number)[1], tmp_path / name)
+    base = save({k: v.contiguous() for k, v in layers().state_dict().items()}, tmp_path / "base.safetensors")
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(base, folders, out, method="compose", device="cpu")
+    assert prove(out, full=True)["proven"]
+    held, again = load(out), lora_merge.merge_state_dict(load(base), folders, method="compose")
+    model: Any = layers()
+    for folder in folders:
+        model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    for key, value in model.state_dict().items():
+        assert_close(held[key], value, key)
+        assert torch.equal(held[key], again[key])
+    with pytest.raises(FitError, match="replaced as a whole and changed again"):
+        lora_merge.merge_state_dict(load(base), folders)
+
+
+def test_a_value_that_comes_last_is_there_without_rounding() -> None:
+    """Its difference to what stood there would be rounded in fp32, and to a tensor of whole numbers there is none."""
+    base = {"a.weight": rand(8, 8, seed=0) * 1e4, "b.weight": rand(8, 8, seed=9), "a.positions": torch.arange(8)}
+    first = {"a.lora_up.weight": rand(8, 2, seed=1), "a.lora_down.weight": rand(2, 8, seed=2)}
+    other = {"b.lora_up.weight": rand(8, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
+    values = [{"a.positions": torch.arange(8) + n, "a.weight": rand(8, 8, seed=3 + n) * 1e-4, **other} for n in (1, 2)]
+    got = lora_merge.merge_state_dict(base, [first, *values], method="compose")
+    assert torch.equal(got["a.weight"], values[1]["a.weight"])
+    assert torch.equal(got["a.positions"], values[1]["a.positions"])
+    got = lora_merge.merge_state_dict(base, [values[0], first], method="compose", compute_dtype="fp64")
+    change = first["a.lora_up.weight"].double() @ first["a.lora_down.weight"].double()
+    assert torch.equal(got["a.weight"], (values[0]["a.weight"].double() + change).float())
 
 
 def made(folder: Path, kinds: Sequence[str], *, fused: bool = False, **options: Any) -> Path:
