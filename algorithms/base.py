@@ -169,6 +169,15 @@ def same_inputs(stored: Shape, target: Shape) -> bool:
     return a == b or (prod(a) == prod(b) and min(len(a), len(b)) <= 1)
 
 
+def length(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """‖values‖₂ over these axes, which stay with length 1; NaN where it overflows, because what is divided by an
+    infinite length becomes 0, and nobody sees it."""
+    import torch
+
+    found: Tensor = torch.linalg.vector_norm(values, dim=axes, keepdim=True)
+    return found.masked_fill_(found.isinf(), torch.nan)
+
+
 def tucker(core: Tensor, inner: Tensor) -> Tensor:
     """Σ_j core[i, j, k] inner[j, c] as [n, i, c·k], for core [n, i, j, k] and inner [n, j, c];
     without einsum's choice of order, the small side first. The caller multiplies the outer factor

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 def delta(base: Tensor, t: DeloraTensors) -> Tensor:
     """ΔW [n, out, cols]; `base` is not read."""
     rank = t.down.shape[1]
-    up: Tensor = t.up / t.up.norm(dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
-    down: Tensor = t.down / t.down.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
+    up: Tensor = t.up / length(t.up, (1,)).clamp(min=SMALLEST_NORM)
+    down: Tensor = t.down / length(t.down, (2,)).clamp(min=SMALLEST_NORM)
     return up @ (down * (t.length / rank) * t.norms)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
-from .base import DoesNotFit, Shape, expect
+from .base import DoesNotFit, Shape, expect, length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +42,10 @@ def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
 
 def rescale(base: Tensor, delta: Tensor, magnitude: Tensor, axis: Axis) -> Tensor:
     """ΔW [n, out, cols] with the magnitude [n, out, 1] or [n, 1, in] applied; inputs untouched."""
-    import torch
-
     v = base + delta
     channels = magnitude.shape[2]
     blocks = v if axis == "out" else v.view(*v.shape[:2], channels, -1)
     dims = (2,) if axis == "out" else (1, 3)
-    norm = torch.linalg.vector_norm(blocks, dim=dims, keepdim=True).clamp_(min=EPS)
-    norm.masked_fill_(norm.isinf(), torch.nan)  # one that overflowed would make zeros of finite numbers, unseen
+    norm = length(blocks, dims).clamp_(min=EPS)
     blocks.mul_(magnitude.reshape(norm.shape) / norm)
     return v.sub_(base)

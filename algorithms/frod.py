@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
+from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat, length
 from .bounds import COUNT, SEED, below
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
         turned = torch.linalg.solve(t.basis, base.mT).mT
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # singular; PEFT goes on so
         turned = base @ torch.linalg.pinv(t.basis, rtol=1e-6).mT
-    length = turned.norm(dim=1, keepdim=True)
-    kept = length > SHORTEST
-    unit = torch.where(kept, turned / length.where(kept, length.new_ones(())), 0)
+    size = length(turned, (1,))
+    gone = size <= SHORTEST
+    unit = (turned / size.masked_fill(gone, 1)).masked_fill(gone, 0)
     inner = torch.diag_embed(t.diagonal)
     at = t.places[:, 0] * inner.shape[2] + t.places[:, 1]
     inner = inner.flatten(1).scatter_add(1, at, t.values).view_as(inner)

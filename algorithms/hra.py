@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def delta(base: Tensor, t: HraTensors) -> Tensor:
         basis: Tensor = torch.linalg.qr(t.vectors).Q
         return -2 * (base @ basis) @ basis.transpose(1, 2)
     tiny = torch.finfo(t.vectors.dtype).tiny  # a vector of zeros reflects nothing
-    unit: Tensor = t.vectors / t.vectors.norm(dim=1, keepdim=True).clamp_(min=tiny)
+    unit: Tensor = t.vectors / length(t.vectors, (1,)).clamp_(min=tiny)
     inverse = (unit.transpose(1, 2) @ unit).triu(1)
     inverse.diagonal(dim1=1, dim2=2).fill_(0.5)
     inner: Tensor = torch.linalg.solve_triangular(inverse, base @ unit, upper=True, left=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, length
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,8 +65,8 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
     import torch
 
     q = blocks - blocks.mT
-    norm = torch.linalg.vector_norm(q.flatten(1), dim=1)
-    q = q * (norm_limit.flatten() / norm).clamp_(max=1).view(-1, *[1] * (q.dim() - 1))
+    norm = length(q.flatten(1), (1,))
+    q = q * (norm_limit.view_as(norm) / norm).clamp_(max=1).view(-1, *[1] * (q.dim() - 1))
     eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     turned: Tensor = torch.linalg.solve(eye - q, q)
     return turned.mul_(2)

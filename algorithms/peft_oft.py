@@ -21,7 +21,7 @@ from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Shape, Shapes, expect, flat, length
 from .bounds import below
 from .oft import stretch
 
@@ -199,8 +199,7 @@ def bounded(blocks: Tensor, limit: float) -> Tensor:
     """Blocks with Frobenius norms of at most `limit`; 0 means no limit."""
     if not limit:
         return blocks
-    norm: Tensor = blocks.norm(dim=(2, 3), keepdim=True)
-    return blocks * (limit / norm.clamp(min=limit))
+    return blocks * (limit / length(blocks, (2, 3)).clamp(min=limit))
 
 
 def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:

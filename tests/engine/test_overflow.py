@@ -268,6 +268,30 @@ def test_sums_that_overflow_end_with_3_and_name_the_output(dtype: torch.dtype, h
     assert load(out)["x.m.weight"].isfinite().all()
 
 
+def test_lengths_that_overflow_end_with_3_in_files_and_in_memory(tmp_path: Path) -> None:
+    """Divided by an infinite length, all factors are 0, and DeLoRA seems to change nothing."""
+    ends = {"delora_A": (2, 8), "delora_B": (8, 2), "delora_lambda": (1,), "delora_w_norm": (8,)}
+    adapter = {f"x.m.{end}": rand(*shape, seed=n) * 2.0**100 for n, (end, shape) in enumerate(ends.items())}
+    adapter |= {f"x.m.{end}": adapter[f"x.m.{end}"] * 2.0**-100 for end in ("delora_lambda", "delora_w_norm")}
+    base = {"x.m.weight": rand(8, 8)}
+    files = (
+        save(base, tmp_path / "b.safetensors"),
+        save(adapter, tmp_path / "a.safetensors"),
+        tmp_path / "o.safetensors",
+    )
+    for end in (
+        lambda: lora_merge.merge(*files),
+        lambda: lora_merge.merge_state_dict(base, adapter),
+        lambda: lora_merge.load_adapter(files[1]).delta("x.m", base["x.m.weight"]),
+    ):
+        with pytest.raises(TooLarge):
+            end()
+    assert not files[2].exists()
+    lora_merge.merge(*files, compute_dtype="fp64")
+    assert prove(files[2], full=True)["proven"]
+    assert not torch.equal(load(files[2])["x.m.weight"], base["x.m.weight"])
+
+
 @pytest.mark.parametrize(
     ("stored", "compute"), [(torch.float64, "fp32"), (torch.float32, "fp16"), (torch.float32, "bf16")]
 )
