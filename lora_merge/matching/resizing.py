@@ -81,7 +81,7 @@ def _one_base(refs: Sequence[Adapter], matched: Sequence[Matched], values: Value
                                    )  # fmt: skip
 
 
-def replace_in_turn(matched: Sequence[Matched], base: Mapping[str, TensorInfo]) -> None:
+def replace_in_turn(matched: Sequence[Matched], base: Mapping[str, StoredTensor]) -> None:
     """Compose what several adapters replace or change, each on what those before it have made of the parameter.
 
     A value that nothing but another value follows is left out. Any other becomes a change to it, W' = W + (V − W),
@@ -103,11 +103,11 @@ def _beside(one: Matched) -> Iterator[str]:
     return (piece.key for view in views for piece in view.pieces)
 
 
-def _as_change(key: str, info: TensorInfo, number: int) -> Use:
+def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     """The difference that puts a whole value in the place of what is there."""
     view = whole(key, info.shape)
     module = Module(*apart(key), {"diff": info}, {}, (SET.name,))
-    return Use(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
+    return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
 def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:
