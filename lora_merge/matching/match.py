@@ -67,7 +67,7 @@ class Matcher:
         told = self.patcher
         told.rules, modules = unstored(told.rules, modules, self.base, told.config)
         self.lone = self.names.lone_expert([m.name for m in modules])
-        modules = with_values(modules, self.adapter.strange, told.rules)
+        modules, strange = with_values(modules, self.adapter.strange, told.rules)
         self.result.notes += [EXPERTS[self.lone]] if self.lone else []
         told.widest = self._widest(modules)
         told.rules = told.rules.counting([m.name for m in modules], type_of(told.config))
@@ -75,8 +75,7 @@ class Matcher:
         self.lacking = gaps(modules, self.patcher.rules)
         for module in modules:
             self._place(module)
-        taken = {info.name for module in modules for info in module.slots.values()}
-        for info in (info for info in self.adapter.strange if info.name not in taken):
+        for info in strange:
             if not self.patcher.rules.holds_for_all(info.name):
                 self._replace(info)
         self.odd |= self.seen.halves(self.names, self.result.replaced)
@@ -118,8 +117,7 @@ class Matcher:
         return self.patcher.values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 
     def _place(self, module: Module) -> None:
-        view = self._seek(module)
-        if view is None:
+        if (view := self._seek(module)) is None:
             return
         if self.heads.repeats(module):
             self.result.leave(module, COPY)

@@ -15,6 +15,7 @@ from .choose import Patch
 OFF: Final = "its strength is 0"
 COPY: Final = "the adapter holds it a second time; it is applied once"
 ZEROS: Final = "zeros for a bias that the layer does not have"
+REPLACED: Final = "an adapter after it replaces the same parameter"
 """Why a tensor that has its place changes nothing. The proof looks whether that is so."""
 
 

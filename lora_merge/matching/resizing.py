@@ -18,20 +18,24 @@ from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
 from .choose import Patch
-from .patch import Matched, PatchPart
+from .patch import REPLACED, Matched, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})
 """Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
 
 
-def with_values(modules: Sequence[Module], strange: Sequence[StoredTensor], rules: Rules) -> list[Module]:
-    """The modules, with the trained value of their parameter as one more tensor where their formula works on that."""
+def with_values(
+    modules: Sequence[Module], strange: Sequence[StoredTensor], rules: Rules
+) -> tuple[list[Module], list[StoredTensor]]:
+    """The modules, with the trained value of their parameter as one more tensor where their formula works on that; and
+    what is left of the strange tensors."""
     asking = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
     told = [(info, rules.of(info.name).plain(info.name)) for info in strange] if asking else []
     found = {meant.target: info for info, meant in told if meant and meant.kind == "value" and meant.rows is None}
-    return (
-        [_with_value(m, found.get(f"{m.name}.{m.parameter}")) for m in modules] if asking & found.keys() else [*modules]
-    )
+    taken = {target: info for target, info in found.items() if target in asking}
+    names = {info.name for info in taken.values()}
+    left = [info for info in strange if info.name not in names]
+    return [_with_value(m, taken.get(f"{m.name}.{m.parameter}")) for m in modules], left
 
 
 def _with_value(module: Module, info: StoredTensor | None) -> Module:
@@ -92,7 +96,7 @@ def replace_in_turn(matched: Sequence[Matched], base: Mapping[str, StoredTensor]
         for key, info in list(one.replaced.items()):
             others = any(key in keys for n, keys in enumerate(read) if n != number)
             if not others and any(key in later.replaced for later in matched[number + 1 :]):
-                del one.replaced[key]
+                one.unused[one.replaced.pop(key).name] = REPLACED
             elif others and key in base and info.shape == base[key].shape:
                 one.uses[key] = [_as_change(key, one.replaced.pop(key), number), *one.uses.get(key, ())]
 

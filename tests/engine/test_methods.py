@@ -228,13 +228,16 @@ def test_what_is_replaced_and_changed_again_is_composed_in_the_order_given(
         lora_merge.merge_state_dict(load(base), folders)
 
 
-def test_a_value_that_comes_last_is_there_without_rounding() -> None:
+def test_a_value_that_comes_last_is_there_without_rounding(tmp_path: Path) -> None:
     """Its difference to what stood there would be rounded in fp32, and to a tensor of whole numbers there is none."""
     base = {"a.weight": rand(8, 8, seed=0) * 1e4, "b.weight": rand(8, 8, seed=9), "a.positions": torch.arange(8)}
     first = {"a.lora_up.weight": rand(8, 2, seed=1), "a.lora_down.weight": rand(2, 8, seed=2)}
     other = {"b.lora_up.weight": rand(8, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
     values = [{"a.positions": torch.arange(8) + n, "a.weight": rand(8, 8, seed=3 + n) * 1e-4, **other} for n in (1, 2)]
-    got = lora_merge.merge_state_dict(base, [first, *values], method="compose")
+    files = [save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate((base, first, *values))]
+    lora_merge.merge(files[0], files[1:], tmp_path / "out.safetensors", method="compose", device="cpu")
+    assert prove(tmp_path / "out.safetensors", full=True)["account"]["unused"] == 1
+    got = load(tmp_path / "out.safetensors")
     assert torch.equal(got["a.weight"], values[1]["a.weight"])
     assert torch.equal(got["a.positions"], values[1]["a.positions"])
     got = lora_merge.merge_state_dict(base, [values[0], first], method="compose", compute_dtype="fp64")
