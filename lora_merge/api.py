@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .job import make_job
+from .process import interruptible
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,7 +32,8 @@ def merge(
     from .engine.admission import plan_merge
     from .engine.merge import run
 
-    return run(plan_merge(make_job(base, adapters, output, **options)))
+    with interruptible():
+        return run(plan_merge(make_job(base, adapters, output, **options)))
 
 
 def plan(

@@ -23,12 +23,12 @@ class _Stops:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self.begin_commit = False
+        self.committing = False
         self.waiting: int | None = None  # one that came too late, or too early
         self.heard: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if self.begin_commit:
+        if self.committing:
             self.waiting = number
         elif self.heard is None:
             self.heard = number
@@ -55,7 +55,7 @@ def deliver_pending() -> None:
     again. What one has raised is raised once more: Python drops what leaves a destructor or a callback of its own."""
     if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
         return
-    _stops.begin_commit = False
+    _stops.committing = False
     if _stops.heard is not None:
         _stops.handler(_stops.heard, None)
     elif _stops.waiting is not None:
@@ -72,6 +72,31 @@ def heeding() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the block of a caller's program as a signal ends the command: never half-way through making or
+    naming an output. KeyboardInterrupt leaves the block at the next moment when everything can be undone.
+
+    Changes nothing outside the main thread, nor where the program has set a handler of its own.
+    """
+    global _stops
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    before = _stops
+    mine = _stops = _Stops(signal.default_int_handler)
+    signal.signal(signal.SIGINT, mine)
+    try:
+        with heeding():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _stops = before
+    if mine.waiting is not None or mine.heard is not None:  # it came too late, or was raised where Python drops it
+        raise KeyboardInterrupt
+
+
 def begin_commit() -> None:
     """From here on, up to the next `deliver_pending`, signals do not end the work: an output gets its name.
 
@@ -80,7 +105,7 @@ def begin_commit() -> None:
     """
     deliver_pending()
     if threading.current_thread() is threading.main_thread():
-        _stops.begin_commit = True
+        _stops.committing = True
 
 
 @contextmanager

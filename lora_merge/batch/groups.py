@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -104,18 +104,18 @@ def _needed(job: Job, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
 def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: int) -> Iterator[tuple[Entry, JobReport]]:
     started = time.monotonic()
     left = dict(enumerate(group))
-    outcomes = run_together([plan for _, plan in group], progress)
-    while left:
-        step = _caught(partial(next, outcomes))
-        # What concerns all that are left is reported for each.
-        ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
-        for n, outcome in ended.items():
-            entry, _ = left.pop(n)
-            seconds = time.monotonic() - started
-            if isinstance(outcome, Report):
-                yield entry, _ended(entry, "merged", seconds=seconds, tries=tries, report=outcome)
-            else:
-                yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
+    with closing(run_together([plan for _, plan in group], progress)) as outcomes:
+        while left:
+            step = _caught(partial(next, outcomes))
+            # What concerns all that are left is reported for each.
+            ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
+            for n, outcome in ended.items():
+                entry, _ = left.pop(n)
+                seconds = time.monotonic() - started
+                if isinstance(outcome, Report):
+                    yield entry, _ended(entry, "merged", seconds=seconds, tries=tries, report=outcome)
+                else:
+                    yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
 
 
 def _ended(entry: Entry, status: Status, **more: Any) -> JobReport:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
@@ -17,7 +17,7 @@ from ..disk.publish import remove_stale
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..job import expand
-from .background import Reports
+from ..process import deliver_pending, interruptible
 from .executors import Crew, Executor
 from .executors import executor as find
 from .groups import Pass
@@ -147,17 +147,58 @@ def make_batch(
 
 
 def run_batch(  # noqa: PLR0913  # the options of the command
-    path_or_jobs: str | Path | Sequence[Any] | Mapping[str, Any], *, workers: int | None = None,
-    executor: str = "local", ray_address: str | None = None, overwrite: bool = False, fail_fast: bool = False,
-) -> Reports:  # fmt: skip
-    """Run the jobs of a file, or a list of Job objects; gives each job's report as it ends.
+    path: str | Path | Sequence[Any] | Mapping[str, Any],
+    *,
+    workers: int | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
+    overwrite: bool = False,
+    fail_fast: bool = False,
+    on_report: Callable[[JobReport], object] | None = None,
+) -> list[JobReport]:
+    """Run all merges of a jobs file and return one report for each, in the order in which they ended.
 
-    The call plans all jobs, raises UsageError and the like for mistakes of the file as a whole, and begins the work,
-    which goes on while one iterates. If nobody takes what the call returns, it waits until all jobs have ended.
-    A job that fails has a report with `.error`, and the others go on.
+    The call returns when all jobs have ended. It plans them all before the first one runs; jobs that share a base are
+    made together. A job that fails does not raise: its report has the status "failed" and an `error`, and the others
+    go on. An output that is there already, by the same recipe, has the status "skipped".
+
+    Ctrl-C ends the call with KeyboardInterrupt: finished outputs stay, and of an unfinished one nothing is left. The
+    next call skips what is finished. An exception from `on_report` ends the call in the same way.
+
+    Parameters:
+        path: The jobs file (YAML or JSON); or its content as plain data, or a list of its `jobs`, or of `Job` objects.
+        workers: Processes on this machine, or tasks at a time on a Ray cluster. None: one process, or as many tasks
+            as the cluster has room for.
+        executor: "local", or "ray" (needs the extra `lora-merge[ray]`).
+        ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
+        overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
+        fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
+        on_report: A function that is called with each job's report as soon as the job ends.
+
+    Returns:
+        One `JobReport` for each job: `number`, `status`, `output`, `error`, `report` (the merge's own), `to_json()`.
+
+    Raises:
+        UsageError: The jobs file has mistakes (all are named at once), or an option has a wrong value.
+        InputError: The jobs file cannot be read.
+        ResourceError: The disks cannot hold all outputs, or no Ray cluster answers.
+
+    Example:
+        >>> reports = lora_merge.run_batch("jobs.yaml", workers=2, on_report=lambda r: print(r.output, r.status))
+        >>> [r.error.what for r in reports if r.status == "failed"]
+        []
     """
     find(executor)
     switch(fail_fast, "--fail-fast")
-    batch = make_batch(path_or_jobs, workers=workers, executor=executor, overwrite=overwrite)
-    crew = Crew(workers, ray_address)
-    return Reports(lambda progress: batch.run(crew, name=executor, fail_fast=fail_fast, progress=progress))
+    ended: list[JobReport] = []
+    with interruptible():
+        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite)
+        with closing(batch.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:
+            for report in reports:
+                ended.append(report)
+                try:
+                    deliver_pending()  # an interrupt that came while the output got its name
+                finally:
+                    if on_report is not None:
+                        on_report(report)
+    return ended

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -46,7 +46,6 @@ from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.files import safetensors as header
 
-from ..conftest import Nursery
 from ..support import assert_rounded, expected, kohya, load, rand, save, sd1, steps, strays
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +84,7 @@ def grid(models: Path, count: int, **options: Any) -> list[dict[str, Any]]:
     return [job(models, f"{n}.safetensors", f"ink.safetensors:{n / 8}", **options) for n in range(1, count + 1)]
 
 
-def run(jobs: Any, **options: Any) -> list[JobReport]:
-    return list(lora_merge.run_batch(jobs, **options))
+run = lora_merge.run_batch
 
 
 def fates(reports: list[JobReport]) -> list[str]:
@@ -457,16 +455,25 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[float]:
     return queue
 
 
+def begun(jobs: Any, **options: Any) -> tuple[threading.Thread, SimpleQueue[JobReport]]:
+    """A batch in a thread of its own, and its reports as they come."""
+    reports: SimpleQueue[JobReport] = SimpleQueue()
+    thread = threading.Thread(target=lambda: run(jobs, on_report=reports.put, **options))
+    thread.start()
+    return thread, reports
+
+
 def test_an_output_that_another_process_makes_is_waited_for(models: Path, looks: SimpleQueue[float]) -> None:
     with claimed(models / "out" / "1.safetensors") as ours:
         assert ours
-        reports = lora_merge.run_batch(grid(models, 2))
-        first = next(reports)
+        thread, reports = begun(grid(models, 2))
+        first = reports.get(timeout=PATIENCE)
         for _ in range(2):
             looks.get(timeout=PATIENCE)
-        assert reports._work.inbox.empty()
+        assert reports.empty()
+    thread.join(PATIENCE)
     assert first.number == 2
-    assert fates([first, *reports]) == ["merged"] * 2
+    assert fates([first, reports.get_nowait()]) == ["merged"] * 2
     assert not strays(models)
 
 
@@ -478,9 +485,10 @@ def test_a_process_that_is_interrupted_takes_no_folder_from_those_that_wait(
     with claimed(output) as ours:
         assert ours
         assert output.parent.is_dir()
-        reports = lora_merge.run_batch([job(models, "deep/1.safetensors")])
+        thread, reports = begun([job(models, "deep/1.safetensors")])
         looks.get(timeout=PATIENCE)
-    (report,) = reports
+    thread.join(PATIENCE)
+    report = reports.get_nowait()
     assert report.status == "merged", report.error
     assert not strays(models)
 
@@ -533,7 +541,7 @@ def test_an_output_that_the_system_refuses_to_look_at_is_the_failure_of_its_job(
     outputs = ["o" * 300, "closed/a", "closed/A", "fine"]
     entry = "  - {base: base.safetensors, adapters: [ink.safetensors], output: out/%s.safetensors}\n"
     (models / "jobs.yaml").write_text("version: 1\njobs:\n" + "".join(entry % name for name in outputs))
-    reports = list(lora_merge.run_batch(models / "jobs.yaml"))
+    reports = run(models / "jobs.yaml")
     assert fates(reports) == ["failed"] * 3 + ["merged"]
     whats = [r.error.what for r in reports if r.error is not None]
     assert ["too long" in w or "Permission denied" in w for w in whats] == [True] * 3, whats
@@ -549,80 +557,97 @@ def test_paths_may_be_given_as_such(models: Path) -> None:
     assert [Path(r.output).name for r in done if r.ok] == ["a", "b"]
 
 
-def test_a_call_whose_result_nobody_takes_does_the_work_too(models: Path) -> None:
-    out = models / "out"
-    lora_merge.run_batch(grid(models, 3))
-    assert len(list(out.iterdir())) == 3
-    with pytest.warns(UserWarning, match="1 jobs of a batch failed .* file not found"):
-        lora_merge.run_batch([job(models, "x", "missing.safetensors"), job(models, "y")])
-    assert len(list(out.iterdir())) == 4
+def test_the_call_returns_when_all_jobs_have_ended(models: Path) -> None:
+    """A job that fails does not raise; a mistake of the file as a whole does, and writes nothing."""
+    told: list[JobReport] = []
+    jobs = [*grid(models, 2), job(models, "x", "missing.safetensors")]
+    reports = run(jobs, on_report=told.append)
+    assert told == reports
+    assert fates(reports) == ["merged", "merged", "failed"]
+    assert "file not found" in str(next(r.error for r in reports if r.status == "failed"))
+    assert len(list((models / "out").iterdir())) == 2
     with pytest.raises(UsageError):
-        lora_merge.run_batch([{"base": 1}])
+        run([{"base": 1}], on_report=told.append)
+    assert len(told) == 3
 
 
-def test_the_work_goes_on_while_nobody_looks_and_outlives_the_main_thread(models: Path, nursery: Nursery) -> None:
-    code = f"import lora_merge, sys; sys.kept = lora_merge.run_batch({grid(models, 10)!r}, workers=1)"
-    log = models / "log"
-    assert nursery.wait(nursery.start([], models, log=str(log), code=code)) == 0
-    assert log.read_bytes() == b""
-    assert len(list((models / "out").iterdir())) == 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["", "kept = "])
-def test_ctrl_c_in_such_a_call_ends_the_program_and_leaves_nothing_unfinished(models: Path, call: str) -> None:
-    code = f"import lora_merge\n{call}lora_merge.run_batch({grid(models, 300)!r})"
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_the_program_and_leaves_nothing_unfinished(small: Path, workers: int) -> None:
+    code = f"import lora_merge\nlora_merge.run_batch({grid(small, 60)!r}, workers={workers})"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
-    while not (models / "out" / "9.safetensors").exists():
+    while not (small / "out" / "3.safetensors").exists():
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
     assert child.wait(PATIENCE) in (1, -signal.SIGINT)
-    made = list((models / "out").iterdir())
-    assert 0 < len(made) < 300
-    assert not strays(models)
-    assert [r.status for r in run(grid(models, 8))] == ["skipped"] * 8
+    made = list((small / "out").iterdir())
+    assert 0 < len(made) < 60
+    assert not strays(small)
+    assert set(fates(run([job for job in grid(small, 60) if Path(job["output"]) in made]))) == {"skipped"}
 
 
-@pytest.mark.parametrize("way", ["close", "with", "drop", "interrupt"])
-def test_a_batch_that_is_closed_stops_and_leaves_nothing_unfinished(
-    models: Path, monkeypatch: pytest.MonkeyPatch, way: str
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, ValueError])
+def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
+    models: Path, monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
 ) -> None:
-    entered, go, made = threading.Event(), threading.Event(), making.WindowMerger.begin
+    """Whether Ctrl-C arrives there, or the caller's function fails: also the claims of jobs under way are gone."""
+    monkeypatch.setattr("lora_merge.batch.run.TOGETHER", 2)
 
-    def slow(self: making.WindowMerger, task: WindowTask) -> None:
-        if self.plans[task.plan].job.output.name != "1.safetensors":
-            entered.set()
-            go.wait(PATIENCE)
-        made(self, task)
+    def refuse(report: JobReport) -> None:
+        assert report.status == "merged"
+        assert any(p.suffix == ".claim" for p in (models / "out").iterdir()), "the other job is under way"
+        raise exception
 
-    monkeypatch.setattr(making.WindowMerger, "begin", slow)
-    jobs = [*grid(models, 1, dtype="fp32"), *grid(models, 9)[1:]]  # the first one in a pass of its own
-    reports = lora_merge.run_batch(jobs)
-    assert next(reports).status == "merged"
-    assert entered.wait(PATIENCE)
-    thread = reports._work
-    threading.Thread(target=lambda: thread.closing.wait(PATIENCE) and go.set()).start()
-    if way == "close":
-        reports.close()
-        assert not list(reports)
-    elif way == "with":
-        with reports:
-            pass
-    elif way == "interrupt":
-        monkeypatch.setattr(thread, "inbox", Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            next(reports)
-    else:
-        del reports
-    thread.join(PATIENCE)
+    with pytest.raises(exception):
+        run(grid(models, 9), on_report=refuse)
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
+    assert fates(run(grid(models, 3))) == ["skipped", "merged", "merged"]
 
 
-class Interrupted(SimpleQueue[Any]):
-    """A queue at which Ctrl-C arrives."""
+@pytest.mark.parametrize("call", ["merge", "run_batch"])
+def test_ctrl_c_after_any_system_call_leaves_whole_outputs_and_nothing_else(small: Path, call: str) -> None:
+    """Also between making a file and noting that it is there."""
+    output = small / "out" / "deep" / "1.safetensors"
 
-    def get(self, *_: Any) -> None:
-        raise KeyboardInterrupt
+    def act() -> None:
+        shutil.rmtree(small / "out", ignore_errors=True)
+        if call == "run_batch":
+            run([job(small, "deep/1.safetensors")])
+        else:
+            lora_merge.merge(small / "base.safetensors", [(small / "ink.safetensors", 0.5)], output)
+
+    act()
+    whole, fates = output.read_bytes(), Counter[bool]()
+    for step in range(1, interrupted(act, 0)):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(act, step)
+        left = [p for p in small.rglob("out/**/*") if p != output.parent]
+        assert left in ([], [output]), step
+        assert not left or output.read_bytes() == whole
+        fates[bool(left)] += 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert fates[True] >= 2 and fates[False] > 10, fates
+
+
+CALLS: Final = frozenset({"open", "close", "mkdir", "link", "rename", "replace", "unlink", "flock"})
+
+
+def interrupted(act: Callable[[], None], step: int) -> int:
+    """Run it and interrupt it when one of `CALLS` returns, if a step is given; returns the number of steps + 1."""
+    steps, making = itertools.count(1), False
+
+    def count(_frame: Any, event: str, called: Any) -> None:
+        nonlocal making
+        if event == "c_return" and getattr(called, "__module__", "") in ("posix", "nt", "fcntl"):
+            making = making or called.__name__ == "mkdir"  # what was read before cannot be left behind
+            if making and called.__name__ in CALLS and next(steps) == step:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return next(steps)
 
 
 def test_what_dead_processes_left_is_removed(models: Path) -> None:
@@ -679,8 +704,7 @@ def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: i
     for name in ("lora_merge.batch.run", "lora_merge.batch.survey"):
         sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
     with Path(lines).open("a", encoding="utf-8") as f:
-        for report in lora_merge.run_batch(jobs):
-            print(report.to_json(), file=f, flush=True)
+        lora_merge.run_batch(jobs, on_report=lambda report: print(report.to_json(), file=f, flush=True))
     Path(f"{lines}.steps").write_text(str(next(steps)))
 
 

@@ -94,7 +94,7 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
         return started[-1]
 
     monkeypatch.setattr(executors, "_start", recorded)
-    reports = list(lora_merge.run_batch(jobs(models, 8), workers=2))
+    reports = lora_merge.run_batch(jobs(models, 8), workers=2)
     assert Counter(r.status for r in reports) + Counter() in (
         Counter(merged=8), Counter(merged=8 - (again := sum(r.status == "skipped" for r in reports)), skipped=again),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     assert len({r.worker for r in reports}) >= 3
     assert len(started) == 3
     assert all(p.poll() is not None for p in started)
-    list(lora_merge.run_batch(jobs(models, 8, "here")))
+    lora_merge.run_batch(jobs(models, 8, "here"))
     for n in range(1, 9):
         assert (models / "out" / f"{n}.safetensors").read_bytes() == (models / "here" / f"{n}.safetensors").read_bytes()
     assert not strays(models)
@@ -113,7 +113,7 @@ def test_a_job_that_always_kills_its_worker_fails_alone(models: Path, monkeypatc
     monkeypatch.setattr(executors, "_start", lambda: subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ))  # fmt: skip
-    reports = list(lora_merge.run_batch(jobs(models, 2), workers=2))
+    reports = lora_merge.run_batch(jobs(models, 2), workers=2)
     assert [r.status for r in reports] == ["failed"] * 2
     assert all(r.error is not None and "signal 9" in r.error.what for r in reports)
 
@@ -210,7 +210,7 @@ def test_unknown_executors_and_a_missing_ray_are_told(models: Path, monkeypatch:
     assert set(EXECUTORS) == {"local", "ray"}
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="Ray is not installed") as caught:
-        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+        lora_merge.run_batch(jobs(models, 1), executor="ray")
     assert "lora-merge[ray]" in caught.value.fix
 
 
@@ -265,11 +265,11 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     workers = {r.worker for r in reports}
     assert len(workers) >= 2
     assert not any(w.endswith(f":{victims[0]}") for w in workers)
-    list(lora_merge.run_batch(jobs(models, 20, "here")))
+    lora_merge.run_batch(jobs(models, 20, "here"))
     for n in range(1, 21):
         assert (models / "out" / f"{n}.safetensors").read_bytes() == (models / "here" / f"{n}.safetensors").read_bytes()
     assert not strays(models)
-    again = list(lora_merge.run_batch(mine, executor="ray", ray_address=cluster))
+    again = lora_merge.run_batch(mine, executor="ray", ray_address=cluster)
     assert [r.status for r in again] == ["skipped"] * 20
     shutil.rmtree(models / "out")
 
@@ -278,8 +278,13 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
 @pytest.mark.filterwarnings("ignore")
 def test_a_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, cluster: str) -> None:
     heavy(models)
-    with lora_merge.run_batch(jobs(models, 20), executor="ray", ray_address=cluster, workers=2) as reports:
-        assert next(reports).ok
+
+    def stop(report: JobReport) -> None:
+        assert report.ok
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lora_merge.run_batch(jobs(models, 20), executor="ray", ray_address=cluster, workers=2, on_report=stop)
     made = list((models / "out").iterdir())
     assert 0 < len(made) < 20
     assert not strays(models)
@@ -382,7 +387,7 @@ def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> 
 def test_no_cluster_at_the_address_is_told(models: Path) -> None:
     pytest.importorskip("ray")
     with pytest.raises(MergeError, match="no Ray cluster"):
-        list(lora_merge.run_batch(jobs(models, 1), executor="ray", ray_address="127.0.0.1:1"))
+        lora_merge.run_batch(jobs(models, 1), executor="ray", ray_address="127.0.0.1:1")
 
 
 def test_a_worker_runs_no_code_of_the_current_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +412,7 @@ def started(monkeypatch: pytest.MonkeyPatch, models: Path, version: str = "2.60.
     ray = SimpleNamespace(__version__=version, is_initialized=lambda: False, init=init)
     monkeypatch.setitem(sys.modules, "ray", ray)
     with pytest.raises(Listening):
-        list(lora_merge.run_batch(jobs(models, 1), executor="ray", **options))
+        lora_merge.run_batch(jobs(models, 1), executor="ray", **options)
     return seen
 
 
@@ -437,10 +442,10 @@ def test_a_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pyt
     monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False))
     with pytest.raises(UsageError, match="anybody on the network"):
-        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+        lora_merge.run_batch(jobs(models, 1), executor="ray")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.59.2"))
     with pytest.raises(UsageError, match=r"Ray 2\.59\.2 is too old"):
-        list(lora_merge.run_batch(jobs(models, 1), executor="ray"))
+        lora_merge.run_batch(jobs(models, 1), executor="ray")
 
 
 @pytest.mark.slow
@@ -465,10 +470,8 @@ def test_nobody_without_the_token_gets_into_a_cluster_that_is_started_here(
             else:
                 answers.append(done.stdout)
 
-    for number, report in enumerate(lora_merge.run_batch(jobs(models, 2), executor="ray")):
-        assert report.ok
-        if not number:
-            knock()
+    reports = lora_merge.run_batch(jobs(models, 2), executor="ray", on_report=lambda _: answers or knock())
+    assert all(report.ok for report in reports)
     assert not any("1" in answer for answer in answers)
     assert len(answers) == 2
     assert not (tmp_path / ".ray").exists()
