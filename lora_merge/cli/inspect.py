@@ -19,7 +19,7 @@ from ..json_text import from_json
 from ..models.names import Names, guess, names
 from ..models.prefixes import PREFIXES
 from ..planning.recipe import KEY
-from ..text import size
+from ..text import listed, size
 from .text import COUNT
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
@@ -52,7 +52,8 @@ def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
     if adapter is not None:
         return facts | _base(index) | {"match": fit(path, index, adapter)}
     facts |= _adapter(group(index)) if _is_adapter(index) else _base(index)
-    return facts | {"metadata": _metadata(index), "notes": [*index.notes, *facts.get("notes", ())]}
+    notes = [*index.notes, *facts.get("notes", ()), *_changed(index)]
+    return facts | {"metadata": _metadata(index), "notes": notes}
 
 
 def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
@@ -74,6 +75,15 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
         "total": matched.total, "components": dict(matched.components), "unmatched": dict(matched.unmatched),
         "why": why,
     }  # fmt: skip
+
+
+def _changed(index: Index) -> Iterator[str]:
+    """A note on a header that is not as its merge wrote it."""
+    from ..proof.header_changes import changed_files
+
+    if files := changed_files(index):
+        names = listed(path.name for path in files)
+        yield f"the header was edited or written anew after the merge ({names}); lora-merge verify tells what differs"
 
 
 def _is_adapter(index: Index) -> bool:

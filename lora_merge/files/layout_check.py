@@ -43,12 +43,13 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
 def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
     """Returns a header that `layout` made, with these metadata entries in place of its own, and as long as it was.
 
-    The entries must not be longer than those they replace; spaces at the end make up for shorter ones.
+    ValueError if the entries are longer than those they replace; spaces at the end make up for shorter ones.
     """
     text = header[8:].decode()
     start, (_, end) = len(_METADATA), _metadata(text)
     made = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
-    assert len(made) + 8 <= len(header), "the entries are longer than the planned ones"
+    if len(made) + 8 > len(header):
+        raise ValueError("the entries are longer than the planned ones")
     return header[:8] + made.ljust(len(header) - 8, b" ")
 
 

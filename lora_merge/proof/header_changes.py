@@ -1,43 +1,163 @@
-"""Whether the headers of a finished output are still those that the merge wrote."""
+"""What of a finished output's headers was changed after the merge: by their seals, and entry by entry."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
+from ..disk.files import open_regular
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.safetensors import parse
-from ..files.seal import SEAL, intact
-from ..planning.plan import Plan
-from ..planning.recipe import FORMAT, KEY, parsed
+from ..files.layout_check import metadata_of, with_metadata
+from ..files.seal import SEAL, ZEROS, intact, sealed
+from ..json_text import from_json
+from ..planning.plan import OutputFile, Plan
+from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..text import listed, quoted
 
+FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
+"""What a merge writes about a tensor."""
 
-def header_changes(plan: Plan, made: Index) -> list[str]:
-    """Returns warnings about headers of `made` that nothing can be said about: an earlier version wrote no seal.
+AGAIN: Final = "merge again, to have a header that says what was merged"
 
-    `plan` is the plan that gives `made`. VerificationFailed if a header was changed after the merge: an entry of the
-    metadata was added, taken out or edited, also one of ours, or tensors were put in another order or place.
-    """
-    recipe = parsed(made.metadata.get(KEY, "")) or {}
-    due = recipe.get("format") == FORMAT
+
+@dataclass(frozen=True)
+class Change:
+    """One file whose header is not the one that the merge wrote."""
+
+    path: Path
+    differences: tuple[str, ...]  # none where another program wrote the same entries in other bytes
+
+
+def changed_files(made: Index) -> list[Path]:
+    """Files of an output whose header is not as it was sealed, or has lost the seal that goes with its recipe."""
+    due = (parsed(made.metadata.get(KEY, "")) or {}).get("format") == FORMAT
     states = {path: intact(path, made.headers[path]) for path in made.files}
-    changed = [path for path, state in states.items() if state is False or (state is None and due)]
-    if changed:
+    return [path for path, state in states.items() if state is False or (state is None and due)]
+
+
+def header_changes(plan: Plan, made: Index) -> list[Change]:
+    """What was changed after the merge in the headers of `made`; `plan` is the plan that gives it.
+
+    Without a seal, as in files of earlier versions and other programs, only entries of the base are compared.
+    """
+    broken = changed_files(made)
+    found = []
+    for file in plan.files:
+        path = made.path / file.name if file.name else made.path
+        if path not in made.headers:
+            continue  # which the proof of the weights tells of
+        if path in broken and not _is_written_again(file, path, made):
+            told = [*_differences(plan, file, path, made)]
+            found.append(Change(path, tuple(told or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"])))
+        elif path in broken:
+            found.append(Change(path, ()))
+        elif told := [*_of_base(file, made.headers[path].metadata)]:
+            found.append(Change(path, tuple(told)))
+    return found
+
+
+def notes(changes: Sequence[Change], made: Index) -> list[str]:
+    """What is to be known of headers that say what the merge says; VerificationFailed for one that does not."""
+    if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
-                                 f"{changed[0]}: {_differences(plan, made, changed[0])}",
-                                 "merge again, to have a header that says what was merged")  # fmt: skip
-    unsealed = [path.name for path, state in states.items() if state is None and KEY in made.metadata]
+                                 f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
+    again = [change.path.name for change in changes]
+    found = [f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}"]
+    unsealed = [path.name for path in made.files if KEY in made.metadata and SEAL not in made.headers[path].metadata]
     why = f"no {SEAL}, which earlier versions did not write: {listed(unsealed)}"
-    return [f"changes of the metadata cannot be found: {why}"] if unsealed else []
+    return [*(found if again else ()), *([f"changes of the metadata cannot be found: {why}"] if unsealed else ())]
 
 
-def _differences(plan: Plan, made: Index, path: Path) -> str:
+def beside(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
+    """The failure of a proof, with what was changed in the header that the proof began with: its recipe may be it."""
+    told = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
+    if not told:
+        return failure
+    return VerificationFailed(
+        f"the header was changed after the merge, and by what it says now, {failure.what}",
+        f"{failure.where}; {told[0]}",
+        "put the header back as it was, and verify again; else merge again",
+    )
+
+
+def _is_written_again(file: OutputFile, path: Path, made: Index) -> bool:
+    """Whether a header says just what was sealed, in another order or with other spaces."""
+    return _fits_seal(file, made.headers[path].metadata) and not [*_odd_fields(path, made)]
+
+
+def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
+    """Whether the header that a merge makes of these entries has the seal that is among them."""
+    planned = metadata_of(file.header)
+    if entries.keys() != planned.keys():
+        return False
+    try:
+        header = sealed(with_metadata(file.header, {key: entries[key] for key in planned} | {SEAL: ZEROS}))
+    except ValueError:  # longer than what was planned
+        return False
+    return metadata_of(header)[SEAL] == entries[SEAL]
+
+
+def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Iterator[str]:
     """What is seen to be different in a changed header."""
-    name = path.relative_to(made.path).as_posix() if made.path.is_dir() else ""
-    file = next(file for file in plan.files if file.name == name)
-    _, planned = parse(file.header[8:], path, file.size)
-    found = made.headers[path].metadata
-    rows = (("added", found.keys() - planned.keys()), ("taken out", planned.keys() - found.keys()))
-    told = [f"{listed(map(quoted, sorted(keys)))} {what}" for what, keys in rows if keys]
-    return "; ".join(told) or "an entry was edited, or tensors have another order or place"
+    found, planned = made.headers[path].metadata, metadata_of(file.header)
+    for what, keys in (("added", found.keys() - planned.keys()), ("taken out", planned.keys() - found.keys())):
+        if keys:
+            yield f"{listed(map(quoted, sorted(keys)))} {what}"
+    yield from _of_base(file, found)
+    yield from _of_recipe(file, found, _own_entries(plan, found))
+    yield from _odd_fields(path, made)
+
+
+def _of_base(file: OutputFile, found: Mapping[str, str]) -> Iterator[str]:
+    """The entries of the base that are others here; of those only that are here, where no merge of ours wrote them."""
+    edited = [key for key, text in file.kept.items() if key not in OURS and found.get(key, text) != text]
+    gone = [key for key in file.kept if KEY in found and key not in OURS and key not in found]
+    for what, keys in (("edited", edited), ("taken out", gone)):
+        if keys:
+            yield f"{listed(map(quoted, sorted(keys)))} {what}"
+
+
+def _of_recipe(file: OutputFile, found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+    """Our entries that are not what the recipe gives: one that was edited alone, as the seal tells, or the recipe."""
+    odd = [key for key in wanted if key in found and not _same(key, found[key], wanted[key])]
+    alone = [key for key in odd if _fits_seal(file, {**found, key: wanted[key]})]
+    if alone or odd == [KEY]:
+        yield f"{quoted((alone or odd)[0])} edited"
+    elif odd:
+        yield f"edited so that {quoted(KEY)} contradicts {listed(quoted(key) for key in odd if key != KEY)}"
+
+
+def _own_entries(plan: Plan, found: Mapping[str, str]) -> Mapping[str, str]:
+    """Our entries as the recipe gives them; its digests are those of the inputs, which were compared before."""
+    recipe = parsed(found.get(KEY, "")) or {}
+    try:
+        digests = [file["sha256"] for one in (recipe["base"], *recipe["adapters"]) for file in one["files"]]
+        own = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    except (LookupError, TypeError, StopIteration):
+        return {}
+    return {key: text for key, text in own.items() if key != SEAL}
+
+
+def _same(key: str, found: str, wanted: str) -> bool:
+    """Whether an entry says the same; a recipe perhaps of another version of this program."""
+    if key != KEY:
+        return found == wanted
+    one, other = parsed(found) or {}, parsed(wanted) or {}
+    return {**one, "version": ""} == {**other, "version": ""}
+
+
+def _odd_fields(path: Path, made: Index) -> Iterator[str]:
+    """Tensors of which a header says more than a merge writes."""
+    with open_regular(path) as f:
+        raw = f.read(made.headers[path].data_offset)[8:]
+    try:
+        table: dict[str, Any] = from_json(raw)
+    except ValueError as e:
+        yield str(e)
+        return
+    odd = [name for name, entry in table.items() if name != "__metadata__" and entry.keys() != FIELDS]
+    if odd:
+        yield f"more than dtype, shape and place of {listed(map(quoted, odd))}"

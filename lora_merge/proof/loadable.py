@@ -22,12 +22,14 @@ EVERYBODY: Final = FLOATS | WHOLE
 
 TIED: Final = "tie_word_embeddings"
 AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
+LATER: Final = "take it from lora-merge replay, or merge again"
+"""What to do about files beside the weights, where the merge is not the one that runs."""
 
 
 def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> list[str]:
     """What should be known of how others read the output at `part`; VerificationFailed if they read another one.
 
-    `written`: the headers of the files, where they were written just now; then the configuration is the merge's too.
+    `written`: the headers of the files, where they were written just now.
     Nothing is read but headers and side files.
     """
     paths = [part / file.name if file.name else part for file in plan.files]
@@ -35,10 +37,8 @@ def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> lis
     found = (_open(*one) for one in zip(plan.files, paths, headers, strict=True))
     notes = [note for note in found if note]
     if plan.is_folder:
-        _check_indexes(plan, part)
-        if written:
-            _check_configs(plan, part)
-            _check_pipeline(plan, part)
+        for check in (_check_indexes, _check_configs, _check_pipeline):
+            check(plan, part, AGAIN if written else LATER)
     return list(dict.fromkeys(notes))
 
 
@@ -69,12 +69,12 @@ def _told(seen: tuple[str, list[int]] | None) -> str:
     return f"{seen[0]} {seen[1]}" if seen else "none"
 
 
-def _check_indexes(plan: Plan, part: Path) -> None:
+def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
     """Every `*.index.json` names every tensor of its folder once, in the file that has it, and their size."""
     for name, _ in plan.indexes:
         if not (part / name).is_file():
             continue  # the command that proves finished files tells of it
-        folder, content = PurePosixPath(name).parent, _json(part / name)
+        folder, content = PurePosixPath(name).parent, _json(part / name, fix)
         files = [f for f in plan.files if PurePosixPath(f.name).parent == folder]
         homes: dict[str, str] = {}
         for f in files:
@@ -84,30 +84,30 @@ def _check_indexes(plan: Plan, part: Path) -> None:
             wrong = table if isinstance(table, dict) else {}
             odd = [n for n in {**homes, **wrong} if homes.get(n) != wrong.get(n)]
             where = f"{part / name}: {quoted(odd[0] if odd else 'weight_map')}"
-            raise VerificationFailed("an index does not name every tensor in the file that has it", where, AGAIN)
+            raise VerificationFailed("an index does not name every tensor in the file that has it", where, fix)
         size = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(t.nbytes for f in files for t in f.targets)
         if size != total:
             where = f"{part / name}: total_size {size}, the tensors have {total} bytes"
-            raise VerificationFailed("an index tells another size than the tensors have", where, AGAIN)
+            raise VerificationFailed("an index tells another size than the tensors have", where, fix)
 
 
-def _check_configs(plan: Plan, part: Path) -> None:
+def _check_configs(plan: Plan, part: Path, fix: str) -> None:
     """Every config.json beside the weights tells their dtype, and ties no weights that were parted."""
     told = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
     for folder in dict.fromkeys(str(PurePosixPath(f.name).parent) for f in plan.files):
         path = part / folder / "config.json"
         if not path.is_file():
             continue
-        config = _json(path)
+        config = _json(path, fix)
         dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
         if told is not None and any(dtype != told for dtype in dtypes):
             what = "a configuration tells another dtype than the weights have"
-            raise VerificationFailed(what, f"{path}: {dtypes[0]}", AGAIN)
+            raise VerificationFailed(what, f"{path}: {dtypes[0]}", fix)
         parted = [name for name, (old, _) in plan.resized(folder).items() if not old]
         if parted and any(_ties(config)):
             raise VerificationFailed("a configuration ties what has weights of its own now",
-                                     f"{path}: {TIED}, {quoted(parted[0])}", AGAIN)  # fmt: skip
+                                     f"{path}: {TIED}, {quoted(parted[0])}", fix)  # fmt: skip
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
@@ -117,20 +117,20 @@ def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
     yield isinstance(text, dict) and text.get(TIED) is True
 
 
-def _check_pipeline(plan: Plan, part: Path) -> None:
+def _check_pipeline(plan: Plan, part: Path, fix: str) -> None:
     """Every component that `model_index.json` names, and that the base has, is there."""
     if not (part / "model_index.json").is_file():
         return
-    for name, kind in _json(part / "model_index.json").items():
+    for name, kind in _json(part / "model_index.json", fix).items():
         named = isinstance(kind, list) and len(kind) == 2 and all(isinstance(word, str) for word in kind)
         plain = not set(name) & set("/\\:\0") and name not in ("", ".", "..")
         if named and plain and (plan.base.path / name).is_dir() and not (part / name).is_dir():
-            raise VerificationFailed("a component of the pipeline is missing", f"{part}: {quoted(name)}", AGAIN)
+            raise VerificationFailed("a component of the pipeline is missing", f"{part}: {quoted(name)}", fix)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, fix: str) -> dict[str, Any]:
     """A side file of the output."""
     try:
         return read_json(path)
     except InputError as e:
-        raise VerificationFailed(f"a file beside the weights cannot be read: {e.what}", e.where, AGAIN) from e
+        raise VerificationFailed(f"a file beside the weights cannot be read: {e.what}", e.where, fix) from e

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS
@@ -22,12 +22,13 @@ from ..planning.plan import Plan
 from ..planning.recipe import KEY
 from ..text import listed, quoted
 from .find_inputs import different, find
-from .header_changes import header_changes
+from .header_changes import beside, header_changes, notes
 from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, with a strength if he states one, or with parts too."""
+RECIPE_EDITED: Final = "the header with the recipe was changed after the merge"
 
 
 def prove(  # noqa: PLR0913  # what may be said of an output
@@ -65,8 +66,12 @@ def prove(  # noqa: PLR0913  # what may be said of an output
             what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
             raise VerificationFailed(what, str(output), f"name the {kind} itself")
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
-        proof = verify(plan, output, reader, full=full)
-        proof["warnings"] += header_changes(plan, made)
+        changes = header_changes(plan, made)
+        try:
+            proof = verify(plan, output, reader, full=full)
+        except VerificationFailed as e:
+            raise beside(e, changes) from e
+        proof["warnings"] += notes(changes, made)
         if KEY in made.metadata and (wrong := misleading(plan, output)):
             raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
@@ -84,7 +89,9 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
         job = _job(recipe, find(recipe, _around(made, search)), output, stack, **options)
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
-    return plan
+    edited = [change for change in header_changes(plan, index) if change.differences]
+    told = tuple(f"{RECIPE_EDITED}: {change.path.name}: {'; '.join(change.differences)}" for change in edited)
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *told)))
 
 
 def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:

@@ -22,7 +22,6 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, OutputTensor, Plan
-from ..planning.recipe import KEY, OURS
 from ..text import quoted
 from .account import account
 from .loadable import check_loadable
@@ -83,10 +82,10 @@ def _check(
 
 
 def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
-    """The planned tensors, where they are in the file; names, dtypes, shapes, sizes and metadata are as planned.
+    """The planned tensors, where they are in the file; names, dtypes, shapes and sizes are as planned.
 
-    `written` is the header that was written just now. Without it, the file may come from another version or program,
-    which may order tensors otherwise.
+    `written` is the header that was written just now: it is there to the byte. Without it, the file may come from
+    another version or program, which may order tensors otherwise; header_changes.py looks at its metadata.
     """
     if written is not None and _begins(path, written, file.size):
         return file.targets
@@ -96,11 +95,6 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
         raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
     if written is not None:
         raise _failed("the header is not the planned one", str(path))
-    made_here = KEY in found.metadata
-    for key, text in file.kept.items():
-        binding = key not in OURS and (made_here or key in found.metadata)
-        if binding and found.metadata.get(key) != text:
-            raise _failed("the metadata is not the planned one", f"{path}: {quoted(key)}")
     missing = [t.stored for t in file.targets if t.stored not in found.tensors]
     extra = found.tensors.keys() - {t.stored for t in file.targets}
     if missing or extra:

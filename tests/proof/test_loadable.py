@@ -17,6 +17,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
 from lora_merge.proof.loadable import check_loadable
+from lora_merge.proof.replay import prove
 
 from ..support import blob, load, metadata, rand, save
 
@@ -81,6 +82,9 @@ FAULTS = {
     "another dtype": (edited("config.json", lambda c: c.update(torch_dtype="float16")), "another dtype"),
 }  # fmt: skip
 
+LATER = ("a tensor that is missing", "another size", "no size", "another dtype")
+"""Those that do not keep a finished folder from being opened."""
+
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_side_files_that_do_not_fit_the_weights_are_found(
@@ -96,14 +100,19 @@ def test_side_files_that_do_not_fit_the_weights_are_found(
     assert load(model / "out" / "model-00001-of-00002.safetensors")  # the old one stays
 
 
-def test_a_finished_folder_with_a_wrong_index_is_found(model: Path) -> None:
-    from lora_merge.proof.replay import prove
-
-    out = merge(model)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_so_are_they_beside_a_finished_output(model: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    out = merge(model, dtype="bf16")
     assert prove(out, search=[model])["proven"]
-    edited(INDEX, lambda c: c["metadata"].update(total_size=1))(out)
-    with pytest.raises(VerificationFailed, match="another size"):
+    change(out)
+    with pytest.raises(
+        lora_merge.MergeError, match=message if fault in LATER else "do not agree|not a valid JSON"
+    ) as failed:
         prove(out, search=[model])
+    if fault in LATER:
+        assert failed.value.exit_code == 6
+        assert "lora-merge replay" in failed.value.fix
 
 
 def test_a_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +137,9 @@ def test_a_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytes
     ):
         spoiled(patch, lose)
         merge(tmp_path, overwrite=True)
+    lose(tmp_path / "out")
+    with pytest.raises(VerificationFailed, match="component of the pipeline is missing"):
+        prove(tmp_path / "out", search=[tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -154,6 +166,9 @@ def test_a_configuration_that_ties_what_was_parted_is_found(
     with monkeypatch.context() as patch, pytest.raises(VerificationFailed, match="ties what has weights of its own"):
         spoiled(patch, lambda folder: (folder / "config.json").write_text(json.dumps(tied)) and None)
         merge(tmp_path, overwrite=True)
+    (out / "config.json").write_text(json.dumps(tied))
+    with pytest.raises(VerificationFailed, match="ties what has weights of its own"):
+        prove(out, search=[tmp_path])
 
 
 def test_the_library_sees_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
