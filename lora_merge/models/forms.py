@@ -62,18 +62,26 @@ class NameTable:
         for body in self._bodies:
             self._trace(body)
         self._made: dict[str, Names] = {}
+        self._rules: dict[str, Row | bool] = {}
+        self._live: dict[str, list[int]] = {}  # weak form → which of the paths behind its names there may be
         self._layers: dict[str, dict[str, set[RowSlice]]] = {}
+
+    def knows(self, name: str) -> bool:
+        """Whether a name, dotted or flat, has a place, but perhaps with other numbers."""
+        coarse = _coarse(name)
+        return any(coarse in forms for forms in self._flat_forms)
 
     def dotted(self, name: str) -> Place:
         """The place of a parameter by its path, in any spelling."""
-        found = self._strong(name)
-        return found if found[1] else self._weak(name)
+        of = form(name)
+        found = self._strong(name, of)
+        return found if found[1] else self._weak(name, of)
 
     def flat(self, name: str) -> Place:
         """The place of a parameter by a path with underscores for its dots, but for the last."""
-        coarse = _DIGITS.sub("#", name)
+        coarse = _coarse(name)
         for forms, find in zip(self._flat_forms, (self._strong, self._weak), strict=True):
-            found = _only(find(path) for of in forms.get(coarse, ()) for path in _unflattened(of, name))
+            found = _only(find(path, of) for of in forms.get(coarse, ()) for path in _unflattened(of, name))
             if found[1]:
                 return found
         return UNKNOWN
@@ -110,15 +118,15 @@ class NameTable:
 
     def _direct(self, of: str) -> Row | bool:
         """Whether names of this form can only be the tensors' own, or the one row that these are renamed by."""
-        ((source, rows), *others) = self._sources[of].items()
-        if others or len(rows) > 1 or (rows and (source == of or self._sources[source][source])):
-            return False
-        row = next(iter(rows), None)
-        return source == of if row is None else row.renames and row
+        if of not in self._rules:
+            ((source, rows), *others) = self._sources[of].items()
+            row = next(iter(rows), None)
+            unsure = others or len(rows) > 1 or (row and (source == of or self._sources[source][source]))
+            self._rules[of] = False if unsure else source == of if row is None else row.renames and row
+        return self._rules[of]
 
-    def _strong(self, name: str) -> Place:
+    def _strong(self, name: str, of: str) -> Place:
         """By the tensor's own name, or what a spelling calls it."""
-        of = form(name)
         if of not in self._sources:
             return UNKNOWN
         direct = self._direct(of)
@@ -141,11 +149,15 @@ class NameTable:
                     put(made, name, view)
         return self._made[of]
 
-    def _weak(self, name: str) -> Place:
+    def _weak(self, name: str, of: str) -> Place:
         """By another name of a parameter, or without the first level."""
-        if form(name) not in self._weak_forms:
+        if of not in self._weak_forms:
             return UNKNOWN
-        return _only(self._strong(path) for path in _behind(name, self._inner) if name in _others(path, self._inner))
+        paths = list(_behind(name, self._inner))
+        if of not in self._live:
+            self._live[of] = [at for at, path in enumerate(paths) if _coarse(path) in self._flat_forms[0]]
+        found = (paths[at] for at in self._live[of])
+        return _only(self._strong(path, form(path)) for path in found if name in _others(path, self._inner))
 
     @cached_property
     def _inner(self) -> tuple[str, ...]:
@@ -202,15 +214,16 @@ def _behind(name: str, inner: tuple[str, ...]) -> Iterator[str]:
     yield from (f"{start.split('.', 1)[0]}.{name}" for start in dict.fromkeys(inner))
 
 
-def _flattened(path: str) -> str:
+def _coarse(path: str) -> str:
+    """The flat name, with `#` for all digits."""
     module, dot, leaf = path.rpartition(".")
-    return f"{module.replace('.', '_')}{dot}{leaf}"
+    return _DIGITS.sub("#", f"{module.replace('.', '_')}{dot}{leaf}")
 
 
 def _by_flat(forms: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for of in forms:
-        found.setdefault(_DIGITS.sub("#", _flattened(of)), []).append(of)
+        found.setdefault(_coarse(of), []).append(of)
     return found
 
 

@@ -6,7 +6,7 @@ Every tool has its own prefix, and some put theirs before another's, so what is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ..files.layouts import PEFT
@@ -61,6 +61,8 @@ MOST_READINGS: Final = 32
 ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 """ComfyUI's container of a text encoder, by the encoder's own name."""
 
+_NUMBER: Final = r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)"
+
 DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
 """What names may speak of that is a denoiser; all but the last expert may be the only one."""
 
@@ -90,3 +92,13 @@ def prefixed(name: str) -> Iterator[tuple[str, str]]:
                 pending.append((speaks_of if speaks_of != "any" else hint, body[len(prefix) :]))
         if m := ENCODER.match(body):
             pending.append((f"={m[1]}", body[m.end() :]))
+
+
+def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
+    """Returns the pattern of the numbers by which names differ that are read alike: none that stands in a prefix."""
+    kept = {
+        f"(?<!{re.escape(prefix[: m.start()])})" if m.start() else f"(?!{re.escape(prefix)})"
+        for prefix in (*prefixes, "text_encoders.0.")
+        for m in re.finditer(_NUMBER, prefix)
+    }
+    return re.compile("".join(sorted(kept)) + _NUMBER)

@@ -33,10 +33,14 @@ class Component:
     keys: dict[str, str] = field(default_factory=dict)  # body → key in the base
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
+    def knows(self, module: str, parameter: str) -> bool:
+        """Whether it has a parameter of this name, but perhaps for other numbers."""
+        return self._table.knows(f"{module}.{parameter}".strip(".")) or self._table.knows(_flat(module, parameter))
+
     def find(self, module: str, parameter: str) -> tuple[WeightView | None, bool]:
         """(the place or None, whether the name is known); dotted names first, then flat ones."""
         found = self._table.dotted(f"{module}.{parameter}".strip("."))
-        return found if found[1] else self._table.flat(f"{module.replace('.', '_')}.{parameter}")
+        return found if found[1] else self._table.flat(_flat(module, parameter))
 
     def dotted(self, name: str) -> WeightView | None:
         """The place of a parameter by its path, in any spelling; None if it has none, or several."""
@@ -63,3 +67,7 @@ class Component:
         stored = shards.get(self.layout + IN_SHARDS) if self.sharded else None
         native = stored or spellings.get(self.layout, NO_TABLE)
         return NameTable(self.keys, self.shapes, native, [*spellings.values()], self.inner)
+
+
+def _flat(module: str, parameter: str) -> str:
+    return f"{module.replace('.', '_')}.{parameter}"

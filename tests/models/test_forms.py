@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge.algorithms import Shape
+from lora_merge.errors import AmbiguousName
 from lora_merge.models.cutting import Names, canonical, put, spelled
 from lora_merge.models.forms import PARAMETERS, NameTable, form
-from lora_merge.models.names import names
+from lora_merge.models.names import Names as Naming
+from lora_merge.models.names import _written, names
+from lora_merge.models.prefixes import PREFIXES
 from lora_merge.models.spellings import Component
+from lora_merge.models.weights import WeightView
 
 from ..support import index
 
@@ -99,6 +105,74 @@ def test_odd_names_too(keys: set[str], asked: list[str], inner: str) -> None:
     part.shapes = dict.fromkeys(own, (2, 2))
     dotted, flat = all_at_once(part._table, (inner,) if inner else ())
     check(part._table, dotted, flat, [*asked, *dotted, *flat])
+
+
+def one_by_one(found: Naming, module: str, parameter: str) -> Any:
+    """What `find` gives, by the definition: every reading of this one name, looked up in every component."""
+    for name in _written(module):
+        views: list[WeightView | None] = []
+        for hint, body in found._readings(name):
+            places = [(part.role, *part.find(body, parameter)) for part in found._hinted(hint)]
+            denoisers = [view for role, view, known in places if known and role == "denoiser"]
+            views += denoisers or [view for _, view, known in places if known]
+        if views:
+            one = None not in views and all(view == views[0] for view in views)
+            return found._as_stored(views[0]) if one else AmbiguousName
+    return None
+
+
+def by_pattern(found: Naming, module: str, parameter: str) -> Any:
+    try:
+        return found.find(module, parameter)
+    except AmbiguousName:
+        return AmbiguousName
+
+
+def asked(found: Naming, random: Random, count: int) -> Iterator[tuple[str, str]]:
+    """Names of every spelling, dotted and flat, behind all kinds of prefixes, with numbers that there are or are not."""
+    starts = [*(p for p, _ in found._prefixes), *sorted(dict(PREFIXES)), "text_encoders.t5."]
+    for part in found.parts:
+        forms = sorted({*part._table._sources, *part._table._weak_forms})
+        for of in random.sample(forms, min(count, len(forms))):
+            for _ in range(3):
+                name = re.sub("#", lambda _: random.choice(["0", "0", "1", "2", "7", "19"]), of)
+                module, _, parameter = name.rpartition(".")
+                start = random.choice(["", part.prefix, random.choice(starts)])
+                start = random.choice(["", "", random.choice(starts)]) + start
+                module = random.choice([module, module.replace(".", "_"), f"{module}.default", f"module.{module}"])
+                yield f"{start}{module}", parameter
+
+
+TABLES = sorted(str(p.relative_to(HEADERS))[: -len(".json.gz")] for p in HEADERS.rglob("*.json.gz"))
+
+
+def check_patterns(table: str, count: int) -> None:
+    found, random = names(index(shapes(table))), Random(table)
+    for module, parameter in asked(found, random, count):
+        assert by_pattern(found, module, parameter) == one_by_one(found, module, parameter), (module, parameter)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_name_found_by_its_pattern_is_where_it_is_by_itself(table: str) -> None:
+    check_patterns(table, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES)
+def test_so_are_names_of_all_forms(table: str) -> None:
+    check_patterns(table, 1_000_000)
+
+
+def test_the_numbers_of_a_prefix_are_no_part_of_a_pattern() -> None:
+    """Names of two encoders that differ in that number alone are two patterns."""
+    found = names(index({f"conditioner.embedders.{n}.transformer.text_model.encoder.layers.{layer}.mlp.fc1.weight": (4, n + 1)
+                         for n in (0, 1) for layer in (0, 1)}))  # fmt: skip
+    for start in ("text_encoder_{}.", "text_encoders.{}.", "conditioner.embedders.{}.transformer.",
+                  "conditioner_embedders_{}_transformer_", "lora_te{}_"):  # fmt: skip
+        for number in (1, 2, 0, 3):
+            for rest in ("text_model.encoder.layers.1.mlp.fc1", "text_model_encoder_layers_0_mlp_fc1"):
+                module = start.format(number) + rest
+                assert by_pattern(found, module, "weight") == one_by_one(found, module, "weight"), module
 
 
 def test_a_form_is_the_name_with_its_numbers_taken_out() -> None:
