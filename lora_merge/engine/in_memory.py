@@ -24,6 +24,7 @@ from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, expand, is_pair, make_job
 from ..matching.choose import Patcher
+from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.names import Names, names
 from ..models.tied_weights import tied
@@ -264,15 +265,23 @@ class LoadedAdapter:
         return chosen
 
     @undisturbed()
-    def delta(self, name: str, base_weight: Tensor) -> Tensor:
-        """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape."""
+    def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
+        """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
+
+        Which way round a weight is that a PEFT adapter changes, [out, in] or [in, out], its shape and its name tell, as
+        in a merge into a base that has nothing but this weight; ShapeMismatch where they contradict the configuration.
+        State `fan_in_fan_out` then, and for methods whose tensors fit any shape (FourierFT, WaveFT) of a Conv1D.
+        """
         if not isinstance(base_weight, Tensor):
             raise unlike(base_weight, "the base's weight", "a tensor")
         _check_values(base_weight, "the base's weight")
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)
-        patch = Patcher(0, self.file, self._rules, FileValues()).patch(module, view, {"weight": view})
+        patcher = Patcher(0, self.file, self._rules, FileValues())
+        patcher.orientation.given = fan_in_fan_out
+        patcher.orientation.base = Base((), lambda _: False, lambda: [Place(module, view, None)])
+        patch = patcher.patch(module, view, {"weight": view})
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
             held = _Held()
@@ -280,10 +289,11 @@ class LoadedAdapter:
             held.factors = TensorCache(reader, frozenset(self.file.index.files))
             weight = Weight(shape, base.tensors["weight"])
             alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
-            part = BlockPart(PatchPart(patch, view.pieces[0], 0, 1.0), 0, rows, (0, rows), None, alone)
+            piece = patch.view.pieces[0]
+            part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
             stack = BlockMerger((at,), held.fetch, {"weight": weight}).stack([part], at)
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
-            found = host(made.reshape(shape), torch.float32)
+            found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():
             raise TooLarge("a change is too large for fp32", f"{self.path}: {name}", "use another save of the adapter")
         return found

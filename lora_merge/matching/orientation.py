@@ -41,11 +41,11 @@ class Base:
 
 
 class Orientation:
-    """One adapter's layers on one base; without a base the configuration's flag is believed."""
+    """One adapter's layers on one base."""
 
     def __init__(self, rules: Rules, modules: Iterable[Module], fits: Callable[[Module, WeightView], bool]) -> None:
         self._rules, self._modules, self._fits = rules, modules, fits
-        self.base: Base | None = None
+        self.base = Base((), lambda _: False, tuple)
         self.given: bool | None = None  # what the user states
         self.used = False  # whether that settled anything
 
@@ -57,19 +57,16 @@ class Orientation:
             yield from (transposed(view), view) if _leaf(module) in TABLES else (view,)
         elif row in AS_STORED or "embedding" in row or not self._is_pefts(module):  # of embeddings PEFT asks no flag
             yield view
-        elif self.base is None:
-            flag = self._rules.of(module.name).fan_in_fan_out
-            yield from (transposed(view), view) if stated(_leaf(module), self._layers, flag=flag) else (view,)
         else:
-            yield transposed(view) if self._is_turned(module, view, self.base) else view
+            yield transposed(view) if self._is_turned(module, view) else view
 
     def _is_pefts(self, module: Module) -> bool:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
 
-    def _is_turned(self, module: Module, view: WeightView, base: Base) -> bool:
+    def _is_turned(self, module: Module, view: WeightView) -> bool:
         """Whether the weight is [in, out]."""
         rules, name = self._rules.of(module.name), _leaf(module)
-        known = stored(name, base.types, recognised=base.recognised(view.pieces[0].key), kind=rules.kind)
+        known = stored(name, self.base.types, recognised=self.base.recognised(view.pieces[0].key), kind=rules.kind)
         if known is not None:
             return known
         upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
@@ -82,7 +79,7 @@ class Orientation:
             self.used = True
             return stated(name, self._layers, flag=self.given)
         flag = rules.fan_in_fan_out if rules.kind and rules.kind not in SAYS_NOTHING else None
-        decided = decide(name, self._layers, base.types, flag=flag)
+        decided = decide(name, self._layers, self.base.types, flag=flag)
         if decided is None:
             raise Untold(CONTRADICTION)
         return decided
@@ -90,9 +87,8 @@ class Orientation:
     @cached_property
     def _lies(self) -> Mapping[str, bool | None]:
         """Module → whether shapes say that its weight is [in, out]; None where they do not tell."""
-        if self.base is None:
-            return {module.name: None for module in self._modules}
-        return {place.module.name: self._lie(place) for place in self.base.places()}
+        places = {place.module.name: self._lie(place) for place in self.base.places()}
+        return {module.name: None for module in self._modules} | places
 
     @cached_property
     def _layers(self) -> tuple[Layer, ...]:

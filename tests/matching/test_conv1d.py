@@ -236,3 +236,27 @@ def test_what_is_known_needs_no_signs() -> None:
     assert stored("c_proj", {"gpt2"}, recognised=False, kind="LOHA") is False  # PEFT's LoHa takes no Conv1D
     assert stored("c_proj", {"jais", ""}, recognised=False, kind="LORA") is None
     assert stored("q_proj", set(), recognised=True, kind="LORA") is False
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(
+    method: str, *, flag: bool, tmp_path: Path
+) -> None:
+    """`delta` sees one weight: its shape and name tell, and where they do not, no flag of another layer is believed. Of
+    methods whose tensors fit every shape a merge asks the bias, which it does not see."""
+    wide = {} if method in ("fourierft", "waveft") else {"wide": ("c", 24, 16)}
+    model = Layers(**wide, conv1d=("c", 16, 16), tall=("l", 24, 16), lin0=("l", 16, 16))
+    layers = [name for name, _ in model.named_children()]
+    wanted = trained(model, METHODS[method](layers), tmp_path, flag=flag)
+    opened, asked = lora_merge.load_adapter(tmp_path / "adapter"), set()
+    for layer in layers:
+        weight, name = model.get_submodule(layer).weight.data, f"base_model.model.{layer}"
+        try:
+            change = opened.delta(name, weight)
+        except lora_merge.MergeError as e:
+            assert "fan_in_fan_out" in e.fix and weight.shape[0] == weight.shape[1]
+            asked.add(layer)
+            change = opened.delta(name, weight, fan_in_fan_out=layer == "conv1d")
+        torch.testing.assert_close(weight + change, wanted[f"{layer}.weight"], atol=1e-5, rtol=1e-4)
+    assert asked == ({"conv1d"} if method == "hira" or not flag else set())
