@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, TypeAlias
 
 from ..algorithms import Shape
 from ..errors import InputError
 
-MEMORY: Final = 1 << 62
-"""Offsets from here on are no file's: tensors that were made in memory (pickles.py) lie there."""
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes that no file holds as they are: of a state dict, or of a tensor that a pickle has in another order.
+
+    `file` is the one that they were made of, or a name that stands for it. `content` gives them, always the same.
+    """
+
+    file: Path
+    content: Callable[[], memoryview]
+
+    @staticmethod
+    def of(file: Path, data: memoryview) -> Memory:
+        """Bytes that are there already."""
+        return Memory(file, lambda: data)
+
+
+Source: TypeAlias = Path | Memory
+"""Where bytes come from: a local file, or memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One stored tensor: where its bytes lie. `offset` counts from the start of the file.
+    """One stored tensor: where its bytes lie. `offset` counts from the start of the source.
 
-    `stored` is its name inside `file`, where that differs from `name` (parts of a pipeline, unwrapped
-    pickles). `data` holds the bytes of a tensor that no file has as they are: `file` is then a name only.
+    `stored` is its name inside the file, where that differs from `name` (parts of a pipeline, unwrapped pickles).
     """
 
     name: str
     dtype: str
     shape: Shape
-    file: Path
+    source: Source
     offset: int
     nbytes: int
     stored: str = ""
-    data: memoryview | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def file(self) -> Path:
+        """The file that it is of, for messages and to tell which checkpoint it belongs to."""
+        return self.source.file if isinstance(self.source, Memory) else self.source
 
 
 @dataclass(frozen=True)

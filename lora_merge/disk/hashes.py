@@ -16,7 +16,7 @@ from threading import Event
 from types import TracebackType
 from typing import Final
 
-from .files import MEMORY
+from .files import Memory, Source
 from .known_hashes import Known, remember, state
 from .reader import Reader
 
@@ -58,9 +58,9 @@ class RunningHashes:
         self._thread.shutdown(cancel_futures=True)
         remember(self._learnt)
 
-    def feed(self, file: Path, offset: int, data: memoryview) -> None:
+    def feed(self, file: Source, offset: int, data: memoryview) -> None:
         """Bytes of `file` from `offset` on; what lies before them is read, what is known already skipped."""
-        if file not in self._base or offset >= MEMORY:  # made in memory: read from the file where its bytes lie
+        if isinstance(file, Memory) or file not in self._base:  # the bytes that memory was made of are read instead
             return
         self._meet()
         self._read_up_to(file, offset)

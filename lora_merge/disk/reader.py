@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
 from ..errors import InputError
 from . import volumes
-from .files import MEMORY, FileState, Header, StoredTensor, open_regular
+from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
 from .page_cache import Unknown, holds
 from .pages import PAGE, address, aligned_buffer
 from .system import (
@@ -68,7 +66,6 @@ class Reader:
     def __init__(self, indexes: Iterable[_Index], mode: Mode = "auto") -> None:
         """InputError when a file is missing or no longer the one its header was read from."""
         self._files: dict[Path, _File] = {}
-        self._memory: dict[Path, list[tuple[int, memoryview]]] = {}  # by offset
         self._mode = mode
         try:
             for index in indexes:
@@ -81,8 +78,6 @@ class Reader:
     def _open(self, path: Path, header: Header) -> None:
         if path in self._files:
             return
-        made = [(t.offset, t.data) for t in header.tensors.values() if t.data]
-        self._memory[path] = sorted(made, key=itemgetter(0))
         with open_regular(path) as f:
             one = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
         if self._check(path) != header.state:
@@ -96,22 +91,28 @@ class Reader:
                 one.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(one) and one.hints
                 advise(one.fd, 0, 0, NORMAL)
 
-    def read_into(self, buffer: memoryview, file: Path, offset: int) -> None:
-        """Fill `buffer` with the bytes of `file` from `offset` on; InputError if it ends before.
+    def read_into(self, buffer: memoryview, source: Source, offset: int) -> None:
+        """Fill `buffer` with the bytes of a source from `offset` on; InputError if it ends before.
 
         Fastest where the address of `buffer` and `offset` agree modulo 4096.
         """
-        if offset >= MEMORY:
-            self._copy(buffer, file, offset)
+        if isinstance(source, Memory):
+            buffer[:] = source.content()[offset : offset + len(buffer)]
             return
-        one = self._files[file]
-        _fill(buffer, file, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
+        one = self._files[source]
+        _fill(buffer, source, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
+
+    def view(self, info: StoredTensor) -> memoryview:
+        """The bytes of one tensor, not to be written to: those in memory themselves, those of a file read now."""
+        if isinstance(info.source, Memory):
+            return info.source.content()[info.offset : info.offset + info.nbytes]
+        return memoryview(self.read(info))
 
     def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
         """Bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
         raw = bytearray(info.nbytes - first if count is None else count)
         if raw:
-            self.read_into(memoryview(raw), info.file, info.offset + first)
+            self.read_into(memoryview(raw), info.source, info.offset + first)
         return raw
 
     def descriptor(self, file: Path) -> int:
@@ -120,8 +121,8 @@ class Reader:
 
     def expect(self, info: StoredTensor, first: int, count: int) -> None:
         """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
-        if info.offset < MEMORY:
-            advise(self._files[info.file].fd, info.offset + first, count, WILL_NEED)
+        if not isinstance(info.source, Memory):
+            advise(self._files[info.source].fd, info.offset + first, count, WILL_NEED)
 
     def expect_all(self, file: Path) -> None:
         """A file that will be read in small pieces, in any order: lets the disk begin, unless it is very large."""
@@ -129,16 +130,6 @@ class Reader:
         if one.state.size <= AHEAD and CAN_ADVISE:
             for at in range(0, one.state.size, HINT):
                 advise(one.fd, at, HINT, WILL_NEED)
-
-    def _copy(self, buffer: memoryview, file: Path, offset: int) -> None:
-        made, done = self._memory[file], 0
-        for start, data in made[bisect_right(made, offset, key=itemgetter(0)) - 1 :]:
-            if done == len(buffer):
-                return
-            piece = data[offset + done - start :][: len(buffer) - done]
-            buffer[done : done + len(piece)] = piece
-            done += len(piece)
-        assert done == len(buffer), "a range that no tensor in memory covers"
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> dict[Path, FileState]:
         """InputError if any of the files (default: all), open or at its path, is not as its header was read from.
@@ -167,7 +158,6 @@ class Reader:
         """Close all files; the reader is of no use afterwards."""
         while self._files:
             self._files.popitem()[1].close()
-        self._memory.clear()
 
     def __enter__(self) -> Reader:
         return self
@@ -258,9 +248,9 @@ def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryvie
 def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> bytes:
     """Bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends before."""
     count = info.nbytes - first if count is None else count
-    if info.data is not None:
-        return bytes(info.data[first : first + count])
+    if isinstance(info.source, Memory):
+        return bytes(info.source.content()[info.offset + first : info.offset + first + count])
     out = bytearray(count)
-    with open_regular(info.file) as f:
-        _fill(memoryview(out), info.file, info.offset + first, lambda part, at: read_at(f.fileno(), part, at))
+    with open_regular(info.source) as f:
+        _fill(memoryview(out), info.source, info.offset + first, lambda part, at: read_at(f.fileno(), part, at))
     return bytes(out)

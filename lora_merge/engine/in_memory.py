@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,11 +18,12 @@ from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, flat
 from ..arguments import a_list, unlike
-from ..disk.files import StoredTensor
+from ..disk.files import Memory, StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
+from ..files.pickles import raw_bytes
 from ..job import Adapter, expand, is_pair, make_job
 from ..matching.choose import Patcher
 from ..matching.orientation import Base, Place
@@ -39,7 +41,7 @@ from .fold import change
 from .fold_blocks import BlockMerger, Item
 from .overflow import settle
 from .placement import FILE_DTYPES, TORCH_DTYPES, convert, finite, host, stage
-from .tensors import DeviceCache, TensorCache, check_finite
+from .tensors import DeviceCache, TensorCache
 from .torch_state import undisturbed
 
 if TYPE_CHECKING:
@@ -64,34 +66,34 @@ def merge_state_dict(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"no option is called {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
-    held = _Held()
-    base = held.index("state dict", state_dict)
-    paths, files = held.adapters(adapters)
+    base = _index("state dict", state_dict)
+    paths, files = _adapters(adapters)
     job = make_job("state dict", paths, "state dict", **options)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     lookup = names(base, job.map)
-    base = held.tied(base, lookup)
+    head = _tied_head(base, lookup)
     merged: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader([f.index for f in files if f.index.headers]))
-        held.factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
-        matched = match(job, base, lookup, files, held)
+        reader = stack.enter_context(Reader(f.index for f in files))
+        factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
+        base = replace(base, config=TIED) if head else base
+        matched = match(job, base, lookup, files, FileValues(reader))
         kept, saturated = DeviceCache(), Counter[str]()
         folder = BlockMerger(
-            at, held.fetch, weights(base, matched), None, job.max_vram, kept,
+            at, factors.fetch, weights(base, matched), None, job.max_vram, kept,
             fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
         )  # fmt: skip
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
-            merged |= _merged(some, held, folder, saturated)
-            held.factors.forget()
+            merged |= _merged(some, folder, saturated)
+            factors.forget()
             kept.clear()
     if saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
-    parted = [tie for tie in held.ties if not torch.equal(*(merged[name] for name in tie))]
-    for one, other in parted + held.head * any(m.untied for m in matched):
+    parted = [tie for tie in _ties(state_dict) if {*tie} != {*head} and not torch.equal(*(merged[k] for k in tie))]
+    for one, other in parted + [head] * (bool(head) and any(m.untied for m in matched)):
         warnings.warn(f"{one} and {other} were tied and now differ: load them into a model that does not tie them, "
                           "such as with tie_word_embeddings=False, or one is lost", stacklevel=3)  # fmt: skip
     return merged
@@ -110,136 +112,95 @@ def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
     yield some
 
 
-def _merged(
-    targets: Sequence[OutputTensor], held: _Held, folder: BlockMerger, saturated: Counter[str]
-) -> dict[str, Tensor]:
+def _merged(targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str]) -> dict[str, Tensor]:
     """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut."""
     merged, items = {}, []
 
-    def put(name: str, base: Tensor, into: Tensor) -> None:
-        source = host(base).reshape(-1)
-        if not convert(source, into.view(-1)):
-            saturated[name] += settle(name, source, into.view(-1), saturate=folder.saturate)
+    def put(name: str, source: Tensor, into: Tensor) -> None:
+        if not convert(source, into):
+            saturated[name] += settle(name, source, into, saturate=folder.saturate)
 
     for target in targets:
-        dtype = TORCH_DTYPES[target.dtype]
-        base = held.fetch(target.source)
-        if not target.uses:
-            merged[target.name] = host(base)
-            if base.dtype != dtype:
-                merged[target.name] = torch.empty(base.shape, dtype=dtype)
-                put(target.name, base, merged[target.name])
+        base, padded = folder.fetch(target.source).reshape(-1), target.weight.padded
+        if target.copied:
+            merged[target.name] = base.view(target.shape)
             continue
-        out = merged[target.name] = torch.empty(target.shape, dtype=dtype)
-        for block in blocks(target):
-            (first, count), low = block.stored, block.first * block.cols
-            into = out.view(-1).narrow(0, low, block.elements).view(-1, block.cols)
-            part = base.reshape(-1).narrow(0, first, count)
-            part = part if target.weight.padded else part.view(-1, block.cols)
-            if block.slices or target.weight.padded:
-                items.append(Item(block, part, into))
+        out = torch.empty(target.shape, dtype=TORCH_DTYPES[target.dtype])
+        merged[target.name] = out
+        if not target.uses:
+            put(target.name, base, out.view(-1))
+        for block in blocks(target) if target.uses else ():
+            values = base.narrow(0, *block.stored)
+            values = values if padded else values.view(-1, block.cols)
+            into = out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
+            if block.slices or padded:
+                items.append(Item(block, values, into))
             else:
-                put(target.name, part, into)
+                put(target.name, values, into)
     saturated += folder.fold(items)
     return merged
 
 
-class _Held:
-    """Tensors in the caller's memory, under made-up file names."""
+def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
+    """A state dict as a checkpoint, under a made-up file name; InputError for entries that are no plain tensors."""
+    path, infos = Path(f"<{name}>"), {}
+    if not isinstance(tensors, Mapping):
+        raise unlike(tensors, name, "a table of names and tensors")
 
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[Path, str], Tensor] = {}
-        self.ties: list[tuple[str, str]] = []  # entries of the base that are one tensor
-        self.head: list[tuple[str, str]] = []  # embeddings and head, if these are: the plan tells whether they stay one
-        self.factors = TensorCache(Reader([]), frozenset())  # what reads those that are not here
+    @lru_cache(maxsize=4)  # a tensor on a GPU is fetched once, also where it is read in pieces
+    def content(value: Tensor) -> memoryview:
+        return raw_bytes(host(value))
 
-    def index(self, name: str, tensors: Mapping[str, Tensor]) -> Index:
-        """A state dict as a checkpoint; InputError for entries that are no plain tensors."""
-        path, infos = Path(f"<{name}>"), {}
-        if not isinstance(tensors, Mapping):
-            raise unlike(tensors, name, "a table of names and tensors")
-        for key, value in tensors.items():
-            if not isinstance(key, str):
-                raise unlike(key, f"a name in {path}", "a str")
-            if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
-                raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
-            _check_values(value, f"{path}: {key}")
-            dtype = FILE_DTYPES[value.dtype]
-            infos[key] = StoredTensor(key, dtype, tuple(value.shape), path, 0, value.numel() * value.element_size())
-            self._tensors[path, key] = value
-        return Index(path, infos, {}, (path,))
+    for key, value in tensors.items():
+        if not isinstance(key, str):
+            raise unlike(key, f"a name in {path}", "a str")
+        if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
+            raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
+        _check_values(value, f"{path}: {key}")
+        source, nbytes = Memory(path, partial(content, value)), value.numel() * value.element_size()
+        infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)
+    return Index(path, infos, {}, (path,))
 
-    def tied(self, base: Index, lookup: Names) -> Index:
-        """The base with what its configuration would say, if its head holds the values of its embeddings."""
-        first: dict[tuple[Any, ...], str] = {}
-        for (_, name), value in self._tensors.items():
-            if name in base.tensors and value.numel():
-                at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-                if first.setdefault(at, name) != name:
-                    self.ties.append((first[at], name))
-        head = tied(lookup, base.tensors, TIED)
-        if head is None or not head.stored or not self.same(head.info, base.tensors[head.stored]):
-            return base
-        self.head = [(head.info.name, head.stored)]
-        self.ties = [tie for tie in self.ties if {*tie} != {*self.head[0]}]
-        return replace(base, config=TIED)
 
-    def adapters(self, given: Any) -> tuple[list[Any], list[AdapterFile]]:
-        """The adapters as make_job takes them, and opened."""
-        if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
-            given = [given]
-        given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
-        refs: list[Any] = []
-        files: list[AdapterFile] = []
-        for number, one in enumerate(given):
-            paired = isinstance(one, tuple) and len(one) == 2
-            source, strength = one if paired else (one, 1.0)
-            if isinstance(source, Mapping):
-                files.append(group(self.index(f"adapter {number}", source)))
-                ref: Any = f"adapter {number}"
-            elif isinstance(source, LoadedAdapter):
-                files.append(source.file)
-                ref = source.path
-            else:
-                ref = source
-                files.append(group(open_checkpoint(expand(ref.path if isinstance(ref, Adapter) else ref))))
-            refs.append((ref, strength) if paired else ref)
-        return refs, files
+def _ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Entries that are one tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = []
+    for name, value in tensors.items():
+        at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if value.numel() and first.setdefault(at, name) != name:
+            found.append((first[at], name))
+    return found
 
-    def fetch(self, info: StoredTensor) -> Tensor:
-        """The tensor where it is: in memory, on whatever device, or in a file."""
-        found = self._tensors.get((info.file, info.name))
-        if found is None:
-            return self.factors.fetch(info)
-        if info.file.name.startswith("<adapter"):
-            check_finite(found, info)
-        return found.detach()
 
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """All elements of a small tensor."""
-        found = self._tensors.get((info.file, info.name))
-        if found is None:
-            return FileValues().numbers(info)
-        return tuple(float(v) for v in found.detach().flatten().tolist())
+def _tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
+    """Embeddings and head, where the head holds the same values; else ()."""
+    head = tied(lookup, base.tensors, TIED)
+    same = head is not None and head.stored and FileValues().same(head.info, base.tensors[head.stored])
+    return (head.info.name, head.stored) if head is not None and same else ()
 
-    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Whether two tensors are equal."""
-        x, y = (self._tensors.get((info.file, info.name)) for info in (a, b))
-        if x is None or y is None:
-            return FileValues().same(a, b)
-        return (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
 
-    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
-        theirs, mine = (self.fetch(info) for info in (copy, own))
-        a, b = host(theirs, torch.float64), host(host(mine, theirs.dtype), torch.float64)
-        return int(((a != b) & ~(a.isnan() & b.isnan())).reshape(len(a), -1).any(1).sum())
-
-    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
-        matrix = self.fetch(info).reshape(info.shape[0] if info.shape else 1, -1)[slice(*rows)]
-        left, right = host(matrix[:, : columns[0]], torch.float32), host(matrix[:, columns[1] :], torch.float32)
-        return not (left.any() or right.any())
+def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
+    """The adapters as make_job takes them, and opened."""
+    if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
+        given = [given]
+    given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
+    refs: list[Any] = []
+    files: list[AdapterFile] = []
+    for number, one in enumerate(given):
+        paired = isinstance(one, tuple) and len(one) == 2
+        source, strength = one if paired else (one, 1.0)
+        if isinstance(source, Mapping):
+            files.append(group(_index(f"adapter {number}", source)))
+            ref: Any = f"adapter {number}"
+        elif isinstance(source, LoadedAdapter):
+            files.append(source.file)
+            ref = source.path
+        else:
+            ref = source
+            files.append(group(open_checkpoint(expand(ref.path if isinstance(ref, Adapter) else ref))))
+        refs.append((ref, strength) if paired else ref)
+    return refs, files
 
 
 class LoadedAdapter:
@@ -284,14 +245,12 @@ class LoadedAdapter:
         patch = patcher.patch(module, view, {"weight": view})
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
-            held = _Held()
-            base = held.index("weight", {"weight": base_weight})
-            held.factors = TensorCache(reader, frozenset(self.file.index.files))
-            weight = Weight(shape, base.tensors["weight"])
+            factors = TensorCache(reader, frozenset(self.file.index.files))
+            weight = Weight(shape, _index("weight", {"weight": base_weight}).tensors["weight"])
             alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
             piece = patch.view.pieces[0]
             part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
-            stack = BlockMerger((at,), held.fetch, {"weight": weight}).stack([part], at)
+            stack = BlockMerger((at,), factors.fetch, {"weight": weight}).stack([part], at)
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():

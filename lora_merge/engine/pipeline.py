@@ -125,7 +125,7 @@ class Pipeline:
             out, base = task.base_bytes.views(task.window)
             for view, reads in ((out, task.window.direct), (base, task.window.apart)):
                 for r in reads:
-                    self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
+                    self.reader.read_into(view[r.at : r.at + r.nbytes], r.source, r.offset)
 
     def hash(self, task: WindowTask) -> None:
         """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
@@ -133,7 +133,7 @@ class Pipeline:
             out, base = task.base_bytes.views(task.window)
             reads = [(r, out) for r in task.window.direct] + [(r, base) for r in task.window.apart]
             for r, view in sorted(reads, key=lambda pair: pair[0].offset):
-                self.digests.feed(r.file, r.offset, view[r.at : r.at + r.nbytes])
+                self.digests.feed(r.source, r.offset, view[r.at : r.at + r.nbytes])
 
     def start(self, task: WindowTask) -> None:
         """Wait for what the first fold needs."""
@@ -170,13 +170,14 @@ class Pipeline:
             writer.write(out.view(task.window.start, task.window.size), at)
             return
         for r in task.window.direct:
-            low, high = writer.share(self.reader.descriptor(r.file), r.offset, at + r.at, r.nbytes)
+            assert isinstance(r.source, Path), "only files have blocks to share"
+            low, high = writer.share(self.reader.descriptor(r.source), r.offset, at + r.at, r.nbytes)
             if not high and r.nbytes >= 2 * PAGE:
                 self.shares = False
             for start, stop in ((0, low), (high, r.nbytes)):
                 if start < stop:
                     rest = out.view(at + r.at + start, stop - start)
-                    self.reader.read_into(rest, r.file, r.offset + start)
+                    self.reader.read_into(rest, r.source, r.offset + start)
                     writer.write(rest, at + r.at + start)
 
     def _finish(self, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..disk.files import StoredTensor
+from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
 from ..errors import InputError
 from .placement import TORCH_DTYPES, odd
@@ -25,14 +25,14 @@ class TensorCache:
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters
-        self._kept: dict[tuple[Path, int, int], Tensor] = {}
+        self._kept: dict[tuple[Source, int, int], Tensor] = {}
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
-        key = (info.file, info.offset, info.nbytes)  # one without elements lies where the next one does
+        key = (info.source, info.offset, info.nbytes)  # one without elements lies where the next one does
         tensor = self._kept.get(key)
         if tensor is None:
-            tensor = view_bytes(memoryview(self._reader.read(info)), info.dtype, info.shape)
+            tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
             if info.file in self._adapters:
                 check_finite(tensor, info)
             self._kept[key] = tensor

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import MEMORY, StoredTensor
+from ..disk.files import Source, StoredTensor
 from ..disk.pages import PAGE
 from ..dtypes import ITEM_BYTES
 from ..planning.plan import OutputTensor, Plan
@@ -24,9 +24,9 @@ STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their ow
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes of an input file that belong at `at` in the window's output (or input) buffer."""
+    """Bytes of a source that belong at `at` in the window's output (or input) buffer."""
 
-    file: Path
+    source: Source
     offset: int
     nbytes: int
     at: int
@@ -104,12 +104,12 @@ class Window:
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
-        _append(self.direct, Read(info.file, info.offset + skip, nbytes, self.size))
+        _append(self.direct, Read(info.source, info.offset + skip, nbytes, self.size))
 
     def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; returns where, at a multiple of 64."""
         at = -(-self.input_size // 64) * 64
-        _append(self.apart, Read(info.file, info.offset + skip, nbytes, at))
+        _append(self.apart, Read(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
         return at
 
@@ -164,8 +164,9 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
 
 def sharable(window: Window) -> bool:
     """Whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
-    places = [(r.offset, window.start + r.at) for r in window.direct]
-    return window.untouched and all(offset < MEMORY and (offset - at) % PAGE == 0 for offset, at in places)
+    return window.untouched and all(
+        isinstance(r.source, Path) and (r.offset - window.start - r.at) % PAGE == 0 for r in window.direct
+    )
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:
@@ -265,7 +266,7 @@ def _append(reads: list[Read], new: Read) -> None:
     """Add a read, joined with the one before where both sides are consecutive."""
     if reads:
         last = reads[-1]
-        if (last.file, last.offset + last.nbytes, last.at + last.nbytes) == (new.file, new.offset, new.at):
-            reads[-1] = Read(last.file, last.offset, last.nbytes + new.nbytes, last.at)
+        if (last.source, last.offset + last.nbytes, last.at + last.nbytes) == (new.source, new.offset, new.at):
+            reads[-1] = Read(last.source, last.offset, last.nbytes + new.nbytes, last.at)
             return
     reads.append(new)

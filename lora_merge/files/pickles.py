@@ -2,8 +2,8 @@
 
 Always `weights_only=True`: torch's unpickler then builds tensors and containers and calls nothing a file
 names. It runs under FakeTensorMode, so storages get an offset into the zip archive and no memory. What no
-file holds as consecutive bytes (transposed tensors, files from before torch 1.6) is made in memory and gets
-an offset behind `MEMORY`; all of it together is never more than the file's size.
+file holds as consecutive bytes (transposed tensors, files from before torch 1.6) is made in memory; all of it
+together is never more than the file's size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.files import MEMORY, FileState, Header, StoredTensor, open_regular
+from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError
@@ -104,7 +104,7 @@ def _read(path: Path) -> Header:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
     infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
-    infos.sort(key=lambda t: (t.offset, t.nbytes))
+    infos.sort(key=lambda t: (1, 0, 0) if isinstance(t.source, Memory) else (0, t.offset, t.nbytes))
     found = {t.name: t for t in infos}
     if not found and (what := foreign(name for name in nested(table) if "." in name)):
         raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
@@ -259,9 +259,8 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
             continue
         beside = bisect_left(tensors, match[1])
         if beside < len(tensors) and tensors[beside].startswith(match[1]):
-            loading.memory += 8
-            data = memoryview(struct.pack("<d", value))
-            yield StoredTensor(name, "F64", (), loading.path, MEMORY + loading.memory - 8, 8, data=data)
+            made = Memory.of(loading.path, memoryview(struct.pack("<d", value)))
+            yield StoredTensor(name, "F64", (), made, 0, 8)
 
 
 def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
@@ -281,12 +280,11 @@ def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             offset = start + item * value.storage_offset()
             return StoredTensor(name, dtype, shape, loading.path, offset, nbytes)
-    offset = MEMORY + loading.memory
     loading.memory += nbytes
     if loading.memory > loading.size:
         raise _damaged(loading.path, "it describes more data than it holds")
-    data = _bytes(value) if loading.records is None else _gather(loading, value, start)
-    return StoredTensor(name, dtype, shape, loading.path, offset, nbytes, data=data)
+    data = raw_bytes(value) if loading.records is None else _gather(loading, value, start)
+    return StoredTensor(name, dtype, shape, Memory.of(loading.path, data), 0, nbytes)
 
 
 def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
@@ -299,10 +297,10 @@ def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
     raw = bytearray(read_bytes(StoredTensor("", "U8", (nbytes,), loading.path, start, nbytes)))
     stored = torch.frombuffer(raw, dtype=value.dtype)
     real = stored.as_strided(value.shape, value.stride(), value.storage_offset())
-    return _bytes(real.conj() if value.is_conj() else real.neg() if value.is_neg() else real)
+    return raw_bytes(real.conj() if value.is_conj() else real.neg() if value.is_neg() else real)
 
 
-def _bytes(value: Tensor) -> memoryview:
+def raw_bytes(value: Tensor) -> memoryview:
     """The elements in order, as bytes; they share memory with the tensor where it is in order."""
     import torch
 

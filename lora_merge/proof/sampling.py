@@ -89,7 +89,7 @@ def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
 
 def _follows(last: Range, this: Range) -> bool:
     (a, start, count), (b, first, _) = last, this
-    if not (a.copied and b.copied and a.source.file == b.source.file):
+    if not (a.copied and b.copied and a.source.source == b.source.source):
         return False
     step = b.offset + first - a.offset - start
     return step == count and b.source.offset + first - a.source.offset - start == count

@@ -106,7 +106,7 @@ class Folding:
         out, base = task.base_bytes.views(task.window)
         for view, reads in ((out, task.window.direct), (base, task.window.apart)):
             for r in reads:
-                self.reader.read_into(view[r.at : r.at + r.nbytes], r.file, r.offset)
+                self.reader.read_into(view[r.at : r.at + r.nbytes], r.source, r.offset)
 
     def sizes(self) -> dict[str, int]:
         """Numbers folded; bytes up, down, and moved by kernels at least; blocks."""

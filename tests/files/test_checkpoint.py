@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from lora_merge.disk import page_cache, system, volumes
 from lora_merge.disk import reader as reader_module
-from lora_merge.disk.files import MEMORY, FileState, Header
+from lora_merge.disk.files import FileState, Header, Memory
 from lora_merge.disk.pages import PAGE, aligned_buffer
 from lora_merge.disk.reader import Reader, read_bytes
 from lora_merge.disk.volumes import Mode
@@ -403,7 +403,7 @@ def test_every_dtype_of_torch_files_streams(tmp_path: Path) -> None:
     index = open_checkpoint(tmp_path / "x.ckpt")
     assert set(index.tensors) == set(tensors)
     for name, info in index.tensors.items():
-        assert info.data is None
+        assert info.source == tmp_path / "x.ckpt"
         assert (info.dtype, info.shape) == (FORMAT_NAMES[name], (2, 3))
         assert read_bytes(info) == tensors[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert "'state_dict'" in index.notes[0]
@@ -420,13 +420,13 @@ def test_views_shared_and_strewn_tensors_of_torch_files(tmp_path: Path, zipped: 
     torch.save(tensors, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped == "zip")
     index = open_checkpoint(tmp_path / "x.pt")
     assert set(index.tensors) == set(tensors)
-    in_memory = {n for n, t in index.tensors.items() if t.offset >= MEMORY}
+    in_memory = {n for n, t in index.tensors.items() if isinstance(t.source, Memory)}
     assert in_memory == ({"transposed", "columns", "empty"} if zipped == "zip" else set(tensors))
     with Reader([index]) as reader:
         for name, tensor in tensors.items():
             info, want = index.tensors[name], tensor.detach().contiguous().numpy().tobytes()
             buffer = bytearray(info.nbytes)
-            reader.read_into(memoryview(buffer), info.file, info.offset)
+            reader.read_into(memoryview(buffer), info.source, info.offset)
             assert bytes(buffer) == read_bytes(info) == want
 
 

@@ -201,7 +201,7 @@ def test_rows_of_minimax_h3_lie_head_by_head_in_shards_and_by_the_name_of_diffsy
     there = index(shapes)
     if sharded:
         first = next(iter(there.tensors))
-        there.tensors[first] = dataclasses.replace(there.tensors[first], file=Path("another.safetensors"))
+        there.tensors[first] = dataclasses.replace(there.tensors[first], source=Path("another.safetensors"))
     assert bool(names(there).notes) == sharded
     assert not names(index({**header("diffusers/mini-max-h3")})).notes
     config = {"num_attention_heads": 56, "attention_head_dim": 128}
@@ -236,7 +236,7 @@ def test_heads_of_another_width_than_the_table_has_are_refused(module: str) -> N
     there = index(shapes)
     if not module.endswith("default"):
         key = "token_refiner.blocks.0.attn.qkv_proj.weight"
-        there.tensors[key] = dataclasses.replace(there.tensors[key], file=Path("another.safetensors"))
+        there.tensors[key] = dataclasses.replace(there.tensors[key], source=Path("another.safetensors"))
     with pytest.raises(AmbiguousName):
         names(there).find(module)
 
