@@ -14,6 +14,7 @@ from ..errors import BatchFailed, UsageError, error_dict
 from ..lines import Lines, one_line, shown
 from ..text import size as _size
 from .text import bar, echo, leave_lost_folder, remarks
+from .values import whole_number
 
 if TYPE_CHECKING:
     from ..batch.report import JobReport
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes here, or tasks at a time on the cluster.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="<int>", help="Processes here, or tasks at a time on the cluster.")
+    ] = None,
     executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(help="A running Ray cluster; default: a local one, with a token.")
@@ -54,19 +57,20 @@ def batch(
     from .streams import ReportFile
 
     find(executor)
-    made = make_batch(jobs, workers=workers, executor=executor, overwrite=overwrite)
+    number = None if workers is None else whole_number(workers, "--workers")
+    made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite)
     if not dry_run:
         _announce(made, quiet=quiet or as_json)
     told = None if report is None else ReportFile(report)
     if told is not None:
         told.protect(*_files(made, jobs))
     if dry_run:
-        _dry_run(made, workers or 1, told, as_json=as_json, quiet=quiet)
+        _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
         return
     leave_lost_folder()
     ended: list[JobReport] = []
     with bar(made.size, "batch", quiet=quiet) as progress:
-        for one in made.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
+        for one in made.run(Crew(number, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
             ended.append(one)
             if told is not None:
                 told.append(one.to_json())

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,27 +64,21 @@ class Commands(TyperGroup):
 
 
 def _take_text(command: Any, ctx: Any) -> Any:
-    """The command, whose parameters take text as it is.
+    """Have the parameters of a command take text as it is; returns the command.
 
-    Typer 0.29 has pydantic do that, whose import alone takes 0.1 s; earlier versions have no such attribute.
+    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
+    import alone takes 0.1 s. What a text means, `make_job` and its like find out.
     """
     for parameter in command.get_params(ctx) if command else ():
-        if getattr(parameter, "_runtime_param", command) is None:
-            parameter._runtime_param = _Text()
+        parameter.process_value = partial(_process, parameter, parameter.process_value)
     return command
 
 
-class _Text:
-    """Lets text through, and leaves everything else to typer."""
-
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        many = param.multiple or param.nargs == -1
-        if value is None:
-            return () if many else None
-        if param.type_descriptor.annotation in (str, list[str]):
-            return value
-        param._runtime_param = None
-        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the text, or what is missing; typer itself tells what has to be there, and sees to the switches."""
+    if value is None or value == ():
+        return process(ctx, value) if parameter.required else value
+    return process(ctx, value) if isinstance(value, bool) else value
 
 
 app = typer.Typer(

@@ -86,3 +86,10 @@ def one_setting(text: str) -> tuple[str, Any]:
         return name, from_json(value)
     except ValueError:
         return name, value
+
+
+def whole_number(text: str, option: str) -> int:
+    """2 for "2"."""
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise UsageError(f"{text[:40]!r} is no whole number", option, "give 1 or more")

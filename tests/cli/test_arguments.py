@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lora_merge
+from lora_merge.cli.main import app
 from lora_merge.errors import UsageError
 
 OPTIONS: list[dict[str, Any]] = [
@@ -174,3 +176,10 @@ def test_what_is_right_in_other_words(files: Path) -> None:
     )  # fmt: skip
     assert (plan.job.dtype, plan.job.device) == ("bf16", "cpu")
     assert [u.strength for f in plan.files for t in f.targets for u in t.uses] == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("workers", ["x", "1.5", "", "-1", "0", "9" * 5000, "١"])
+def test_a_number_of_workers_that_is_none_is_a_usage_error(workers: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["batch", str(tmp_path / "jobs.yaml"), "--workers", workers])
+    assert isinstance(done.exception, UsageError), done.output
+    assert "--workers" in str(done.exception)
