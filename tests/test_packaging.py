@@ -67,3 +67,16 @@ def test_a_wheel_holds_the_algorithms_and_the_tables(tmp_path: Path) -> None:
     ):
         assert needed in names
     assert not any(n.startswith(("algorithms/", "tests/")) for n in names)
+    (about,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+    text = zipfile.ZipFile(wheel).read(about).decode()
+    assert all(f"Classifier: {c}" in text for c in PROJECT["project"]["classifiers"])
+    assert all(f"Project-URL: {name}, {url}" in text for name, url in PROJECT["project"]["urls"].items())
+    assert "Author: The lora-merge developers" in text
+
+
+def test_the_classifiers_name_every_python_that_the_tests_run_on() -> None:
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    (versions,) = re.findall(r"python: \[(.+)\]", workflow)
+    named = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if "Python :: 3." in c}
+    assert named == set(re.findall(r'"(.+?)"', versions))
+    assert min(named, key=lambda v: int(v[2:])) in PROJECT["project"]["requires-python"]
