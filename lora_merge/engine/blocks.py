@@ -59,8 +59,8 @@ class Block:
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that can be stacked into one batched call."""
         return (
-            self.last - self.first, self.cols, self.target.dtype,
-            self.target.source.dtype, self.target.weight.padded, self.target.method.name,
+            self.last - self.first, self.cols, self.target.packing.encoding,
+            self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
             tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
@@ -90,10 +90,10 @@ class Block:
 
 def blocks(target: OutputTensor) -> Iterator[Block]:
     """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
-    rows, cols = target.matrix
+    (rows, cols), group = target.matrix, target.row_group
     for low, high in _uncut(target, rows, cols):
         whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
-        step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols, 1))
+        step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
             last = min(first + step, high)
             found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
@@ -101,7 +101,8 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
 
 
 def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
-    """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several."""
+    """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several, or
+    where rows that are encoded together do."""
     edges = {0, rows}
     held: list[tuple[int, int]] = []
     for u in target.uses:
@@ -109,7 +110,8 @@ def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
         edges.update(bounds)
         if _joined(u):
             held += pairwise(bounds)
-    cuts = sorted(e for e in edges if not any(a < e < b for a, b in held))
+    group = target.row_group
+    cuts = sorted(e for e in edges if e in (0, rows) or (e % group == 0 and not any(a < e < b for a, b in held)))
     return list(pairwise(cuts))
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 from threading import local
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
-from ..disk.files import StoredTensor
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
 from ..matching.choose import Patch
 from ..models.weights import Weight, WeightView
@@ -23,11 +22,11 @@ from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .devices import precise, release
 from .fold import RULES, StackedPatch
-from .overflow import settle, sum_too_large
+from .overflow import settle, settled, sum_too_large
 from .parallelism import DeviceMemory, stack_size
 from .placement import DeviceStream, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
-from .tensors import DeviceCache
+from .tensors import DeviceCache, Fetch, decoded, encoded, weight_values
 from .torch_state import exact_products
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
@@ -35,9 +34,6 @@ KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
-
-Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
-"""A stored tensor by its header entry, as stored."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,15 @@ class BlockMerger:
         merged = RULES[blocks[0].target.method.name](base, stacks)
         if merged is base and _in_place(group, at):
             return merged if odd(merged) else None
-        return None if land(merged, [i.into for i in group], lane) else merged
+        return None if land(self._encoded(group, merged), [i.into for i in group], lane) else merged
+
+    def _encoded(self, group: Sequence[Item], merged: Tensor) -> Tensor:
+        """Merged blocks as they are stored, but for the rounding."""
+        target = group[0].block.target
+        if target.packed is None:
+            return merged
+        rows = zip(merged.unbind(), group, strict=True)
+        return torch.stack([encoded(values, target.packing, i.block.first, self.fetch) for values, i in rows])
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Counter[str]:
         """Tensor → numbers cut; TooLarge for those of a finite base that became none, or that may not be cut."""
@@ -153,14 +157,15 @@ class BlockMerger:
             name = item.block.target.name
             if self._overflown(item, values):
                 raise sum_too_large(name, values.dtype)
-            found[name] += settle(name, host(values), item.into, saturate=self.saturate)
+            numbers = encoded(values, item.block.target.packing, item.block.first, self.fetch)
+            found[name] += settle(name, host(numbers), item.into, saturate=self.saturate)
         return +found
 
     def _overflown(self, item: Item, values: Tensor) -> bool:
         """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
         may make that of one NaN among them: the proof tells whether it did so rightly."""
         sound = finite(values)
-        if sound.all() or not all(finite(self.fetch(self.base[key].stored)).all() for key in item.block.reads):
+        if sound.all() or not all(finite(weight_values(self.base[key], self.fetch)).all() for key in item.block.reads):
             return False
         known = finite(self._base([replace(item, base=self._stored(item))], HOST, DeviceStream(HOST))[0])
         return bool((known & ~sound).any())
@@ -169,10 +174,14 @@ class BlockMerger:
         """The base values of an item, read again where its result was written over them."""
         if item.base is not item.into:
             return item.base
-        source, size = item.block.target.source, item.into.dtype.itemsize
-        first, count = item.block.stored
-        shape, offset = (count // item.block.cols, item.block.cols), source.offset + first * size
-        return self.fetch(replace(source, shape=shape, offset=offset, nbytes=count * size))
+        (first, count), weight = item.block.stored, item.block.target.weight
+        size, offset = weight.packing.encoding.nbytes, weight.stored.offset
+        shape = tuple(item.into.shape)
+        return self.fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
+
+    def _values(self, item: Item) -> Tensor:
+        """The base values of an item."""
+        return decoded(item.base, item.block.target.weight, item.block.first, self.fetch)
 
     def _lane(self) -> DeviceStream:
         """The calling thread's lane; threads share the placements out among them."""
@@ -195,7 +204,7 @@ class BlockMerger:
         """[n, rows, cols] in the compute dtype, to be overwritten; padded bases stand in the low corner of zeros."""
         block = group[0].block
         if not block.target.weight.padded:
-            return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([i.base for i in group], at, lane)
+            return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([*map(self._values, group)], at, lane)
         out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
         for rows, item in zip(out, group, strict=True):
             if item.base.numel():
@@ -297,7 +306,7 @@ class BlockMerger:
         parts = []
         for piece in view.pieces:
             weight, target = self.base[piece.key], s.target
-            rows = self.fetch(weight.stored).reshape(-1, piece.cols)
+            rows = weight_values(weight, self.fetch).reshape(-1, piece.cols)
             before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
             if before:
                 rows = self._changed(rows, target._replace(name=piece.key, weight=weight, uses=before), at)
@@ -313,16 +322,6 @@ class BlockMerger:
                 rows = found[block.first : block.last]
                 rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self._stacks([block], at))[0])
         return found.reshape(values.shape)
-
-
-def settled(under_way: Sequence[Future[Counter[str]]]) -> Counter[str]:
-    """Tensor → numbers cut, of all of them. Waits for all, also if one fails: the memory must be at rest before anyone
-    uses it again."""
-    wait(under_way)
-    found: Counter[str] = Counter()
-    for done in under_way:
-        found += done.result()
-    return found
 
 
 def _precise(at: Placement, block: Block) -> Placement:

@@ -11,11 +11,11 @@ from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import WindowTask
 from .devices import fallback_device, passed_over, places, release
-from .fold_blocks import BlockMerger, Item, settled
-from .overflow import settle
+from .fold_blocks import BlockMerger, Item
+from .overflow import settle, settled
 from .parallelism import one_core, threads
 from .placement import convert
-from .tensors import DeviceCache, TensorCache, view_bytes
+from .tensors import DeviceCache, TensorCache, decoded, encoded, packed
 from .windows import Change, Fold, Window
 
 
@@ -47,10 +47,14 @@ class WindowMerger:
             for low, high in _kept(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         for c in task.change.converts:
-            source = view_bytes(base[c.source : c.source + c.source_bytes], c.from_dtype, (c.count,))
-            into = view_bytes(out[c.at : c.at + c.nbytes], c.to_dtype, (c.count,))
-            if not convert(source, into):
-                task.saturated[c.name] += settle(c.name, source, into, saturate=self.folder.saturate)
+            name, cols = c.target.name, max(c.target.matrix[1], 1)
+            shape = (c.count // cols, cols) if c.target.by_rows else (c.count,)
+            numbers = packed(base[c.source : c.source + c.source_bytes], c.target.weight.packing, shape)
+            values = decoded(numbers, c.target.weight, c.first // cols, self.factors.fetch)
+            values = encoded(values, c.target.packing, c.first // cols, self.factors.fetch)
+            into = packed(out[c.at : c.at + c.nbytes], c.target.packing, shape)
+            if not convert(values, into):
+                task.saturated[name] += settle(name, values, into, saturate=self.folder.saturate)
         kept = None if task.last else base_bytes  # the last turn folds where the base values lie
         for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
             task.under_way.append(future)
@@ -92,8 +96,8 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
     Without `base` the values lie where the result goes.
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
-    into = view_bytes(out[f.at : f.at + f.nbytes], block.target.dtype, shape)
+    into = packed(out[f.at : f.at + f.nbytes], block.target.packing, shape)
     if base is None:
         return Item(block, into, into)
     weight, raw = block.target.weight, base[f.source : f.source + f.source_bytes]
-    return Item(block, view_bytes(raw, weight.stored.dtype, (block.stored[1],) if weight.padded else shape), into)
+    return Item(block, packed(raw, weight.packing, (block.stored[1],) if weight.padded else shape), into)

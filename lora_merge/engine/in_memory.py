@@ -41,7 +41,7 @@ from .fold import change
 from .fold_blocks import BlockMerger, Item
 from .overflow import settle
 from .placement import FILE_DTYPES, TORCH_DTYPES, convert, finite, host, stage
-from .tensors import DeviceCache, TensorCache
+from .tensors import DeviceCache, TensorCache, decoded, encoded
 from .torch_state import undisturbed
 
 if TYPE_CHECKING:
@@ -116,27 +116,30 @@ def _merged(targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Cou
     """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut."""
     merged, items = {}, []
 
-    def put(name: str, source: Tensor, into: Tensor) -> None:
-        if not convert(source, into):
-            saturated[name] += settle(name, source, into, saturate=folder.saturate)
+    def put(target: OutputTensor, first: int, numbers: Tensor, into: Tensor) -> None:
+        values = decoded(numbers, target.weight, first, folder.fetch)
+        values = encoded(values, target.packing, first, folder.fetch)
+        if not convert(values, into):
+            saturated[target.name] += settle(target.name, values, into, saturate=folder.saturate)
 
     for target in targets:
         base, padded = folder.fetch(target.source).reshape(-1), target.weight.padded
+        read, written = target.weight.packing.encoding, target.packing.encoding
         if target.copied:
-            merged[target.name] = base.view(target.shape)
+            merged[target.name] = base.view(target.source.shape)
             continue
-        out = torch.empty(target.shape, dtype=TORCH_DTYPES[target.dtype])
+        out = torch.empty(written.stored_shape(target.shape), dtype=TORCH_DTYPES[written.dtype])
         merged[target.name] = out
-        if not target.uses:
-            put(target.name, base, out.view(-1))
-        for block in blocks(target) if target.uses else ():
-            values = base.narrow(0, *block.stored)
-            values = values if padded else values.view(-1, block.cols)
-            into = out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
+        for block in blocks(target):
+            (first, count), shape = block.stored, (block.last - block.first, block.cols)
+            numbers = base.narrow(0, read.stored(first), read.stored(count))
+            numbers = numbers if padded else numbers.view(read.stored_shape(shape))
+            low = written.stored(block.first * block.cols)
+            into = out.view(-1).narrow(0, low, written.stored(block.elements)).view(written.stored_shape(shape))
             if block.slices or padded:
-                items.append(Item(block, values, into))
+                items.append(Item(block, numbers, into))
             else:
-                put(target.name, values, into)
+                put(target, block.first, numbers, into)
     saturated += folder.fold(items)
     return merged
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Final
 
 import torch
@@ -38,6 +41,16 @@ def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
     wider = next((option for option in WIDER if abs(largest) <= ROOM[TORCH_DTYPES[DTYPES[option]]]), "keep")
     return TooLarge(f"a number is too large for {_called(dtype)}: {largest:g}", name,
                     f"write --dtype {wider}, or --on-overflow saturate to cut such numbers to the largest")  # fmt: skip
+
+
+def settled(under_way: Sequence[Future[Counter[str]]]) -> Counter[str]:
+    """Tensor → numbers cut, of all of them. Waits for all, also if one fails: the memory must be at rest before anyone
+    uses it again."""
+    wait(under_way)
+    found: Counter[str] = Counter()
+    for done in under_way:
+        found += done.result()
+    return found
 
 
 def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:

@@ -28,6 +28,7 @@ from ..matching.remarks import rebuilt
 from ..models.weights import Weight, WeightView
 from .joint_basis import drawn_places, joint_basis
 from .placement import TORCH_DTYPES, Placement, host, stage
+from .tensors import weight_values
 
 Read: TypeAlias = Callable[[str], Tensor]
 """A slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]: fp32 (fp64 if
@@ -67,7 +68,7 @@ def from_base(
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
         wide = any(base[piece.key].stored.dtype == "F64" for piece in view.pieces)
-        found = [(fetch(base[p.key].stored).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
+        found = [(weight_values(base[p.key], fetch).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
         at = WIDE if wide else AS_LOADED
         return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,12 @@ from torch import Tensor
 from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
 from ..errors import InputError
+from ..files.codecs.base import Packing
+from ..models.weights import Weight
 from .placement import TORCH_DTYPES, odd
+
+Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
+"""A stored tensor by its header entry, as stored."""
 
 KEPT: Final = 2**24
 """Numbers of all factors that may be kept at their placement while a window is made."""
@@ -73,12 +78,34 @@ class DeviceCache:
             self._numbers = 0
 
 
+def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor:
+    """Stored numbers, of the rows of a weight from `first` on, as the weight's: a float tensor that may be theirs."""
+    encoding, sides = weight.packing
+    return encoding.codec.decode(numbers, {role: fetch(info) for role, info in sides.items()}, first)
+
+
+def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
+    """All that is stored of a weight, as its numbers."""
+    return decoded(fetch(weight.stored), weight, 0, fetch)
+
+
+def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:
+    """A weight's rows from `first` on as they are stored, but for the rounding to the dtype there."""
+    encoding, sides = packing
+    return encoding.codec.encode(values, {role: fetch(info) for role, info in sides.items()}, first)
+
+
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """The bytes as a tensor that shares them."""
     kind = TORCH_DTYPES[dtype]
     if not raw.nbytes:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def packed(raw: memoryview, packing: Packing, shape: tuple[int, ...]) -> Tensor:
+    """The bytes of a weight's rows of this shape as their stored numbers, which share them."""
+    return view_bytes(raw, packing.encoding.dtype, packing.encoding.stored_shape(shape))
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from ..disk.files import Source, StoredTensor
 from ..disk.pages import PAGE
-from ..dtypes import ITEM_BYTES
 from ..planning.plan import OutputTensor, Plan
 from .blocks import Block, blocks
 from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 
 STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
+WIDTH: Final = 768  # numbers, whole units of every encoding
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,26 @@ class Read:
 
 @dataclass(frozen=True)
 class Convert:
-    """Elements of a tensor that change their dtype only: from `source` in the input buffer to `at` in the output."""
+    """Elements of a tensor that are stored otherwise, no more: from `source` in the input buffer to `at` in the output.
 
-    name: str
+    They are `count` from `first` on, in whole rows unless both ways are plain.
+    """
+
+    target: OutputTensor
+    first: int
+    count: int
     source: int
     at: int
-    count: int
-    from_dtype: str
-    to_dtype: str
 
     @property
     def source_bytes(self) -> int:
         """Bytes in the input buffer."""
-        return self.count * ITEM_BYTES[self.from_dtype]
+        return self.target.weight.packing.encoding.nbytes(self.count)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the output buffer."""
-        return self.count * ITEM_BYTES[self.to_dtype]
+        return self.target.packing.encoding.nbytes(self.count)
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class Fold:
     @property
     def source_bytes(self) -> int:
         """Bytes of the base values that are stored."""
-        return self.block.stored[1] * ITEM_BYTES[self.block.target.source.dtype]
+        return self.block.target.weight.packing.encoding.nbytes(self.block.stored[1])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the result."""
-        return self.block.elements * ITEM_BYTES[self.block.target.dtype]
+        return self.block.target.packing.encoding.nbytes(self.block.elements)
 
 
 @dataclass
@@ -132,15 +134,17 @@ def buffer_bytes(plan: Plan) -> int:
 
 
 def _widening(plan: Plan) -> float:
-    """Bytes read for a byte written, where a dtype shrinks most; at least 1."""
-    changes = {(t.source.dtype, t.dtype) for f in plan.files for t in f.targets if not t.copied}
-    return max([1.0, *(ITEM_BYTES[old] / ITEM_BYTES[new] for old, new in changes)])
+    """Bytes read for a byte written, where an encoding shrinks most; at least 1."""
+    made = (t for f in plan.files for t in f.targets if not t.copied)
+    pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
+    return max([1.0, *(read.nbytes(WIDTH) / written.nbytes(WIDTH) for read, written in pairs)])
 
 
 def layout_key(plan: Plan) -> tuple[Any, ...]:
     """Equal for plans that can go through the windows together: same tensors from the same bytes to the same places."""
     return tuple(
-        (f.name, len(f.header) % PAGE, *((t.name, t.dtype, t.shape, t.source) for t in f.targets)) for f in plan.files
+        (f.name, len(f.header) % PAGE, *((t.name, t.packing.encoding, t.shape, t.source) for t in f.targets))
+        for f in plan.files
     )
 
 
@@ -187,13 +191,20 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
         return  # no elements, whatever was to be added to them
     if any(t.uses for t in targets):
         for run in _runs(targets):
-            yield run.count * ITEM_BYTES[target.dtype], run
+            yield target.packing.encoding.nbytes(run.count), run
         return
-    unit = 1 if target.copied else ITEM_BYTES[target.dtype]  # bytes are copied, elements converted
-    step = max(1, limit // (4 * unit))
-    for low in range(0, target.nbytes // unit, step):
-        count = min(step, target.nbytes // unit - low)
-        yield count * unit, _Copied(target, low, count)
+    if target.copied:
+        step = max(1, limit // 4)
+        for low in range(0, target.nbytes, step):
+            count = min(step, target.nbytes - low)
+            yield count, _Copied(target, low, count)
+        return
+    rows, cols = target.matrix
+    whole = cols * target.row_group if target.by_rows else 1
+    step = max(1, target.packing.encoding.count(limit // 4) // whole) * whole
+    for low in range(0, rows * cols, step):
+        count = min(step, rows * cols - low)
+        yield target.packing.encoding.nbytes(count), _Copied(target, low, count)
 
 
 def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
@@ -207,7 +218,7 @@ def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
 
 @dataclass(frozen=True)
 class _Copied:
-    """Bytes or, where the dtype changes, elements [low, low + count) of a tensor that no plan changes."""
+    """Bytes or, where they are stored otherwise, elements [low, low + count) of a tensor that no plan changes."""
 
     target: OutputTensor
     low: int
@@ -222,9 +233,9 @@ class _Copied:
         if self.target.copied:
             window.read(source, self.low, self.count)
             return
-        width = ITEM_BYTES[source.dtype]
-        at = window.read_apart(source, self.low * width, self.count * width)
-        convert = Convert(self.target.name, at, window.size, self.count, source.dtype, self.target.dtype)
+        nbytes = self.target.weight.packing.encoding.nbytes
+        at = window.read_apart(source, nbytes(self.low), nbytes(self.count))
+        convert = Convert(self.target, self.low, self.count, at, window.size)
         for change in window.changes:
             change.converts.append(convert)
 
@@ -243,23 +254,23 @@ class _Folded:
         """Plan one read of the elements, and for every plan its folds; what it leaves alone is converted."""
         target, source, padded = self.target, self.target.source, self.target.weight.padded
         first, count = target.weight.span(self.low, self.low + self.count)
-        width, apart = ITEM_BYTES[source.dtype], padded or source.dtype != target.dtype
+        reads, writes = target.weight.packing.encoding.nbytes, target.packing.encoding.nbytes
+        apart = padded or target.recoded
         if apart:
-            start = window.read_apart(source, first * width, count * width)
+            start = window.read_apart(source, reads(first), reads(count))
         else:
             start = window.size
-            window.read(source, first * width, count * width)
+            window.read(source, reads(first), reads(count))
         for change, own in zip(window.changes, self.blocks, strict=True):
             for b in own:
-                values = start + (b.stored[0] - first) * width
-                at = window.size + (b.first * b.cols - self.low) * ITEM_BYTES[target.dtype]
+                values = start + reads(b.stored[0] - first)
+                at = window.size + writes(b.first * b.cols - self.low)
                 if b.slices or padded:
                     change.folds.append(Fold(b, values, at, apart))
                 elif apart:
-                    change.converts.append(Convert(target.name, values, at, b.elements, source.dtype, target.dtype))
+                    change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))
             if not own and apart:
-                convert = Convert(target.name, start, window.size, self.count, source.dtype, target.dtype)
-                change.converts.append(convert)
+                change.converts.append(Convert(target, self.low, self.count, start, window.size))
 
 
 def _append(reads: list[Read], new: Read) -> None:

@@ -15,18 +15,26 @@ from typing import NamedTuple
 
 from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
+from ..files.codecs.base import Packing
+from ..files.codecs.plain import plain
 
 
 class Weight(NamedTuple):
     """A weight of this shape. What is stored of it is its low corner, mostly all of it; the rest is zeros."""
 
     shape: Shape
-    stored: StoredTensor
+    stored: StoredTensor  # its numbers
+    packed: Packing | None = None  # how they are stored, where they are not plain
+
+    @property
+    def packing(self) -> Packing:
+        """How its numbers are stored."""
+        return self.packed or plain(self.stored.dtype)
 
     @property
     def padded(self) -> bool:
         """Whether it has more than is stored."""
-        return self.stored.shape != self.shape
+        return self.packed is None and self.stored.shape != self.shape
 
     def span(self, low: int, high: int) -> tuple[int, int]:
         """(first, count) of the stored elements among the weight's elements [low, high), which lie side by side.

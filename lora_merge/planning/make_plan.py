@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from ..adapters.conv1d import base_types
@@ -15,9 +16,10 @@ from ..adapters.peft.rules import rules
 from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS, bytes_of
+from ..dtypes import DTYPES, FLOATS
 from ..errors import ShapeMismatch, UsageError
 from ..files.checkpoint import Index
+from ..files.codecs.plain import plain
 from ..files.layout_check import layout
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
 from ..job import SETTING, Job
@@ -104,7 +106,7 @@ def _files(
     for path, targets in by_file.items():
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
         kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in STALE}
-        rows = [(t.stored, t.dtype, t.shape) for t in targets]
+        rows = [(t.stored, t.dtype, t.packing.encoding.stored_shape(t.shape)) for t in targets]
         header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header)), kept))
@@ -141,7 +143,7 @@ def _target(
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else {}
-    nbytes = bytes_of(dtype, weight.shape)
+    nbytes = plain(dtype).encoding.nbytes(prod(weight.shape))
     return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
 from ..files.checkpoint import Index, configuration
+from ..files.codecs.base import Packing
+from ..files.codecs.plain import plain
 from ..job import Job
 from ..matching.patch import Matched, PatchPart
 from ..methods import METHODS, SUM, Method
@@ -31,6 +33,7 @@ class OutputTensor(NamedTuple):
     uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
+    packed: Packing | None = None  # how its numbers are stored, where they are not plain
 
     @property
     def shape(self) -> Shape:
@@ -43,9 +46,29 @@ class OutputTensor(NamedTuple):
         return self.weight.stored
 
     @property
+    def packing(self) -> Packing:
+        """How its numbers are stored."""
+        return self.packed or plain(self.dtype)
+
+    @property
+    def recoded(self) -> bool:
+        """Whether its numbers are stored in another way than those that it starts from."""
+        return self.weight.packing.encoding is not self.packing.encoding
+
+    @property
     def copied(self) -> bool:
         """Whether the output bytes equal the source's."""
-        return not self.uses and self.source.dtype == self.dtype
+        return not self.uses and not self.recoded
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether only whole rows of it can be decoded or encoded."""
+        return self.packed is not None or self.weight.packed is not None
+
+    @property
+    def row_group(self) -> int:
+        """How many rows are decoded or encoded together: it is cut between such groups."""
+        return lcm(self.weight.packing.encoding.row_group, self.packing.encoding.row_group)
 
     @property
     def matrix(self) -> tuple[int, int]:
