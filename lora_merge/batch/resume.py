@@ -6,6 +6,7 @@ By what the metadata of its weights says, the inputs' sizes and SHA-256, and the
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ from ..disk.files import FileState
 from ..disk.known_hashes import Known, remember, state
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
+from ..files.side_files import output_name
 from ..job import Job
 from ..planning.cache import CheckpointCache
 from ..planning.outputs import Contents, differing
-from ..planning.recipe import KEY, blanks, parsed, recipe, sha256
+from ..planning.recipe import KEY, blanks, parsed, recipes, sha256
 from ..text import listed
 
 VARIES: Final = frozenset({"name", "version", "format"})
@@ -70,22 +72,26 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
         return "is not one of ours"
     if weights.keys() != wanted.weights:
         return "has other files of weights"
-    recipes = {there.headers[f].metadata.get(KEY, "") for f in there.files}
-    if len(recipes) > 1 or not _same(job, parsed(recipes.pop()), opened, hashes):
+    stored = {name: parsed(there.headers[f].metadata.get(KEY, "")) for name, f in weights.items()}
+    if not _same(job, stored, opened, hashes):
         return "was made by another recipe"
     wrong = differing(wanted, job.output, hashes.of)
     return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
 
 
-def _same(job: Job, stored: dict[str, Any] | None, opened: CheckpointCache, hashes: Hashes) -> bool:
-    """Whether a recipe is that of the job."""
+def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: Hashes) -> bool:
+    """Whether the recipes in the files of an output, by the files' names, are those of the job."""
     base, _ = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]
-    wanted = recipe(job, base, adapters, blanks(base, adapters))
-    if stored is None or _essence(wanted, VARIES | {"sha256"}) != _essence(stored, VARIES | {"sha256"}):
+    names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
+
+    def same(digests: Sequence[str], dropped: frozenset[str]) -> bool:
+        wanted = zip(names, recipes(job, base, adapters, digests), strict=True)
+        return all(_essence(one, dropped) == _essence(stored[name], dropped) for name, one in wanted)
+
+    if not same(blanks(base, adapters), VARIES | {"sha256"}):
         return False
-    digests = [hashes.of(path) for index in (base, *adapters) for path in index.files]
-    return bool(_essence(recipe(job, base, adapters, digests), VARIES) == _essence(stored, VARIES))
+    return same([hashes.of(path) for index in (base, *adapters) for path in index.files], VARIES)
 
 
 def _essence(value: Any, dropped: frozenset[str]) -> Any:

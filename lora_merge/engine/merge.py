@@ -15,7 +15,6 @@ from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error
-from ..planning.headings import headings
 from ..planning.outputs import contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
@@ -133,7 +132,7 @@ class _Output:
         for path, digest in zip(plan.inputs, digests, strict=True):
             if path in touched and sha256(path) != digest:
                 raise changed(path, "its bytes differ, though its time of change does not")
-        written, full = tuple(headings(plan, digests)), bool(touched)
+        written, full = work.headers[self.place], bool(touched)
         proof = verify(plan, self.part, reader, full=full, written=written) if job.verify or full else None
         if touched != reader.check_unchanged(plan.inputs):
             raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")

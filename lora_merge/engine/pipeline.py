@@ -45,6 +45,7 @@ class Pipeline:
         self.reader, self.opened = digests.reader, ExitStack()
         self.pool = Pool(WindowBuffers() for _ in range(SLOTS))
         self.writers: dict[tuple[int, int], Writer] = {}
+        self.headers: dict[int, tuple[bytes, ...]] = {}  # plan → the final headers of its files
         self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
         """Stage → seconds busy; they work side by side. `start`: until torch is there. `wait`: what the whole took
@@ -183,7 +184,8 @@ class Pipeline:
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
         self._leave(number, len(plan.files) - 1)
-        for n, header in enumerate(headings(plan, self.digests.of(plan.inputs))):
+        self.headers[number] = tuple(headings(plan, self.digests.of(plan.inputs)))
+        for n, header in enumerate(self.headers[number]):
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:

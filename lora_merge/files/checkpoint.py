@@ -38,6 +38,7 @@ class Index:
     path: Path
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
+    """Of all its files; of an entry that several have, the first file's."""
     files: tuple[Path, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.json, adapter_config.json or model_index.json beside the files."""
@@ -204,7 +205,7 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
     return Index(
         path,
         tensors,
-        {k: v for index in parts.values() for k, v in index.metadata.items()},
+        _of_first(index.metadata for index in parts.values()),
         tuple(f for index in parts.values() for f in index.files),
         config,
         {f: h for index in parts.values() for f, h in index.headers.items()},
@@ -271,8 +272,16 @@ def _of_files(
                 raise InputError(f"the tensor {quoted(name)} is in two files", f"{other.file} and {file.name}",
                                  "keep the right one of them in the folder")  # fmt: skip
         notes = (*notes, *header.notes)
-    metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+    metadata = _of_first(h.metadata for h in headers.values())
     return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)
+
+
+def _of_first(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """All entries; of one that several have, the first."""
+    found: dict[str, str] = {}
+    for one in metadata:
+        found |= {key: text for key, text in one.items() if key not in found}
+    return found
 
 
 def _header(path: Path) -> Header:

@@ -19,6 +19,6 @@ def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
 
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order.
     """
-    own = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
-    for file in plan.files:
+    found = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    for file, own in zip(plan.files, found, strict=True):
         yield sealed(with_metadata(file.header, {**file.kept, **own}))

@@ -101,9 +101,9 @@ def _files(
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
     adapters = [m.adapter.index for m in matched]
-    own = entries(job, base, adapters, blanks(base, adapters))
+    found = entries(job, base, adapters, blanks(base, adapters))
     files = []
-    for path, targets in by_file.items():
+    for (path, targets), own in zip(by_file.items(), found, strict=True):
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
         kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in STALE}
         rows = [(t.stored, t.dtype, t.packing.encoding.stored_shape(t.shape)) for t in targets]

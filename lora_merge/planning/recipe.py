@@ -12,6 +12,7 @@ from typing import Any, Final
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
 from ..files.seal import SEAL, ZEROS
+from ..files.side_files import output_name
 from ..job import Job
 from ..json_text import from_json
 from ..methods import SUM
@@ -43,13 +44,30 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
     return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
 
 
-def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
-    """The metadata entries of every file of the output. `digests`: SHA-256 of the base's files and each adapter's."""
+def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yields the metadata entries of every output file, in the order of the base's files.
+
+    `digests`: SHA-256 of the base's files and each adapter's.
+    """
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
-    own = {KEY: _json(recipe(job, base, adapters, digests)), SEAL: ZEROS, "modelspec.merged_from": names}
-    if not base.path.is_dir():
-        own |= _web_ui(job, base, adapters, digests)
-    return own
+    others = {} if base.path.is_dir() else _web_ui(job, base, adapters, digests)
+    for found in recipes(job, base, adapters, digests):
+        yield {KEY: _json(found), SEAL: ZEROS, "modelspec.merged_from": names, **others}
+
+
+def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the recipe in every output file: in the first the whole, in other shards what it says of them.
+
+    Shards that each named all of the base's files would hold a text that grows with the square of their number:
+    150 MB in 1000 shards.
+    """
+    whole = recipe(job, base, adapters, digests)
+    yield whole
+    common = {key: value for key, value in whole.items() if key != "map"}
+    of_base = {key: value for key, value in whole["base"].items() if key != "recipe"}
+    whole_in = output_name(base.files[0], base) if base.path.is_dir() else ""
+    for file in whole["base"]["files"][1:]:
+        yield {**common, "base": {**of_base, "files": [file]}, "whole_in": whole_in}
 
 
 def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,7 +108,7 @@ def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Itera
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"
     yield from _of_base(file, found)
-    yield from _of_recipe(file, found, _own_entries(plan, found))
+    yield from _of_recipe(file, found, _own_entries(plan, file, found))
     yield from _odd_fields(path, made)
 
 
@@ -130,15 +131,20 @@ def _of_recipe(file: OutputFile, found: Mapping[str, str], wanted: Mapping[str, 
         yield f"edited so that {quoted(KEY)} contradicts {listed(quoted(key) for key in odd if key != KEY)}"
 
 
-def _own_entries(plan: Plan, found: Mapping[str, str]) -> Mapping[str, str]:
+def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapping[str, str]:
     """Our entries as the recipe gives them; its digests are those of the inputs, which were compared before."""
-    recipe = parsed(found.get(KEY, "")) or {}
+    recipe, number = parsed(found.get(KEY, "")) or {}, plan.files.index(file)
     try:
-        digests = [file["sha256"] for one in (recipe["base"], *recipe["adapters"]) for file in one["files"]]
-        own = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
-    except (LookupError, TypeError, StopIteration):
+        of_base, *others = [[f["sha256"] for f in one["files"]] for one in (recipe["base"], *recipe["adapters"])]
+    except (LookupError, TypeError):
         return {}
-    return {key: text for key, text in own.items() if key != SEAL}
+    if number:  # the recipe in it tells of one file of the base
+        of_base = [ZEROS] * number + of_base + [ZEROS] * (len(plan.files) - number - 1)
+    digests = [*of_base, *chain.from_iterable(others)]
+    if len(digests) != len(plan.inputs):
+        return {}
+    own = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    return {key: text for key, text in next(islice(own, number, None)).items() if key != SEAL}
 
 
 def _same(key: str, found: str, wanted: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,50 @@ def test_nor_is_the_name_of_a_file(tmp_path: Path) -> None:
         lora_merge.merge(base, adapter(tmp_path / str(n) / "a"), out)
         assert json.loads(metadata(out)[KEY])["base"]["name"] == base.name
         assert prove(out)["proven"]
+
+
+def sharded(folder: Path, count: int) -> Path:
+    """A base of so many files."""
+    folder.mkdir()
+    names = [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+    keys = ["a.weight", *(f"b.{n}.weight" for n in range(1, count))]
+    for key, name in zip(keys, names, strict=True):
+        save({key: rand(4, 4)}, folder / name)
+    table = {"metadata": {}, "weight_map": dict(zip(keys, names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+    return folder
+
+
+def recipe_in(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(metadata(path)[KEY])
+    return found
+
+
+def test_the_first_shard_names_all_files_of_the_base_and_every_other_its_own(tmp_path: Path) -> None:
+    base, out, lora = sharded(tmp_path / "base", 3), tmp_path / "out", adapter(tmp_path / "a.safetensors")
+    table = tmp_path / "names.yaml"
+    table.write_text("title: mine\nlayouts: {native: [a.weight]}\n")
+    lora_merge.merge(base, [lora], out, map=table)
+    files = sorted(base.glob("*.safetensors"))
+    first, *others = [recipe_in(out / f.name) for f in files]
+    assert [f["name"] for f in first["base"]["files"]] == [f.name for f in files]
+    assert first["map"]["text"] == table.read_text()
+    for file, other in zip(files[1:], others, strict=True):
+        assert other["base"]["files"] == [{"name": file.name, "size": file.stat().st_size, "sha256": sha(file)}]
+        assert other["whole_in"] == files[0].name
+        assert other["adapters"] == first["adapters"]
+        assert "map" not in other
+    assert prove(out)["proven"]
+
+
+def test_headers_grow_with_the_number_of_shards_and_no_faster(tmp_path: Path) -> None:
+    """Each holds a recipe, and the recipe names files of the base, and of those an earlier merge was made of."""
+    sizes = {}
+    for count in (4, 40):
+        base, once, twice = (tmp_path / f"{name}-{count}" for name in ("base", "once", "twice"))
+        lora = adapter(tmp_path / "a.safetensors")
+        lora_merge.merge(sharded(base, count), [lora], once)
+        lora_merge.merge(once, [lora, lora], twice)
+        sizes[count] = sum(len(text) for f in twice.glob("*.safetensors") for text in metadata(f).values())
+        assert prove(twice)["proven"]
+    assert sizes[40] < 12 * sizes[4]

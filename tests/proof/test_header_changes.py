@@ -231,10 +231,10 @@ def test_every_shard_has_its_own_seal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     lora_merge.merge(folder, adapter(tmp_path / "a.safetensors"), out)
     assert prove(out)["warnings"] == []
-    rewritten(out / names[1], CHANGES["added"])
+    rewritten(out / names[1], edited("modelspec.merged_from", lambda text: text + "x"))
     with pytest.raises(VerificationFailed, match="header was changed") as failure:
         prove(out)
-    assert names[1] in failure.value.where
+    assert f"{names[1]}: 'modelspec.merged_from' edited" in failure.value.where
 
 
 def test_a_merge_into_a_merge_is_sealed_anew(tmp_path: Path) -> None:
