@@ -249,6 +249,19 @@ def test_a_folder_that_is_not_as_the_job_would_make_it_is_not_done(sharded: Path
     assert fates(run(jobs)) == ["failed"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_folder_with_a_shard_of_another_merge_is_not_done(sharded: Path, number: int) -> None:
+    """The recipe in every shard counts, though only the first names all files of the base."""
+    jobs = [
+        {**job(sharded, name, lora, dtype="bf16"), "base": str(sharded / "base"), "output": str(sharded / name)}
+        for name, lora in (("one", "ink.safetensors"), ("two", "ink.safetensors:0.7"))
+    ]
+    assert fates(run(jobs)) == ["merged"] * 2
+    name = f"model-0000{number}-of-00002.safetensors"
+    shutil.copy(sharded / "two" / name, sharded / "one" / name)
+    assert sorted(fates(run(jobs))) == ["failed", "skipped"]
+
+
 def test_failures_stay_in_their_job(models: Path) -> None:
     broken = kohya(sd1(), seed=3)
     next(iter(broken.values()))[0] = float("nan")
