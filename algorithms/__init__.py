@@ -18,11 +18,8 @@ from .bounds import COUNT, SEED, Bounds, below
 from .c3a import C3A
 from .deft import DEFT
 from .delora import DELORA
-from .embedding import LORA_EMBEDDING
-from .experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from .fourierft import FOURIERFT
 from .frod import FROD
-from .full import FULL, FULL_RANK, SET
 from .glora import GLORA, GLORA_OLD
 from .gralora import GRALORA
 from .hira import HIRA, HIRA_EMBEDDING
@@ -32,12 +29,15 @@ from .loha import LOHA
 from .lokr import LOKR
 from .lora import LORA
 from .lora_bias import LORA_BIAS
+from .lora_embedding import LORA_EMBEDDING
+from .lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from .lora_fused import LORA_FUSED
+from .lora_sparse import LORA_SPARSE, LORA_SPARSE_TUCKER
 from .lora_switch import LORA_SWITCH
 from .lora_transposed import LORA_TRANSPOSED
 from .miss import MISS, MISS_BAT, MISS_MINI
 from .oft import DIAG_OFT, OFT_DIAG
-from .onetrainer import ONETRAINER_OFT, ONETRAINER_OFT_CONV
+from .onetrainer_oft import ONETRAINER_OFT, ONETRAINER_OFT_CONV
 from .osf import OSF
 from .peanut import PEANUT
 from .peft_boft import PEFT_BOFT
@@ -49,7 +49,6 @@ from .psoft import PSOFT
 from .randlora import RANDLORA
 from .road import ROAD
 from .shira import SHIRA
-from .sparse import LORA_SPARSE, LORA_SPARSE_TUCKER
 from .supertuning import SUPERTUNING
 from .tinylora import TINYLORA
 from .tlora import TLORA
@@ -57,6 +56,7 @@ from .unilora import UNILORA
 from .vblora import VBLORA, VBLORA_TOP
 from .vera import PVERA, VERA
 from .waveft import WAVEFT
+from .whole import FULL, FULL_RANK, SET
 
 ROWS: Final = (
     LORA, LORA_SPARSE, LORA_SPARSE_TUCKER, LORA_FUSED, LORA_TRANSPOSED, LORA_BIAS, LORA_EMBEDDING,

@@ -52,7 +52,7 @@ NAMED: Final = (
     ("lora_merge/matching/match.py", "self.ref.factor(into, component)", "self.ref.factor(component, into)"),
     ("lora_merge/adapters/peft/numbers.py", "found = 0 if _shares(fields, module) else rank(shapes)", "found = rank(shapes)"),
     ("lora_merge/adapters/peft/numbers.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
-    ("algorithms/sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
+    ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
     ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
     ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
     ("lora_merge/proof/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),

@@ -17,7 +17,10 @@ from ..algorithms import DoesNotFit
 from .placement import host
 
 NEAR: Final = 0.05
-"""How far, of its length 1, a vector may be from the one that fp64 gives."""
+"""How far, of its length, the whole basis may be from the one that fp64 gives. Four layers of 2048 inputs are 0.02 off:
+eleven vectors lie so near each other that they are turned, and the change of a weight is another by 2 %. Of one layer
+alone nothing is settled: all eigenvalues are equal, as they would be if all layers were one, and any basis is as good.
+"""
 UNSETTLED: Final = (
     "the basis that its layers share is not stored, and is a matter of rounding in this base; save the adapter again "
     "with save_projection=True"
@@ -30,7 +33,7 @@ def joint_basis(weights: Sequence[Tensor], ridge: float) -> Tensor:
     exact, upper = _basis([host(weight, torch.float64) for weight in weights], ridge)
     ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (host(found, torch.float64), exact))
     apart = torch.minimum((ours - theirs).norm(dim=0), (ours + theirs).norm(dim=0))
-    if bool((apart > NEAR * theirs.norm(dim=0)).any()):
+    if bool(apart.norm() > NEAR * theirs.norm()):
         raise DoesNotFit(UNSETTLED)
     return found
 

@@ -11,8 +11,8 @@ from ..adapters.file import Module, Values
 from ..adapters.peft.rules import Rules
 from ..adapters.suffixes import apart
 from ..algorithms import ALGORITHMS, flat
-from ..algorithms.full import SET
 from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter

@@ -20,7 +20,7 @@ from lora_merge.adapters import kohya_args as network_args
 from lora_merge.adapters import suffixes as conventions
 from lora_merge.adapters.peft import config as peft_config
 from lora_merge.adapters.peft import rules as peft
-from lora_merge.algorithms import sparse
+from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Adapter
 from lora_merge.matching import match as matching
@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant("families", "a difference is a value", suffix(".diff", algorithms=("set",))),
     Mutant("families", "weight and bias of norms", both(suffix(".w_norm", parameter="bias"), suffix(".b_norm", parameter="weight"))),
     Mutant("families", "a sparse remainder is dropped", without_slots("indices", "values", "size", algorithms=("lora",))),
-    Mutant("families", "sparse indices are one too high", around(sparse, "_flat_places", lambda places, *a: places(*a) + 1)),
+    Mutant("families", "sparse indices are one too high", around(lora_sparse, "_flat_places", lambda places, *a: places(*a) + 1)),
     # numbers
     Mutant("kohya", "α is not read", unread("alpha")),
     Mutant("kohya", "a scale beside α is not read", unread("scale_override")),
