@@ -42,7 +42,7 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
         parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
         what = ", ".join(m.algorithms) or "nothing"
         say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
-        for name, why in (m.unmatched | dict(m.adapter.ignored)).items():
+        for name, why in {**m.unmatched, **m.adapter.ignored}.items():
             say(f"  left out: {name}: {why}")
         for note in (*m.adapter.notes, *m.notes):
             say(f"  note: {note}")

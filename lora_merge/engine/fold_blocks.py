@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
-from ..matching.choose import Patch
+from ..matching.patch import Patch
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks

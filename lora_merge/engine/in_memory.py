@@ -24,8 +24,9 @@ from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.pickles import raw_bytes
-from ..job import Adapter, expand, is_pair, make_job
-from ..matching.choose import Patcher
+from ..job import SETTING, Adapter, expand, is_pair, make_job
+from ..matching.choose import choose
+from ..matching.context import AdapterContext
 from ..matching.orientation import Base, Place
 from ..matching.patch import PatchPart
 from ..models.names import Names, names
@@ -242,10 +243,10 @@ class LoadedAdapter:
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)
-        patcher = Patcher(0, self.file, self._rules, FileValues())
-        patcher.orientation.given = fan_in_fan_out
-        patcher.orientation.base = Base((), lambda _: False, lambda: [Place(module, view, None)])
-        patch = patcher.patch(module, view, {"weight": view})
+        given = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
+        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
+        context = AdapterContext(0, self.file, self._rules, FileValues(), given=given, base=layers)
+        patch = choose(module, view, context, {"weight": view}).patch
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = TensorCache(reader, frozenset(self.file.index.files))

@@ -22,7 +22,7 @@ from ..algorithms.adamss import groups
 from ..algorithms.frod import LAYER
 from ..algorithms.peft_oft import block_size
 from ..disk.files import StoredTensor
-from ..matching.choose import Patch
+from ..matching.patch import Patch
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
 from ..models.weights import Weight, WeightView

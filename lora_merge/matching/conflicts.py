@@ -9,7 +9,7 @@ from typing import Final
 from ..adapters.file import Values
 from ..errors import InputError
 from ..models.prefixes import prefixed
-from .choose import Patch
+from .patch import Patch
 
 TIED: Final = re.compile(
     r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared$|wte|decoder$)(?:[._]|$)"
@@ -34,7 +34,7 @@ def _innermost(name: str) -> str:
     return list(prefixed(name))[-1][1].replace(".", "_")
 
 
-class Doubles:
+class DuplicateCheck:
     """Which rows of the base one adapter changes so far, and by which patch."""
 
     def __init__(self, path: Path, values: Values) -> None:

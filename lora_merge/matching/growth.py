@@ -24,6 +24,8 @@ GIVE_BIAS: Final = (
     "(attention_bias, mlp_bias); else it can only be applied when the model runs"
 )
 
+NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
+
 CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
 """Tensors that only control LoRAs of Black Forest Labs have together."""
 

@@ -5,98 +5,141 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
-from ..adapters.file import WRAPPED, Module, twice
+from ..adapters.conv1d import base_types
+from ..adapters.file import Module, twice
 from ..adapters.peft.rules import Plain
-from ..adapters.peft.target_parameters import paths, saved_inside
-from ..adapters.suffixes import apart, part
-from ..algorithms import ALGORITHMS, flat
-from ..algorithms.frod import LAYER
+from ..adapters.peft.target_parameters import saved_inside
+from ..adapters.suffixes import apart
+from ..algorithms import ALGORITHMS, Shape
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..job import Unmatched
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
 from ..models.strengths import Strengths
+from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
-from .choose import ALPHA, Patch, Patcher
-from .conflicts import TWICE, Doubles
-from .growth import GIVE_BIAS, NO_BIAS, bias_beside, grown
+from ..text import listed
+from .choose import ALPHA, choose
+from .conflicts import TWICE, DuplicateCheck
+from .context import AdapterContext
+from .growth import GIVE_BIAS, NEW_BIAS, NO_BIAS, bias_beside, grown
 from .incomplete import gaps, incomplete
 from .misfits import IDLE, UNKNOWN, doubtful, refuse
-from .orientation import Place
-from .patch import COPY, OFF, ZEROS, Matched, PatchPart
+from .orientation import Base
+from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
+from .places import Places
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
-from .resizing import by_rows, sizes, with_values
-from .row_parts import ALL_PARTS, PARTLY, NoPlace, heights, place
+from .resizing import by_rows, is_copy, is_idle, sizes, with_values
 from .side_by_side import as_trained
-from .stored_base import Seen
-from .tied_heads import Heads, shared_layers
+from .stored_base import stored_base
+from .tied_heads import AGAIN, AdapterPair, separate, shared_layers
 from .unstored import unstored
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
 
 
-class Matcher:
-    """One adapter against one base."""
+class KnownBase(NamedTuple):
+    """What matching knows of a base, whichever adapter meets it."""
 
-    def __init__(self, patcher: Patcher, ref: Strengths, names: Names, seen: Seen) -> None:
-        self.patcher, self.adapter, self.ref, self.names = patcher, patcher.adapter, ref, names
-        self.seen, self.result = seen, Matched(self.adapter, copies=seen.copies, bases=seen.bases)
-        self.parts = heights(self.adapter.modules)
-        self.lone = ""  # what names begin with that speak of the base, if it is one of two experts
-        self.heads = Heads(seen.tied, patcher, ref, self.result, self._look)
-        self.base = {**seen.base, **self.heads.own}
+    names: Names
+    tensors: Mapping[str, StoredTensor]
+    tied: TiedPair | None
+
+
+def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatched: Unmatched) -> Match:
+    """What one adapter does to the base, all of its modules placed; `skip` leaves out what has no place.
+
+    `alone`: what is known of the adapter before it is held against the base's tensors. One error names everything of a
+    kind that is wrong.
+    """
+    names, adapter = base.names, alone.adapter
+    stored = stored_base(alone, ref, names, base.tensors, base.tied)
+    pair = AdapterPair(stored.tied, alone)
+    modules = [m for m in adapter.modules if not alone.rules.of(m.name).is_shared(m.name)]
+    rules, modules = unstored(alone.rules, modules, {**stored.base, **pair.own}, alone.config)
+    lone = names.lone_expert([m.name for m in modules])
+    places = Places(names, replace(alone, rules=rules), stored, pair, lone)
+    modules, strange = with_values(modules, adapter.strange, rules)
+    widest = places.widest(modules)
+    rules = rules.counting([m.name for m in modules], type_of(alone.config))
+    rules = related(rules, modules, places.dtype, alone)
+    layers = Base(base_types(alone.config), names.recognised, partial(places.of, adapter.modules))
+    context = replace(alone, rules=rules, base=layers, residual=stored.residual, widest=widest)
+    builder = MatchBuilder(context, ref, places, gaps(modules, rules))
+    for module in modules:
+        builder.place(module)
+    for info in strange:
+        if not rules.holds_for_all(info.name):
+            builder.replace(info)
+    return builder.match([EXPERTS[lone]] if lone else [], unmatched)
+
+
+class MatchBuilder:
+    """Gathers what one adapter does to the base, module by module."""
+
+    def __init__(self, context: AdapterContext, ref: Strengths, places: Places, lacking: Mapping[str, str]) -> None:
+        self.context, self.ref, self.places = context, ref, places
+        self.names, self.stored, self.pair = places.names, places.stored, places.pair
+        self.path, self.values, self.base = context.adapter.path, context.values, places.base
+        self.lacking = lacking  # module → the tensor that it should have
+        self.uses: dict[str, list[PatchPart]] = {}
+        self.replaced: dict[str, StoredTensor] = {}
+        self.created: dict[str, tuple[Shape, str]] = {}
+        self.grown: dict[str, Shape] = {}
+        self.unmatched: dict[str, str] = {}
+        self.components: dict[str, int] = {}
+        self.unused: dict[str, str] = {}
+        self.modules = 0
+        self.notes: list[str] = []
+        self.remarks: dict[str, dict[str, None]] = {}  # what the user should know → modules, each once
+        self.settings: set[str] = set()  # those that the user states and a formula asked for
+        self.ends: dict[str, str] = {}  # what changes one end of tied embeddings → the tensor
         self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # copies of another shape, by what they are of
         self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # what has a new value already, and which
-        self.doubles = Doubles(self.adapter.path, patcher.values)
-        self.lacking: Mapping[str, str] = {}  # module → the tensor that it should have
+        self.duplicates = DuplicateCheck(self.path, self.values)
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
-    def match(self, unmatched: Unmatched) -> Matched:
-        """All modules placed, or one error that names what is wrong; `skip` leaves out what has no place."""
-        modules = [m for m in self.adapter.modules if not self.patcher.rules.of(m.name).is_shared(m.name)]
-        told = self.patcher
-        told.rules, modules = unstored(told.rules, modules, self.base, told.config)
-        self.lone = self.names.lone_expert([m.name for m in modules])
-        modules, strange = with_values(modules, self.adapter.strange, told.rules)
-        self.result.notes += [EXPERTS[self.lone]] if self.lone else []
-        told.widest = self._widest(modules)
-        told.rules = told.rules.counting([m.name for m in modules], type_of(told.config))
-        told.rules = related(told.rules, modules, self._dtype, told)
-        self.lacking = gaps(modules, self.patcher.rules)
-        for module in modules:
-            self._place(module)
-        for info in strange:
-            if not self.patcher.rules.holds_for_all(info.name):
-                self._replace(info)
-        self.odd |= self.seen.halves(self.names, self.result.replaced)
-        self.failures += [e for pieces, e in self.odd.items() if pieces not in self.set]  # it has no new value either
-        unfit, notes = sizes(self.result.replaced, self.base, self.adapter.path)
+    def match(self, notes: Sequence[str], unmatched: Unmatched) -> Match:
+        """What was gathered, or one error that names what is wrong."""
+        odd = self.odd | self.stored.halves(self.names, self.replaced)
+        self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # it has no new value either
+        unfit, resized = sizes(self.replaced, self.base, self.path)
         self.failures += unfit
-        self.result.notes += notes
-        if unmatched == "error" and (refusal := shared_layers(self.patcher)):
+        if unmatched == "error" and (refusal := shared_layers(self.context)):
             raise refusal
-        refuse(self.result, self.names, self.failures, unmatched)
-        if unmatched == "error" and (refusal := self.heads.refusal()):
-            raise refusal
-        doubtful(self.result, self.names, unmatched)
-        self.heads.follow()
-        self.result.notes += [*self.patcher.notes(), *self.heads.notes()]
-        return self.result
+        made = Match(
+            self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
+            self.grown, self.modules, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
+            frozenset(self.settings),
+        )  # fmt: skip
+        refuse(made, self.names, self.failures, unmatched)
+        made = separate(self.pair, self.ends, made, self.ref, unmatched)
+        why = doubtful(made, self.names, unmatched)
+        told = [f"{listed(modules, 2)}: {text}" for text, modules in self.remarks.items()]
+        new = [name for name in self.created if name in self.uses]
+        told += [NEW_BIAS.format(names=listed(new, 2))] if new else []
+        return replace(made, notes=(*made.notes, *([why] if why else []), *told))
+
+    def _remark(self, text: str, module: Module) -> None:
+        self.remarks.setdefault(text, {})[module.where] = None
+
+    def _leave_unused(self, module: Module, why: str) -> None:
+        """Remember why the tensors of a module that has its place change nothing."""
+        self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
 
     def _seek(self, module: Module) -> WeightView | None:
         """The weight of a module, or its bias to be; None, and in the result why, where it has no place."""
         try:
-            view = self._find(module)
+            view = self.places.find(module)
         except ShapeMismatch as e:
             self.failures.append(e)
             return None
@@ -104,146 +147,109 @@ class Matcher:
             if self._is_nothing(module):
                 return None
             view = self._new_bias(module)
-        if view is None or self._is_idle(module, view):
-            self.result.unmatched[module.where] = "no such module in the base" if view is None else IDLE
+        if view is None or is_idle(module, self.base.get(view.pieces[0].key), self.values):
+            self.unmatched[module.where] = "no such module in the base" if view is None else IDLE
             return None
         return view
 
-    def _is_idle(self, module: Module, view: WeightView) -> bool:
-        """Whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
-        info, own = module.slots.get("diff"), self.base.get(view.pieces[0].key)
-        if info is None or own is None or own.dtype not in WHOLE:
-            return False
-        return self.patcher.values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
-
-    def _place(self, module: Module) -> None:
+    def place(self, module: Module) -> None:
+        """Find out what a module does to which weight."""
         if (view := self._seek(module)) is None:
             return
-        if self.heads.repeats(module):
-            self.result.leave(module, COPY)
+        if self.pair.as_one(module.name) and self._repeats(module.name, [m.name for m in self.context.adapter.modules]):
+            self._leave_unused(module, COPY)
             self._count({self.names.component(view.pieces[0].key)})
             return
         slot = self.lacking.get(module.where)
-        if slot and not (slot == "alpha" and ALPHA in self.patcher.given):
-            self.failures.append(incomplete(f"{module.where} has no {slot}", self.adapter.path))
+        if slot and not (slot == "alpha" and ALPHA in self.context.given):
+            self.failures.append(incomplete(f"{module.where} has no {slot}", self.path))
             return
         larger = self._grow(module, view)
-        self.heads.untie(module.name, view)
-        patch = self._patch(module, self.heads.origin(larger))
-        if patch is None:
+        self._untie(module.name, view)
+        if (patch := self._patch(module, self.pair.origin(larger))) is None:
             return
-        if lacking := self.seen.lacking(patch, self.patcher.residual):
+        if lacking := self.stored.lacking(patch):
             self.failures.append(lacking)
-        self._add(patch, self.heads.key(view))
+        self._add(patch, self.pair.key(view))
         if module.parameter == "weight":
             self._place_bias(module, patch)
 
+    def _repeats(self, name: str, others: Sequence[str]) -> bool:
+        """Whether what is stored for the head is stored for the embeddings, too; noted."""
+        shared = self.places.embeddings() if self.places.lacks_head(name) else None
+        if shared is None or all(self.places.look(other) != shared for other in others):
+            return False
+        self.notes.append(AGAIN.format(name=name))
+        return True
+
+    def _untie(self, name: str, view: WeightView) -> None:
+        """Remember what changes one end of tied embeddings, and may change it alone."""
+        key = view.pieces[0].key
+        shared = self.pair.tied is not None and key == self.pair.shared
+        if (shared or self.places.lacks_head(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
+            self.ends[name] = key
+
+    def _of_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
+        """Where a value of a head goes that the base does not have."""
+        view = self.pair.place(info, name, parameter, rows=rows)
+        if view is not None and self.pair.key(view):
+            self.ends[info.name] = self.pair.key(view)
+        return view
+
     def _grow(self, module: Module, view: WeightView) -> WeightView:
         """The weight at the size that the adapter gives it; noted where it is larger than the base's."""
-        larger = grown(module, view, self.adapter, self.patcher.values, self.names.architecture)
+        larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
-            self.result.grown[view.pieces[0].key] = larger.shape
-            self.result.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+            self.grown[view.pieces[0].key] = larger.shape
+            self.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
         return larger
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
         """The bias of a layer whose weight was placed, where the formula holds for it too."""
         up = module.slots.get("up")
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
-        both = ALGORITHMS[patch.algorithm].and_bias or self.patcher.turns_bias(patch.algorithm)
-        bias = self._look(module.name, "bias") if both or torchtune else None
+        both = ALGORITHMS[patch.algorithm].and_bias or self.context.trained(patch.algorithm).turns_bias
+        bias = self.places.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
             beside = {slot: of.matrix for slot, of in patch.beside.items()}
             shapes = ALGORITHMS[patch.algorithm].fit({**patch.module.shapes, **beside}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
-            self.patcher.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
-
-    def _look(self, name: str, parameter: str = "weight") -> WeightView | None:
-        if self.lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self.lone):
-            return None
-        names = paths(self.patcher.rules.of(name).fields, name.removeprefix(self.lone))
-        found = (self.names.find(n, parameter) for n in names)
-        return self.seen.view(next((view for view in found if view is not None), None))
-
-    def _find(self, module: Module) -> WeightView | None:
-        """The weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has none."""
-        name, number = part(module.name)
-        view = self._named(name, module.parameter)
-        if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
-            view = self._look(*apart(name))
-        if view is None or number is None:
-            return view
-        try:
-            return place(view, number, self.parts.get(name, {}), self.names.fused(view))
-        except NoPlace as e:
-            where = f"{self.adapter.path}: {module.where} of {view.pieces[0].key}: {e}"
-            raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
-
-    def places(self) -> Iterator[Place]:
-        """Where the modules' weights and biases lie, of those that have a place."""
-        for module in (m for m in self.adapter.modules if m.parameter == "weight"):
-            with suppress(MergeError):  # which is raised when the module is placed
-                view = self._find(module)
-                if view is not None:
-                    yield Place(module, view, self._look(module.name, "bias"))
-
-    def _named(self, name: str, parameter: str) -> WeightView | None:
-        """The parameter of a module, by any of the names that the configuration may mean."""
-        targets = self.patcher.rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
-        if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
-            targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self._look(*apart(target)) for target in targets)
-        return next((view for view in found if view is not None), None) or self.heads.find(name, parameter)
-
-    def _widest(self, modules: Sequence[Module]) -> tuple[int, int]:
-        """(rows, columns), each the largest of the weights whose formula wants to know."""
-        rows = {a for a, row in ALGORITHMS.items() if "widest" in row.settings}
-        asking = [m for m in modules if not rows.isdisjoint(m.complete)]
-        sizes = [flat(view.shape) for m in asking if (view := self._named(m.name, m.parameter)) is not None]
-        return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
+            self._remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _patch(self, module: Module, view: WeightView) -> Patch | None:
         try:
-            patch = self.patcher.patch(*by_rows(module, view), self._near(module))
-            return as_trained(patch, self.names.fused, self.patcher)
+            near = self.places.near(module, self.context.rules.relatives.get(module.name, ()))
+            chosen = choose(*by_rows(module, view), self.context, near)
+            patch, remarks = as_trained(chosen.patch, self.names.fused, self.context)
         except (InputError, ShapeMismatch) as e:
             places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
             if left_out and isinstance(e, ShapeMismatch):
-                self.patcher.remark(LEFT_OUT, module)
-                self.result.leave(module, OFF)
+                self._remark(LEFT_OUT, module)
+                self._leave_unused(module, OFF)
                 self._count(set(places.values()))
             else:
                 self.failures.append(e)
             return None
-
-    def _near(self, module: Module) -> dict[str, WeightView]:
-        """The module's other parameters in the base, as far as a formula asks for them."""
-        wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
-        found = {parameter: self._named(part(module.name)[0], parameter) for parameter in wanted}
-        relatives = self.patcher.rules.relatives.get(module.name, ())  # what no file holds is made of their weights too
-        found |= {f"{LAYER}{n}": self._named(name, "weight") for n, name in enumerate(relatives)}
-        return {parameter: view for parameter, view in found.items() if view is not None}
-
-    def _dtype(self, module: Module) -> str:
-        """The dtype of a module's weight in the base; "" where it has none."""
-        view = self._named(module.name, "weight")
-        return self.base[view.pieces[0].key].dtype if view is not None else ""
+        self.settings |= chosen.settings
+        for text in (*chosen.remarks, *remarks):
+            self._remark(text, module)
+        return patch
 
     def _is_nothing(self, module: Module) -> bool:
         """Whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""
-        weight = self._named(module.name, "weight")
+        weight = self.places.named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
-        self.result.leave(module, ZEROS)
+        self._leave_unused(module, ZEROS)
         self._count({self.names.component(piece.key) for piece in weight.pieces})
         return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
-        if self.doubles.repeats(patch):
-            self.patcher.remark(TWICE, patch.module)
-            self.result.leave(patch.module, COPY)
+        if self.duplicates.repeats(patch):
+            self._remark(TWICE, patch.module)
+            self._leave_unused(patch.module, COPY)
             self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
             return
         components = set()
@@ -253,63 +259,60 @@ class Matcher:
             components.add(component)
             strength = self.ref.factor(into, component)
             if strength:
-                self.result.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
+                self.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
-                self.result.leave(patch.module, OFF)
+                self._leave_unused(patch.module, OFF)
         self._count(components)
 
     def _count(self, components: Collection[str]) -> None:
         """One more module has its place, in these parts of the model."""
-        self.result.modules += 1
+        self.modules += 1
         for component in components:
-            self.result.components[component] = self.result.components.get(component, 0) + 1
+            self.components[component] = self.components.get(component, 0) + 1
 
     def _new_bias(self, module: Module) -> WeightView | None:
         """A bias for a layer that has none in the base: created as zeros, where a model may read it."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
             return None  # it changes a bias, and makes none
-        weight = self._look(module.name, "weight")
+        weight = self.places.look(module.name, "weight")
         key = bias_beside(weight, self.base) if weight is not None else ""
         if weight is None or not key:
             return None
-        if self.patcher.by_config:
-            where = f"{self.adapter.path}: {module.where}: {weight.pieces[0].key} stands alone"
+        if self.context.by_config:
+            where = f"{self.path}: {module.where}: {weight.pieces[0].key} stands alone"
             self.failures.append(ShapeMismatch(NO_BIAS, where, GIVE_BIAS))
-        self.result.created[key] = weight.shape[:1], weight.pieces[0].key
+        self.created[key] = weight.shape[:1], weight.pieces[0].key
         return whole(key, weight.shape[:1])
 
-    def _replace(self, info: StoredTensor) -> None:
+    def replace(self, info: StoredTensor) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
-        meant = self.patcher.rules.of(info.name).plain(info.name)
+        meant = self.context.rules.of(info.name).plain(info.name)
         name, parameter = apart(meant.target if meant else info.name)
-        view = self._look(name, parameter) if name else None
+        view = self.places.look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
-            bare = self._look(info.name)
+            bare = self.places.look(info.name)
             view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
         if meant is not None and meant.kind != "value":
             self._leave(info, meant, view)
-        elif meant is not None and meant.rows is not None and self.heads.repeats_rows(name, meant.rows):
-            self.result.unused[info.name] = COPY
+        elif meant is not None and meant.rows is not None and self._repeats(name, self.pair.trained(meant.rows)):
+            self.unused[info.name] = COPY
             self._count({"model"})
-        elif (view := view or self.heads.place(info, name, parameter, rows=bool(meant and meant.rows))) is None:
-            self.result.unmatched[info.name] = UNKNOWN
+        elif (view := view or self._of_head(info, name, parameter, rows=bool(meant and meant.rows))) is None:
+            self.unmatched[info.name] = UNKNOWN
         elif meant is not None and meant.rows is not None:
             self._replace_rows(info, view, meant.rows)
         elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
-                self.heads.untie(name, view)
-            if saved_inside(self.patcher.rules.of(name).fields, info.name) and not self._is_copy(info, view):
-                self.failures.append(InputError(UNUSED, f"{self.adapter.path}: {info.name}", INSIDE))
+                self._untie(name, view)
+            if saved_inside(self.context.rules.of(name).fields, info.name) and not is_copy(
+                info, self.base[view.pieces[0].key], self.values
+            ):
+                self.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
             self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, ("set",)), self.names.value(view))
-        elif not self.patcher.values.same(first, info):  # PEFT writes some parameters twice
-            self.failures.append(twice(self.adapter.path, first, info))
+        elif not self.values.same(first, info):  # PEFT writes some parameters twice
+            self.failures.append(twice(self.path, first, info))
         else:
-            self.result.unused[info.name] = COPY
-
-    def _is_copy(self, info: StoredTensor, view: WeightView) -> bool:
-        """Whether a tensor is the base's own."""
-        own = self.base[view.pieces[0].key]
-        return info.shape == own.shape and not self.patcher.values.differing(info, own)
+            self.unused[info.name] = COPY
 
     def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
         piece = view.pieces[0]
@@ -317,32 +320,31 @@ class Matcher:
         all_of_it = len(view.pieces) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
-            self.result.modules += 1
-            self.result.replaced[piece.key] = info
-        elif (patch := self._patch(module, self.heads.origin(view))) is not None:
-            self._add(patch, self.heads.key(view))
+            self.modules += 1
+            self.replaced[piece.key] = info
+        elif (patch := self._patch(module, self.pair.origin(view))) is not None:
+            self._add(patch, self.pair.key(view))
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
         module = Module(*apart(info.name), {"diff": info}, {}, ("set",))
-        key, view = self.heads.key(view), self.heads.origin(view)
+        key, view = self.pair.key(view), self.pair.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
             self.failures.append(ShapeMismatch(
                 "the adapter trains tokens that the base does not have",
-                f"{self.adapter.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
+                f"{self.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
                 "resize the base's embeddings to the vocabulary of the training first",
             ))  # fmt: skip
             return
         pieces = tuple(RowSlice(table.key, table.start + r, table.start + r + 1, table.cols) for r in rows)
-        patch = self._patch(module, WeightView(pieces, (len(rows), table.cols)))
-        if patch is not None:
+        if (patch := self._patch(module, WeightView(pieces, (len(rows), table.cols)))) is not None:
             self._add(patch, key)
 
     def _leave(self, info: StoredTensor, meant: Plain, view: WeightView | None) -> None:
         """A tensor that a merge does not need; a copy of the base must have the base's shape."""
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
-            self.odd[view.pieces] = self.seen.resized(where)
-        self.result.unused[info.name] = self.seen.notes.get(info.name, meant.why)
-        self.result.notes.append(f"{info.name}: {self.result.unused[info.name]}")
+            self.odd[view.pieces] = self.stored.resized(where)
+        self.unused[info.name] = self.stored.notes.get(info.name, meant.why)
+        self.notes.append(f"{info.name}: {self.unused[info.name]}")

@@ -12,7 +12,7 @@ from ..job import Unmatched
 from ..models.names import Names
 from ..text import listed
 from .diagnosis import NO_NAMES, OWN_BASE, doubt, explain
-from .patch import Matched
+from .patch import Match
 
 UNKNOWN: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
@@ -20,7 +20,7 @@ OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:N
 LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
-def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
+def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
     """Raise what is wrong, the worst first: modules that do not fit, none that has a place, some that have none."""
     if result.modules and not (failures or result.unmatched):
         return
@@ -54,14 +54,13 @@ def refuse(result: Matched, names: Names, failures: Sequence[MergeError], unmatc
         )
 
 
-def doubtful(result: Matched, names: Names, unmatched: Unmatched) -> None:
-    """Raise, or note if the rest is merged anyway, that the adapter looks made for another variant of the model."""
+def doubtful(result: Match, names: Names, unmatched: Unmatched) -> str:
+    """Raise, or say if the rest is merged anyway, that the adapter looks made for another variant of the model."""
     if result.grown:  # it makes the variant that it was made for
-        return
+        return ""
     why = doubt(names, lambda: weight_shapes(result.adapter.modules))
     if why and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
         fix = "use the base it was trained on, or merge all the same with --unmatched skip"
         raise FitError(what, f"{result.adapter.path}: {why}", fix)
-    if why:
-        result.notes.append(why)
+    return why

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -40,33 +40,50 @@ class Base:
     places: Callable[[], Iterable[Place]]  # of the adapter's modules
 
 
+NOTHING: Final = Base((), lambda _: False, tuple)
+"""What is told of layers of which only the adapter is known."""
+
+
 class Orientation:
-    """One adapter's layers on one base."""
+    """One adapter's layers on one base.
 
-    def __init__(self, rules: Rules, modules: Iterable[Module], fits: Callable[[Module, WeightView], bool]) -> None:
-        self._rules, self._modules, self._fits = rules, modules, fits
-        self.base = Base((), lambda _: False, tuple)
-        self.given: bool | None = None  # what the user states
-        self.used = False  # whether that settled anything
+    `fits` says whether the tensors of a module are for a weight that is seen so, `given` what the user states.
+    """
 
-    def ways(self, module: Module, row: str, view: WeightView) -> Iterator[WeightView]:
-        """The weight as a formula may see it, the likeliest way first; Untold if nothing settles which is right."""
+    def __init__(
+        self,
+        rules: Rules,
+        modules: Iterable[Module],
+        fits: Callable[[Module, WeightView], bool],
+        base: Base,
+        given: bool | None,  # noqa: FBT001
+    ) -> None:
+        self._rules, self._modules, self._fits, self._base, self._given = rules, modules, fits, base, given
+
+    def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
+        """(the weight as a formula may see it, the likeliest way first, whether what the user states settled that).
+
+        Untold if nothing settles which is right.
+        """
         if not _may_turn(view):
-            yield view
-        elif row == "lora_transposed":  # mlx-lm's
-            yield from (transposed(view), view) if _leaf(module) in TABLES else (view,)
-        elif row in AS_STORED or "embedding" in row or not self._is_pefts(module):  # of embeddings PEFT asks no flag
-            yield view
-        else:
-            yield transposed(view) if self._is_turned(module, view) else view
+            return [view], False
+        if row == "lora_transposed":  # mlx-lm's
+            return ([transposed(view), view] if _leaf(module) in TABLES else [view]), False
+        if row in AS_STORED or "embedding" in row or not self._is_pefts(module):  # of embeddings PEFT asks no flag
+            return [view], False
+        turned = self._is_turned(module, view)
+        if turned is None:
+            turned = stated(_leaf(module), self._layers, flag=bool(self._given))
+            return [transposed(view) if turned else view], True
+        return [transposed(view) if turned else view], False
 
     def _is_pefts(self, module: Module) -> bool:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
 
-    def _is_turned(self, module: Module, view: WeightView) -> bool:
-        """Whether the weight is [in, out]."""
+    def _is_turned(self, module: Module, view: WeightView) -> bool | None:
+        """Whether the weight is [in, out]; None where only the user knows, who states it."""
         rules, name = self._rules.of(module.name), _leaf(module)
-        known = stored(name, self.base.types, recognised=self.base.recognised(view.pieces[0].key), kind=rules.kind)
+        known = stored(name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind)
         if known is not None:
             return known
         upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
@@ -75,11 +92,10 @@ class Orientation:
         lie = self._lies.get(module.name)
         if lie is not None:
             return lie
-        if self.given is not None:
-            self.used = True
-            return stated(name, self._layers, flag=self.given)
+        if self._given is not None:
+            return None
         flag = rules.fan_in_fan_out if rules.kind and rules.kind not in SAYS_NOTHING else None
-        decided = decide(name, self._layers, self.base.types, flag=flag)
+        decided = decide(name, self._layers, self._base.types, flag=flag)
         if decided is None:
             raise Untold(CONTRADICTION)
         return decided
@@ -87,7 +103,7 @@ class Orientation:
     @cached_property
     def _lies(self) -> Mapping[str, bool | None]:
         """Module → whether shapes say that its weight is [in, out]; None where they do not tell."""
-        places = {place.module.name: self._lie(place) for place in self.base.places()}
+        places = {place.module.name: self._lie(place) for place in self._base.places()}
         return {module.name: None for module in self._modules} | places
 
     @cached_property

@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from math import isfinite
+from typing import Any, Final, NamedTuple
 
 from ..adapters.file import AdapterFile, Module
-from ..algorithms import Shape
+from ..algorithms import ALGORITHMS, Shape, dora
 from ..disk.files import StoredTensor
-from ..models.weights import RowSlice
-from .choose import Patch
+from ..models.weights import RowSlice, WeightView
 
 OFF: Final = "its strength is 0"
 COPY: Final = "the adapter holds it a second time; it is applied once"
 ZEROS: Final = "zeros for a bias that the layer does not have"
 REPLACED: Final = "an adapter after it replaces the same parameter"
 """Why a tensor that has its place changes nothing. The proof looks whether that is so."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One formula with its tensors, and the weight it was trained on as pieces of the base."""
+
+    adapter: int
+    module: Module
+    algorithm: str
+    shapes: Mapping[str, Shape]  # per slot, as the formula wants it
+    numbers: Mapping[str, float]
+    settings: tuple[tuple[str, Any], ...]
+    view: WeightView
+    magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
+    beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → where its values lie in the base
+
+    @cached_property
+    def grain(self) -> int:
+        """How many consecutive rows of ΔW are formed together: 1, those of one expert or one block, or all.
+
+        Factors are cut to a multiple of it, along the axes that the algorithm's `sliced` names.
+        """
+        row, rows = ALGORITHMS[self.algorithm], self.view.matrix[0]
+        limits = {name for name, value in self.numbers.items() if isfinite(value)}
+        chosen = self.shapes.keys() | {name for name, value in self.settings if value} | limits
+        if row.sliced is None or row.uncut & chosen or (self.magnitude or ("out",))[0] != "out":
+            return rows
+        entries = [self.shapes[slot][axis] for slot, axis in row.sliced.items() if slot in self.shapes] or [rows]
+        count = min(entries)
+        if not count or any(n % count for n in (rows, *entries)):
+            return rows
+        if self.reads_base and count < rows and len(self.view.pieces) > 1:  # they may lie in several tensors
+            return rows
+        return rows // count
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether ΔW depends on the base's values."""
+        return self.magnitude is not None or ALGORITHMS[self.algorithm].reads_base
 
 
 class PatchPart(NamedTuple):
@@ -28,28 +69,25 @@ class PatchPart(NamedTuple):
     strength: float
 
 
-@dataclass
-class Matched:
+@dataclass(frozen=True)
+class Match:
     """What one adapter does to the base."""
 
     adapter: AdapterFile
-    uses: dict[str, list[PatchPart]] = field(default_factory=dict)  # base key → uses
-    replaced: dict[str, StoredTensor] = field(default_factory=dict)  # output key → the tensor that takes its place
-    copies: dict[str, StoredTensor] = field(default_factory=dict)  # base key → the tensor as the adapter stores it
-    bases: dict[str, StoredTensor] = field(default_factory=dict)  # those of them that differ, and stand for the base's
-    created: dict[str, tuple[Shape, str]] = field(default_factory=dict)  # tensors the base lacks → shape, sibling
-    parted: dict[str, StoredTensor] = field(default_factory=dict)  # head the base lacks → the embeddings it was tied to
+    uses: Mapping[str, Sequence[PatchPart]]  # base key → what changes it
+    replaced: Mapping[str, StoredTensor]  # output key → the tensor that takes its place
+    copies: Mapping[str, StoredTensor]  # base key → the tensor as the adapter stores it
+    bases: Mapping[str, StoredTensor]  # those of them that differ, and stand for the base's
+    created: Mapping[str, tuple[Shape, str]]  # tensors the base lacks → shape, sibling
+    grown: Mapping[str, Shape]  # base key → its larger shape
+    modules: int  # how many modules found their place
+    unmatched: Mapping[str, str]  # module → reason
+    components: Mapping[str, int]  # component → modules
+    unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
+    notes: tuple[str, ...]
+    settings: frozenset[str]  # those that the user states and a formula asked for
+    parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # head the base lacks → its embeddings
     untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more
-    grown: dict[str, Shape] = field(default_factory=dict)  # base key → its larger shape
-    modules: int = 0  # how many modules found their place
-    unmatched: dict[str, str] = field(default_factory=dict)  # module → reason
-    components: dict[str, int] = field(default_factory=dict)  # component → modules
-    unused: dict[str, str] = field(default_factory=dict)  # tensor of the adapter that changes nothing → why
-    notes: list[str] = field(default_factory=list)
-
-    def leave(self, module: Module, why: str) -> None:
-        """Remember why the tensors of a module that has its place change nothing."""
-        self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
 
     @property
     def algorithms(self) -> tuple[str, ...]:

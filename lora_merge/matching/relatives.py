@@ -17,10 +17,11 @@ from ..adapters.peft.target_parameters import bare, shared_kind
 from ..algorithms.frod import LAYER
 from ..models.module_order import in_order, type_of
 from ..models.weights import WeightView
-from .choose import Patch, Patcher
+from .context import AdapterContext
+from .patch import Patch
 
 
-def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], str], told: Patcher) -> Rules:
+def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext) -> Rules:
     """The rules with what is to be known of every layer whose basis the file lacks.
 
     `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.
@@ -28,9 +29,11 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
     layers = {bare(m.name): m for m in modules if "frod" in m.algorithms}
     if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
         return rules
-    if any(key in told.adapter.index.tensors for m in layers.values() for key in rules.shared("frod", m.name).values()):
+    if any(
+        key in context.adapter.index.tensors for m in layers.values() for key in rules.shared("frod", m.name).values()
+    ):
         return rules
-    order = in_order([*layers], type_of(told.config))
+    order = in_order([*layers], type_of(context.config))
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)

@@ -14,11 +14,11 @@ from ..algorithms import ALGORITHMS, flat
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
+from ..dtypes import WHOLE
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..job import Adapter
 from ..models.weights import WeightView, whole
-from .choose import Patch
-from .patch import REPLACED, Matched, PatchPart
+from .patch import REPLACED, Match, Patch, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})
 """Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
@@ -41,6 +41,19 @@ def with_values(
 def _with_value(module: Module, info: StoredTensor | None) -> Module:
     slots = {ALGORITHMS[name].value: info for name in module.algorithms if info and ALGORITHMS[name].value}
     return replace(module, slots={**module.slots, **slots}) if slots else module
+
+
+def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
+    """Whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
+    info = module.slots.get("diff")
+    if info is None or own is None or own.dtype not in WHOLE:
+        return False
+    return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
+
+
+def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
+    """Whether a tensor is the base's own."""
+    return info.shape == own.shape and not values.differing(info, own)
 
 
 def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
@@ -72,7 +85,7 @@ def sizes(
     return unfit, notes
 
 
-def _one_base(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:
+def _one_base(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
     """FitError if what two adapters store of the base is not the same."""
     for number, one in enumerate(matched):
         for key, info in one.bases.items():
@@ -85,23 +98,27 @@ def _one_base(refs: Sequence[Adapter], matched: Sequence[Matched], values: Value
                                    )  # fmt: skip
 
 
-def replace_in_turn(matched: Sequence[Matched], base: Mapping[str, StoredTensor]) -> None:
+def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) -> list[Match]:
     """Compose what several adapters replace or change, each on what those before it have made of the parameter.
 
     A value that nothing but another value follows is left out. Any other becomes a change to it, W' = W + (V − W),
     because formulas read what stands there before and after.
     """
     read = [{*one.uses, *_beside(one)} for one in matched]
+    made = []
     for number, one in enumerate(matched):
-        for key, info in list(one.replaced.items()):
+        uses, replaced, unused = dict(one.uses), dict(one.replaced), dict(one.unused)
+        for key, info in one.replaced.items():
             others = any(key in keys for n, keys in enumerate(read) if n != number)
             if not others and any(key in later.replaced for later in matched[number + 1 :]):
-                one.unused[one.replaced.pop(key).name] = REPLACED
+                unused[replaced.pop(key).name] = REPLACED
             elif others and key in base and info.shape == base[key].shape:
-                one.uses[key] = [_as_change(key, one.replaced.pop(key), number), *one.uses.get(key, ())]
+                uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
+        made.append(replace(one, uses=uses, replaced=replaced, unused=unused))
+    return made
 
 
-def _beside(one: Matched) -> Iterator[str]:
+def _beside(one: Match) -> Iterator[str]:
     """Keys of what formulas of an adapter read beside the weights that they change."""
     views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
     return (piece.key for view in views for piece in view.pieces)
@@ -114,7 +131,7 @@ def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
-def clashes(refs: Sequence[Adapter], matched: Sequence[Matched], values: Values) -> None:
+def clashes(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
     """FitError if two adapters replace the same parameter, or stand on different values of one: there is no sum."""
     _one_base(refs, matched, values)
     seen: dict[str, int] = {}

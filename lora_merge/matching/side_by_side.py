@@ -18,7 +18,8 @@ from ..adapters.file import Values
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView
-from .choose import Patch, Patcher
+from .context import AdapterContext
+from .patch import Patch
 from .remarks import DYLORA
 
 LEAST: Final = 3  # layers that the trainers split: q, k and v
@@ -36,30 +37,30 @@ NOT_SPLIT: Final = (
 )
 
 
-def as_trained(patch: Patch, fused_in: Callable[[WeightView], Mapping[str, Split]], patcher: Patcher) -> Patch:
-    """The patch with the scale that it was trained with.
+def as_trained(
+    patch: Patch, fused_in: Callable[[WeightView], Mapping[str, Split]], context: AdapterContext
+) -> tuple[Patch, tuple[str, ...]]:
+    """(the patch with the scale that it was trained with, remarks).
 
     `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
     """
-    if _is_dylora(patch) and not patcher.trained("lora").told:
-        patcher.remark(DYLORA, patch.module)
+    dylora = (DYLORA,) if _is_dylora(patch) and not context.trained("lora").told else ()
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
-    if patch.algorithm != "lora" or up is None or alpha is None or patcher.rules.of(patch.module.name).kind:
-        return patch
+    if patch.algorithm != "lora" or up is None or alpha is None or context.rules.of(patch.module.name).kind:
+        return patch, dylora
     fused = agreed(fused_in(patch.view))
     n = len(fused)
     if n < LEAST:
-        return patch
-    rank, said = prod(up.shape[1:]), patcher.trained("lora").split
-    if not said and not _may_be(up, fused, patcher.values):
-        return patch
-    split = rank % n == 0 and _is_split(up, fused, patcher.values)
+        return patch, dylora
+    rank, said = prod(up.shape[1:]), context.trained("lora").split
+    if not said and not _may_be(up, fused, context.values):
+        return patch, dylora
+    split = rank % n == 0 and _is_split(up, fused, context.values)
     text = (AS_TRAINED if split else NOT_SPLIT) if said else UNTOLD
-    if said or split:
-        patcher.remark(text.format(n=n, r=rank // n, rank=rank), patch.module)
-    if not (said and split) or patcher.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
-        return patch
-    return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n})
+    remarks = (*dylora, *([text.format(n=n, r=rank // n, rank=rank)] if said or split else []))
+    if not (said and split) or context.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
+        return patch, remarks
+    return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n}), remarks
 
 
 def _is_dylora(patch: Patch) -> bool:

@@ -11,9 +11,10 @@ too; at another it would lack the start whole, so there the base's own stays, an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..adapters.file import Values
 from ..adapters.peft.kinds import STARTED
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import apart
@@ -21,22 +22,24 @@ from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..models.names import Names
 from ..models.strengths import Strengths
-from ..models.tied_weights import EMBEDDINGS, Tied
+from ..models.tied_weights import EMBEDDINGS, TiedPair
 from ..models.weights import RowSlice, WeightView, whole
-from .choose import Patch, Patcher
+from .context import AdapterContext
+from .patch import Patch
 
 
-@dataclass
-class Seen:
+@dataclass(frozen=True)
+class StoredBase:
     """A base as one adapter sees it."""
 
     path: Path  # of the adapter
-    base: dict[str, StoredTensor]  # in the shapes that the tensors have for the adapter
-    tied: Tied | None
-    copies: dict[str, StoredTensor] = field(default_factory=dict)  # base key → what the adapter stores of it
-    other: dict[str, StoredTensor] = field(default_factory=dict)  # those that are no copies, and take the base's place
-    idle: set[str] = field(default_factory=set)  # those that stay as they are in the output, for the strength is 0
-    notes: dict[str, str] = field(default_factory=dict)  # name in the adapter → what became of it
+    base: Mapping[str, StoredTensor]  # in the shapes that the tensors have for the adapter
+    tied: TiedPair | None
+    copies: Mapping[str, StoredTensor]  # base key → what the adapter stores of it
+    other: Mapping[str, StoredTensor]  # those that are no copies, and take the base's place
+    idle: Collection[str]  # those that stay as they are in the output, for the strength is 0
+    residual: Collection[str]  # those that were compared: what a start was taken out of, in the place of the base's
+    notes: Mapping[str, str]  # name in the adapter → what became of it
 
     @property
     def bases(self) -> dict[str, StoredTensor]:
@@ -47,12 +50,6 @@ class Seen:
         """A place in the base, in the shape that it has for the adapter."""
         key = view.pieces[0].key if view else ""
         return whole(key, self.other[key].shape) if key in self.other else view
-
-    def put(self, key: str, info: StoredTensor) -> None:
-        """This tensor of the adapter in the place of the base's."""
-        self.other[key], self.base[key] = info, replace(self.base[key], shape=info.shape)
-        if self.tied is not None and self.tied.info.name == key:
-            self.tied = replace(self.tied, info=self.base[key])
 
     def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
         """Of embeddings and head, what keeps its rows while the adapter holds more of the other."""
@@ -65,11 +62,11 @@ class Seen:
             pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
         }
 
-    def lacking(self, patch: Patch, residual: Collection[str]) -> MergeError | None:
+    def lacking(self, patch: Patch) -> MergeError | None:
         """The error for a start that was taken out of tied ends, where what is left of these is not at hand."""
         key = patch.view.pieces[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
-        if patch.algorithm not in STARTED or key not in ends - {*residual}:
+        if patch.algorithm not in STARTED or key not in ends - {*self.residual}:
             return None
         return FitError("the start of the adapter was taken out of tied embeddings, which it does not tell",
                         f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
@@ -81,40 +78,49 @@ class Seen:
                              "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
 
 
-def seen(patcher: Patcher, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None) -> Seen:
+def stored_base(
+    context: AdapterContext, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
+) -> StoredBase:
     """The base with what the adapter stores of it; every copy is compared with the base's own."""
-    result = Seen(patcher.adapter.path, dict(base), tied)
-    stored = [*_stored(patcher, names, base, tied)]
-    started = {own.name for info, own in stored if _takes_start(patcher, info)}
+    stored = [*_stored(context, names, base, tied)]
+    started = {own.name for info, own in stored if _takes_start(context, info)}
+    copies: dict[str, StoredTensor] = {}
+    other: dict[str, StoredTensor] = {}
+    notes: dict[str, str] = {}
+    residual, idle = set(), set()
     for info, own in stored:
-        if own.name not in result.copies:  # tied ends are one tensor
-            result.copies[own.name] = info
+        if own.name not in copies:  # tied ends are one tensor
+            copies[own.name] = info
             strength = ref.factor(own.name, names.component(own.name))
             if info.shape != own.shape or (strength and (strength == 1 or own.name not in started)):
-                _compare(result, info, own, patcher)
-                patcher.residual.add(own.name)
+                residual.add(own.name)
+                if how := _difference(info, own, context.values):
+                    other[own.name] = info
+                    notes[info.name] = f"{how}; what the adapter was trained on takes their place, as PEFT has it"
             if not strength:
-                result.idle.add(own.name)
-    if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - result.copies.keys()) == 1:
+                idle.add(own.name)
+    if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - copies.keys()) == 1:
         (left,), (copied,) = ends, {tied.info.name, tied.stored} - ends
-        if copied in result.other and not patcher.values.differing(base[tied.stored], tied.info):
-            result.put(left, result.other[copied])  # one tensor in transformers, whatever is loaded later
-    return result
+        if copied in other and not context.values.differing(base[tied.stored], tied.info):
+            other[left] = other[copied]  # one tensor in transformers, whatever is loaded later
+    shaped = {**base, **{key: replace(base[key], shape=info.shape) for key, info in other.items()}}
+    pair = replace(tied, info=shaped[tied.info.name]) if tied is not None and tied.info.name in other else tied
+    return StoredBase(context.adapter.path, shaped, pair, copies, other, idle, residual, notes)
 
 
-def _takes_start(patcher: Patcher, info: StoredTensor) -> bool:
+def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:
     """Whether this is a copy from under a layer out of whose weight a start was taken."""
     name = info.name.partition(".base_layer.")[0]
-    complete = next((m.complete for m in patcher.adapter.modules if m.name == name), ())
-    return bool(complete) and patcher.rules.of(name).algorithm(name, complete) in STARTED
+    complete = next((m.complete for m in context.adapter.modules if m.name == name), ())
+    return bool(complete) and context.rules.of(name).algorithm(name, complete) in STARTED
 
 
 def _stored(
-    patcher: Patcher, names: Names, base: Mapping[str, StoredTensor], tied: Tied | None
+    context: AdapterContext, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
 ) -> Iterator[tuple[StoredTensor, StoredTensor]]:
     """Copies of whole tensors of the base, of as many rows or not, and what they are copies of."""
-    for info in patcher.adapter.strange:
-        meant = patcher.rules.of(info.name).plain(info.name)
+    for info in context.adapter.strange:
+        meant = context.rules.of(info.name).plain(info.name)
         if meant is None or meant.kind != "copy":
             continue
         view = names.find(*apart(meant.target))
@@ -128,13 +134,9 @@ def _stored(
             yield info, own
 
 
-def _compare(result: Seen, info: StoredTensor, own: StoredTensor, patcher: Patcher) -> None:
-    """Find out whether a copy is one."""
-    if info.shape == own.shape:
-        rows = patcher.values.differing(info, own)
-        how = f"{rows} of {own.shape[0]} rows are not those of {own.name}"
-    else:
-        rows, how = 1, f"{own.name}: {own.shape[0]} rows become {info.shape[0]}"
-    if rows:
-        result.put(own.name, info)
-        result.notes[info.name] = f"{how}; what the adapter was trained on takes their place, as PEFT has it"
+def _difference(info: StoredTensor, own: StoredTensor, values: Values) -> str:
+    """In what a copy differs from the base's own; "" if it is one."""
+    if info.shape != own.shape:
+        return f"{own.name}: {own.shape[0]} rows become {info.shape[0]}"
+    rows = values.differing(info, own)
+    return f"{rows} of {own.shape[0]} rows are not those of {own.name}" if rows else ""

@@ -74,7 +74,7 @@ like the weight, and parted with it: transformers 5, models/*/modeling_*.py, `_t
 
 
 @dataclass(frozen=True)
-class Tied:
+class TiedPair:
     """The shared tensor of a base."""
 
     info: StoredTensor
@@ -91,7 +91,7 @@ class Tied:
         return {f"{self.key or self.head}.weight": self.info, **bias} if self.separable else {}
 
 
-def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Tied | None:
+def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
     """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
@@ -110,25 +110,25 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     return replace(found, separable=False, stored=own.pieces[0].key) if fits else None
 
 
-def _behind(base: Mapping[str, StoredTensor], decoder: object) -> Tied | None:
+def _behind(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
     """Of the decoder of a couple, which has this configuration."""
     stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
     table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
     if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in HEADS_BEHIND):
         return None
-    return Tied(table, LM_HEAD, None, separable=False)
+    return TiedPair(table, LM_HEAD, None, separable=False)
 
 
-def _of_encoder(base: Mapping[str, StoredTensor]) -> Tied | None:
+def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
     for bias, embeddings, head, shares in ENCODERS:
         table = next((i for k, i in base.items() if embeddings.fullmatch(k)), None) if bias in base else None
         if table is not None:
             shared = base[bias] if shares and f"{head}.bias" not in base else None
-            return Tied(table, head, shared, _plain(table))
+            return TiedPair(table, head, shared, _plain(table))
     return None
 
 
-def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> Tied | None:
+def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> TiedPair | None:
     """`family` is the type of a model that is nothing but a decoder, or whose head is known all the same."""
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.pieces) > 1:
@@ -136,18 +136,18 @@ def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> 
     info = base[view.pieces[0].key]
     name = info.name.removesuffix(".weight")
     if family in SEEING:
-        return Tied(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))
+        return TiedPair(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))
     if family == WHISPER:
-        return Tied(info, "proj_out", None, _plain(info))
+        return TiedPair(info, "proj_out", None, _plain(info))
     known = bool(family) and (name in APART or (family, name) == APART_IN)
-    return Tied(info, LM_HEAD, None, known and _plain(info))
+    return TiedPair(info, LM_HEAD, None, known and _plain(info))
 
 
-def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Tied | None:
+def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
     """The only tensor with a row for every token, where nothing else tells."""
     told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
-    return Tied(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
+    return TiedPair(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
 
 
 def _plain(info: StoredTensor) -> bool:

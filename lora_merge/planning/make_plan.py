@@ -10,7 +10,6 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from ..adapters.conv1d import base_types
 from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
 from ..algorithms import Shape
@@ -22,14 +21,12 @@ from ..files.checkpoint import Index
 from ..files.codecs.plain import plain
 from ..files.layout_check import layout
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
-from ..job import SETTING, Job
-from ..matching.choose import Patcher
-from ..matching.match import Matcher
-from ..matching.meetings import note_meetings
-from ..matching.orientation import Base as Layers
-from ..matching.patch import Matched, PatchPart
+from ..job import Job
+from ..matching.context import AdapterContext
+from ..matching.match import KnownBase, match_adapter
+from ..matching.meetings import with_meetings
+from ..matching.patch import Match, PatchPart
 from ..matching.resizing import clashes, replace_in_turn
-from ..matching.stored_base import seen
 from ..matching.tied_heads import check_alone
 from ..methods import METHODS
 from ..models.names import Names
@@ -61,40 +58,32 @@ def make_plan(job: Job, opened: CheckpointCache) -> Plan:
     return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
 
 
-def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Matched, ...]:
+def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Match, ...]:
     """Every adapter of the job placed on the base."""
     strengths = [Strengths(ref, lookup) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
     for one in strengths:
         one.check(components)
-    matched: list[Matched] = []
-    used: set[str] = set()
-    shared = tied(lookup, base.tensors, base.config)
+    matched: list[Match] = []
+    known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
+    model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, (ref, adapter) in enumerate(zip(strengths, adapters, strict=True)):
-        patcher = Patcher(number, adapter, rules(adapter.index.config, str(ref.path), adapter.index.metadata), values)
-        patcher.given = dict(job.setting)
-        patcher.config = base.config
-        patcher.orientation.given = patcher.given.get(SETTING)
-        patcher.model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
-        patcher.by_config = not {"model_type", "_class_name"}.isdisjoint(base.config)
-        mine = seen(patcher, ref, lookup, base.tensors, shared)
-        matcher = Matcher(patcher, ref, lookup, mine)
-        patcher.orientation.base = Layers(base_types(base.config), lookup.recognised, matcher.places)
-        matched.append(matcher.match(job.unmatched))
-        used |= patcher.used
+        told = rules(adapter.index.config, str(ref.path), adapter.index.metadata)
+        context = AdapterContext(number, adapter, told, values, base.config, model, dict(job.setting))
+        matched.append(match_adapter(context, known, ref, job.unmatched))
     if METHODS[job.method].in_turn:
-        replace_in_turn(matched, base.tensors)
+        matched = replace_in_turn(matched, base.tensors)
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
-    note_meetings(job, matched)
+    used = {name for one in matched for name in one.settings}
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
-    return tuple(matched)
+    return with_meetings(job, matched)
 
 
 def _files(
-    job: Job, base: Index, matched: Sequence[Matched]
+    job: Job, base: Index, matched: Sequence[Match]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
     """The output file for every input file: same tensors, same order, same metadata plus ours; the index files."""
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
@@ -113,7 +102,7 @@ def _files(
     return tuple(files), tuple(index_files(base, by_file))
 
 
-def outputs(job: Job, base: Index, matched: Sequence[Matched]) -> Iterator[tuple[Path, OutputTensor]]:
+def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
     """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}

@@ -16,7 +16,7 @@ from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
 from ..job import Job
-from ..matching.patch import Matched, PatchPart
+from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 
@@ -101,7 +101,7 @@ class Plan:
     job: Job
     base: Index
     architecture: str
-    adapters: tuple[Matched, ...]
+    adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
     sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
     indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
@@ -163,7 +163,7 @@ class Plan:
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
-def weights(base: Index, matched: Sequence[Matched]) -> dict[str, Weight]:
+def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
     """Key → the weight that is merged into: the base's, or what an adapter stores in its place, as large as adapters
     make it; then those that the base lacks."""
     tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}

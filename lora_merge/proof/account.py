@@ -22,8 +22,7 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name
 from ..job import BLOCK_LIST, Adapter
-from ..matching.choose import Patch
-from ..matching.patch import COPY, OFF, ZEROS, Matched
+from ..matching.patch import COPY, OFF, ZEROS, Match, Patch
 from ..models.weights import RowSlice
 from ..planning.plan import Plan
 from ..text import listed, quoted
@@ -126,7 +125,7 @@ def _check_places(used: _Used, ref: Adapter) -> None:
 
 
 def _unused(
-    names: Collection[str], matched: Matched, used: Collection[str], ref: Adapter, reader: Reader
+    names: Collection[str], matched: Match, used: Collection[str], ref: Adapter, reader: Reader
 ) -> Iterator[tuple[str, str]]:
     """Every tensor without use, and why; VerificationFailed if nothing says why, or what it says is wrong."""
     told, tensors = _told(matched), matched.adapter.index.tensors
@@ -152,7 +151,7 @@ def _unused(
         raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT)
 
 
-def _told(matched: Matched) -> Mapping[str, str]:
+def _told(matched: Match) -> Mapping[str, str]:
     """Tensor → why it changes nothing, as the report says it: of single tensors, and of modules for all of theirs."""
     left = matched.unmatched
     of_modules = {

@@ -16,8 +16,7 @@ from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES
-from ..matching.choose import Patch
-from ..matching.patch import PatchPart
+from ..matching.patch import Patch, PatchPart
 from ..matching.relatives import kin
 from ..matching.remarks import rebuilt
 from ..models.weights import Weight, WeightView

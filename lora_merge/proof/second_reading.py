@@ -18,7 +18,7 @@ from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..job import Job
-from ..matching.patch import Matched, PatchPart
+from ..matching.patch import Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
 from ..text import quoted
 from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
@@ -65,7 +65,7 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
 
 
 def compare(
-    job: Job, base: Index, adapters: Sequence[Matched], targets: Sequence[OutputTensor], number: Number
+    job: Job, base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor], number: Number
 ) -> Reading:
     """The same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
@@ -147,7 +147,7 @@ def _places(spans: Mapping[Span, float]) -> str:
     return "; ".join(told) or "nowhere"
 
 
-def check_sources(base: Index, adapters: Sequence[Matched], targets: Sequence[OutputTensor]) -> None:
+def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor]) -> None:
     """Every tensor of the base goes on under its own name; what an adapter stores in its place is the adapter's."""
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}

@@ -14,7 +14,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
-from lora_merge.matching.match import Matcher
+from lora_merge.matching.match import MatchBuilder
 from lora_merge.planning import cache, make_plan
 from lora_merge.planning.cache import CheckpointCache
 from lora_merge.proof.account import Account, account
@@ -57,11 +57,11 @@ def _counted_only(add: Any, self: Any, patch: Any, *more: Any) -> None:
         add(self, patch, *more)
 
 
-def _unused(match: Any, self: Any, unmatched: Any) -> Any:
-    result = match(self, unmatched)
-    result.uses = {k: [u for u in uses if LOST not in u.patch.module.name] for k, uses in result.uses.items()}
-    result.replaced = {k: info for k, info in result.replaced.items() if LOST not in info.name}
-    return result
+def _unused(match: Any, *arguments: Any) -> Any:
+    result = match(*arguments)
+    uses = {k: [u for u in uses if LOST not in u.patch.module.name] for k, uses in result.uses.items()}
+    replaced = {k: info for k, info in result.replaced.items() if LOST not in info.name}
+    return replace(result, uses=uses, replaced=replaced)
 
 
 def _unwritten(outputs: Any, *arguments: Any) -> Any:
@@ -71,9 +71,9 @@ def _unwritten(outputs: Any, *arguments: Any) -> Any:
 
 WAYS: dict[str, Break] = {
     "it is never grouped": _around(cache, "group", _ungrouped),
-    "it is never placed": _around(Matcher, "_place", _unplaced),
-    "it is counted and not applied": _around(Matcher, "_add", _counted_only),
-    "its uses are dropped": _around(Matcher, "match", _unused),
+    "it is never placed": _around(MatchBuilder, "place", _unplaced),
+    "it is counted and not applied": _around(MatchBuilder, "_add", _counted_only),
+    "its uses are dropped": _around(make_plan, "match_adapter", _unused),
     "its tensors are planned without it": _around(make_plan, "outputs", _unwritten),
 }
 

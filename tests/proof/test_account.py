@@ -18,10 +18,9 @@ import lora_merge
 from lora_merge.adapters.file import AdapterFile
 from lora_merge.cli.text import show_proof
 from lora_merge.errors import VerificationFailed
-from lora_merge.matching.conflicts import Doubles
-from lora_merge.matching.match import Matcher
-from lora_merge.matching.patch import OFF, ZEROS, Matched
-from lora_merge.planning import cache
+from lora_merge.matching.conflicts import DuplicateCheck
+from lora_merge.matching.patch import OFF, ZEROS, Match
+from lora_merge.planning import cache, make_plan
 from lora_merge.proof.replay import prove
 
 from ..planner_scenes import parted_scene
@@ -69,22 +68,22 @@ def test_an_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", [OFF, ZEROS])
 def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    original = Matcher.match
+    original = make_plan.match_adapter
 
-    def match(self: Matcher, unmatched: Any) -> Matched:
-        result = original(self, unmatched)
-        result.leave(next(m for m in result.adapter.modules if m.name == "m.b"), why)
-        del result.uses["m.b.weight"]
-        return result
+    def match(*arguments: Any) -> Match:
+        result = original(*arguments)
+        left = next(m for m in result.adapter.modules if m.name == "m.b")
+        unused = dict.fromkeys((info.name for info in left.slots.values()), why)
+        return replace(result, uses={k: v for k, v in result.uses.items() if k != "m.b.weight"}, unused=unused)
 
-    monkeypatch.setattr(Matcher, "match", match)
+    monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
         merged(tmp_path, {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")})
 
 
 def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of OFT, of which the second reading may know nothing: the factors of the second module are its own."""
-    monkeypatch.setattr(Doubles, "repeats", lambda self, patch: "m.b" in patch.module.name)
+    monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: "m.b" in patch.module.name)
     blocks = {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")}
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
         merged(tmp_path, blocks)
@@ -92,18 +91,17 @@ def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three weights below each other, one of which gets nothing."""
-    original = Matcher.match
+    original, lost = make_plan.match_adapter, "transformer_blocks.0.attn.to_k.weight"
 
-    def match(self: Matcher, unmatched: Any) -> Matched:
-        result = original(self, unmatched)
-        del result.uses["transformer_blocks.0.attn.to_k.weight"]
-        return result
+    def match(*arguments: Any) -> Match:
+        result = original(*arguments)
+        return replace(result, uses={k: v for k, v in result.uses.items() if k != lost})
 
     base = parted_scene(tmp_path).base
     adapter = save({"lora_unet_double_blocks_0_img_attn_qkv.oft_blocks": rand(12, 4, 4)}, tmp_path / "oft.safetensors")
     paths = base, adapter
     lora_merge.merge(*paths, tmp_path / "right.safetensors")
-    monkeypatch.setattr(Matcher, "match", match)
+    monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="loses a part of an adapter's module"):
         lora_merge.merge(*paths, tmp_path / "wrong.safetensors")
     assert not (tmp_path / "wrong.safetensors").exists()

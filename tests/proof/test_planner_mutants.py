@@ -23,12 +23,11 @@ from lora_merge.adapters.peft import rules as peft
 from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Adapter
-from lora_merge.matching import match as matching
-from lora_merge.matching.choose import Patcher
-from lora_merge.matching.conflicts import Doubles
-from lora_merge.matching.match import Matcher
+from lora_merge.matching import places as matching
+from lora_merge.matching.choose import _Chooser
+from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.orientation import Orientation
-from lora_merge.matching.patch import Matched, PatchPart
+from lora_merge.matching.patch import Match, PatchPart
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import cache as opened
@@ -92,26 +91,18 @@ def moved(by: int) -> Break:
     return seen_as(change)
 
 
-def matched(change: Callable[[Matched], None]) -> Break:
+def matched(change: Callable[[Match], Match]) -> Break:
     """What matching found is changed."""
-
-    def match(original: Any, self: Matcher, unmatched: Any) -> Matched:
-        result: Matched = original(self, unmatched)
-        change(result)
-        return result
-
-    return around(Matcher, "match", match)
+    return around(planning, "match_adapter", lambda original, *arguments: change(original(*arguments)))
 
 
 def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
     """Single uses are changed, or dropped."""
 
-    def every(result: Matched) -> None:
-        for key, found in list(result.uses.items()):
-            kept = [new for use in found if (new := change(key, use)) is not None]
-            result.uses[key] = kept
-            if not kept:
-                del result.uses[key]
+    def every(result: Match) -> Match:
+        kept = {key: [new for use in found if (new := change(key, use)) is not None]
+                for key, found in result.uses.items()}  # fmt: skip
+        return replace(result, uses={key: found for key, found in kept.items() if found})
 
     return matched(every)
 
@@ -119,12 +110,12 @@ def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
 def numbers(change: Callable[[dict[str, float], Any], None]) -> Break:
     """The numbers of a formula are others; `change` sees them and the module."""
 
-    def numbers_of(original: Any, self: Patcher, module: Any, *more: Any) -> dict[str, float]:
-        found = dict(original(self, module, *more))
-        change(found, module)
+    def numbers_of(original: Any, self: _Chooser, *arguments: Any) -> dict[str, float]:
+        found = dict(original(self, *arguments))
+        change(found, self.module)
         return found
 
-    return around(Patcher, "_numbers", numbers_of)
+    return around(_Chooser, "_numbers", numbers_of)
 
 
 def scaled(factor: Callable[[Any], float]) -> Break:
@@ -136,9 +127,7 @@ def scaled(factor: Callable[[Any], float]) -> Break:
 
 def unread(slot: str) -> Break:
     """A number beside the factors is not there."""
-    return around(
-        Patcher, "_number", lambda read, self, module, name: None if name == slot else read(self, module, name)
-    )
+    return around(_Chooser, "_number", lambda read, self, name: None if name == slot else read(self, name))
 
 
 def suffix(ending: str, **changed: Any) -> Break:
@@ -234,10 +223,10 @@ def strength(change: Callable[[Any, Adapter, str, str], float]) -> Break:
 
 
 def magnitude(change: Callable[[Any, Any], Any]) -> Break:
-    def found(original: Any, self: Patcher, module: Any, *more: Any) -> Any:
-        return change(original(self, module, *more), module)
+    def found(original: Any, self: _Chooser, *arguments: Any) -> Any:
+        return change(original(self, *arguments), self.module)
 
-    return around(Patcher, "_magnitude", found)
+    return around(_Chooser, "_magnitude", found)
 
 
 def other_axis(found: Any, _: Any) -> Any:
@@ -301,7 +290,8 @@ MUTANTS = (
     Mutant("phi3", "k and v change places", swapped("k_proj", "v_proj")),
     Mutant("phi3", "the next layer", swapped("layers.0", "layers.1")),
     Mutant("peft", "square weights are turned over", seen_as(turned_over)),
-    Mutant("peft", "square factors are those of [in, out]", around(Orientation, "ways", lambda _, self, module, row, view: iter((transposed(view) if view.shape[0] == view.shape[-1] else view,)))),
+    Mutant("peft", "square factors are those of [in, out]", around(Orientation, "ways", lambda _, self, module, row, view: (
+        (transposed(view) if view.shape[0] == view.shape[-1] else view,), False))),
     Mutant("peft", "the other layer of one method alone", swapped("layers.0.mlp", "layers.1.mlp")),
     Mutant("parted", "q and k of a fused module", starts_swapped),
     Mutant("parted", "all parts of a fused module are its first", uses(lambda _, use: use._replace(start=0))),
@@ -321,8 +311,9 @@ MUTANTS = (
     Mutant("kohya", "a scale beside α is not read", unread("scale_override")),
     Mutant("kohya", "the rank is that of the other axis", scaled(lambda m: m.shapes["down"][0] / m.shapes["down"][1])),
     Mutant("kohya", "√r for r", scaled(lambda m: m.shapes["down"][0] ** 0.5)),
-    Mutant("kohya", "α is that of another module", around(Patcher, "_number", lambda read, self, module, slot: read(
-        self, self.adapter.modules[-1] if slot == "alpha" and "to_out" in module.name else module, slot))),
+    Mutant("kohya", "α is that of another module", around(_Chooser, "_number", lambda read, self, slot: read(
+        _Chooser(self.context.adapter.modules[-1], self.context) if slot == "alpha" and "to_out" in self.module.name
+        else self, slot))),
     Mutant("kohya", "α counts twice", scaled(lambda m: 2.0 if "conv1" in m.name else 1.0)),
     Mutant("families", "α of LoHa is not read", unread("alpha")),
     Mutant("families", "whole factors of LoKr are scaled", scaled(lambda m: 0.5 if {"w1", "w2"} <= m.slots.keys() else 1.0)),
@@ -347,12 +338,13 @@ MUTANTS = (
     Mutant("kohya", "a pattern of --strength-for fits all", strength(lambda f, self, k, c: f(self, f"{k}.attn2", c))),
     Mutant("encoders", "the strength of te2 is te1's", strength(lambda f, self, k, c: f(self, k, {"te1": "te2", "te2": "te1"}.get(c, c)))),
     Mutant("kohya", "the strength is squared", uses(lambda _, use: use._replace(strength=use.strength**2))),
-    Mutant("kohya", "a module counts twice", matched(lambda r: r.uses.update({k: [*v, v[0]] for k, v in list(r.uses.items())[:1]}))),
+    Mutant("kohya", "a module counts twice", matched(lambda r: replace(
+        r, uses={**r.uses, **{k: [*v, v[0]] for k, v in list(r.uses.items())[:1]}}))),
     # lost
     Mutant("kohya", "one module is dropped", lost(f"{BLOCK}_to_q")),
     Mutant("kohya", "an encoder's modules are dropped", grouped(lambda m: not m.name.startswith("lora_te"))),
     Mutant("kohya", "the last module is lost", grouped(lambda m: "layers_1_self_attn_out_proj" not in m.name)),
-    Mutant("kohya", "every module is a copy of another", around(Doubles, "repeats", lambda *_: True)),
+    Mutant("kohya", "every module is a copy of another", around(DuplicateCheck, "repeats", lambda *_: True)),
     Mutant("kohya", "where two meet, the second is dropped", targets(lambda t, _: t._replace(uses=t.uses[:1]))),
     Mutant("families", "changes of biases are dropped", grouped(lambda m: m.parameter == "weight")),
     Mutant("flux", "a part of a fused tensor is dropped", lost("1.attn.to_v")),
