@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -42,14 +43,17 @@ _ENTRY: Final = re.compile("[0-9a-f]{64} [0-9a-f]{64}")
 
 
 def place() -> Path:
-    """Where they are kept: in the user's cache folder, which may be emptied at any time; RuntimeError without one."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not named.is_absolute():
-        home = Path.home()
-        if not home.is_absolute() or home == Path(home.anchor):
-            raise RuntimeError("there is no home folder")
-        named = home / ".cache"
-    return named / "lora-merge" / "sha256.json"
+    """Return the file that keeps them, in the user's cache folder; RuntimeError where the user has none.
+
+    The cache folder may be emptied at any time. It is `$XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on
+    macOS and `%LOCALAPPDATA%` on Windows.
+    """
+    from platformdirs import user_cache_path  # here, since small merges never ask
+
+    folder = user_cache_path("lora-merge", appauthor=False)
+    if not folder.is_absolute() or folder.parent == Path(folder.anchor, ".cache"):  # the home of users without one is /
+        raise RuntimeError("there is no home folder")
+    return folder / "sha256.json"
 
 
 def state(path: Path) -> str | None:
@@ -67,20 +71,23 @@ def state(path: Path) -> str | None:
 
 
 class Known:
-    """What is remembered, as it was when this object was made."""
+    """What is remembered, as it was when it was first asked for."""
 
-    def __init__(self) -> None:
-        self._entries, self._key = recall(), _key()
+    @cached_property
+    def _remembered(self) -> tuple[dict[str, str], bytes | None]:
+        return recall(), _key()
 
     def digest(self, path: Path) -> str | None:
-        """The hex digest of a file; None where it is not known, or the entry is not one that this user made of it."""
+        """Return the hex digest of a file; None if it is not known, or if the entry was not made by this user of it."""
         now = state(path)
-        entry = self._entries.get(now) if now is not None else None
-        if entry is None or now is None or self._key is None:
+        if now is None:
             return None
-        digest = entry[:64]
+        entries, key = self._remembered
+        if now not in entries or key is None:
+            return None
+        entry, digest = entries[now], entries[now][:64]
         with suppress(MergeError, OSError):  # what cannot be read now is told when it is needed
-            if hmac.compare_digest(entry, _signed(self._key, path, now, digest)):
+            if hmac.compare_digest(entry, _signed(key, path, now, digest)):
                 return digest
         return None
 

@@ -1,8 +1,9 @@
 """Claims: a file beside an output says that a process is making it, so that several can share one jobs file.
 
-A claim holds as long as its advisory lock (flock), which ends with its process, however that ends. Nothing has to
-be judged by age or clock, and what a dead process left is simply locked by the next one. Where a file system has no
-locks, nothing is claimed: outputs still appear whole, but two processes may do the same work.
+A claim holds as long as the lock on its file, which ends with its process, however that ends: `filelock` takes it with
+flock, on Windows with LockFileEx. Nothing has to be judged by age or clock, and what a dead process left is simply
+locked by the next one. Where a file system has no locks, as some network disks have none, nothing is claimed: outputs
+still appear whole, but two processes may do the same work.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from filelock import lock_descriptor
+
 from ..process import here, uninterrupted
-from .publish import make_parents, try_lock
+from .publish import make_parents
 from .writer import failure
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
@@ -46,9 +49,7 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
         yield fd is not None
     finally:
         if fd is not None:
-            with suppress(OSError):
-                path.unlink()
-            os.close(fd)
+            _release(path, fd)
         for folder in reversed(made):
             with suppress(OSError):  # the output is in it
                 folder.rmdir()
@@ -83,15 +84,14 @@ def sweep(folder: Path) -> None:
                     continue
                 fd = _acquire(path)
                 if fd is not None:
-                    path.unlink()
-                    os.close(fd)
+                    _release(path, fd)
 
 
 def _acquire(path: Path) -> int | None:
     """The locked claim's descriptor; None while another process holds it."""
     while True:
         fd = _open(path)
-        if try_lock(fd) is False:
+        if not _lock(fd):
             os.close(fd)
             return None
         with suppress(FileNotFoundError):
@@ -101,6 +101,27 @@ def _acquire(path: Path) -> int | None:
                     os.write(fd, f"{here()}\n".encode())
                 return fd
         os.close(fd)  # its holder removed it between our opening and our locking
+
+
+def _lock(fd: int) -> bool:
+    """Return whether no other process holds the file; where there are no locks, none does."""
+    try:
+        return lock_descriptor(fd, blocking=False)
+    except OSError:
+        return True
+
+
+def _release(path: Path, fd: int) -> None:
+    """Remove the claim while it is held, so that it is nobody else's by then. Windows removes closed files only."""
+    try:
+        with suppress(FileNotFoundError):
+            path.unlink()
+    except OSError:
+        os.close(fd)
+        with suppress(OSError):  # the next process has it
+            path.unlink()
+    else:
+        os.close(fd)
 
 
 def _open(path: Path) -> int:
