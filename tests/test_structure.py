@@ -52,6 +52,7 @@ LIBRARIES = {
     "filelock": {"disk"},
     "platformdirs": {"disk"},
     "safetensors": {"proof"},
+    "ml_dtypes": {"proof"},
 }
 """Library → the rooms that may import it, at the top of a file or inside a function."""
 
@@ -155,6 +156,12 @@ def test_plans_are_made_without_torch() -> None:
 def test_untouched_bytes_go_out_before_torch_is_there() -> None:
     """It is imported beside the first windows: nothing that a run imports at its beginning may wait for it."""
     code = "import sys, lora_merge.engine.merge; assert not {'torch', 'filelock', 'platformdirs'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_odd_dtypes_are_imported_where_one_is_met() -> None:
+    """A merge that needs no proof of such numbers yet does not wait for their library."""
+    code = "import sys, lora_merge.engine.merge, lora_merge.proof.verify, lora_merge.proof.replay; assert 'ml_dtypes' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -23,7 +23,7 @@ from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
 from .reference import REFERENCE, FormulaInput
-from .reference.floats import PRECISION, Array, beyond, decode, rounded, saturated, step
+from .reference.floats import Array, beyond, decode, precision, rounded, saturated, step
 from .sampling import runs, sample, shuffled
 
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
@@ -172,7 +172,7 @@ class Recomputation:
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
-        coarse = 2.0 ** -PRECISION[target.dtype][0] > self.rounding
+        coarse = 2.0 ** -precision(target.dtype)[0] > self.rounding
         worst = float(np.max(error / step(exact.terms if coarse else largest, target.dtype), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,

@@ -24,6 +24,7 @@ from lora_merge.batch.schema import Options
 from lora_merge.cli import main as program
 from lora_merge.cli import proof as cli_proof
 from lora_merge.disk.reader import Reader
+from lora_merge.dtypes import FLOATS
 from lora_merge.engine.placement import PIECE, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.files.safetensors import parse_file
@@ -96,7 +97,7 @@ def test_the_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dty
         got = merged(source, dtype).double()
         assert got.isfinite().all()
         near = torch.from_numpy(floats.rounded(source.double().numpy(), next(
-            n for n in floats.PRECISION if floats.PRECISION[n][2] == largest)))  # fmt: skip
+            n for n in FLOATS if floats.precision(n)[2] == largest)))  # fmt: skip
         assert torch.equal(got, near)
         return
     with pytest.raises(TooLarge):

@@ -315,7 +315,7 @@ def test_decoding_and_rounding_are_the_dtypes_own(name: str, dtype: torch.dtype)
     torch.testing.assert_close(
         torch.from_numpy(floats.decode(raw.numpy().tobytes(), name)), values, rtol=0, atol=0, equal_nan=True
     )
-    top = floats.PRECISION[name][2]
+    top = floats.precision(name)[2]
     finite = values[values.isfinite() & (values.abs() < top / 2)][:20000]
     between = finite * (1 + 1e-9) if dtype.itemsize < 4 else finite * (1 + 1e-17)
     near = finite + 0.499 * torch.from_numpy(floats.step(finite.numpy(), name))
