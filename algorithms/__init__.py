@@ -11,7 +11,7 @@ if __name__ == "algorithms":
 
 from .adalora import ADALORA
 from .adamss import ADAMSS
-from .base import Algorithm, DoesNotFit, Shape, Shapes, flat
+from .base import Algorithm, DoesNotFit, Loaded, Shape, Shapes, flat
 from .bdlora import BDLORA
 from .boft import BOFT
 from .bounds import COUNT, SEED, Bounds, below
@@ -71,4 +71,16 @@ ROWS: Final = (
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})
 """The plan takes the first row whose slots and shapes fit."""
 
-__all__ = ["ALGORITHMS", "COUNT", "SEED", "Algorithm", "Bounds", "DoesNotFit", "Shape", "Shapes", "below", "flat"]
+__all__ = [
+    "ALGORITHMS",
+    "COUNT",
+    "SEED",
+    "Algorithm",
+    "Bounds",
+    "DoesNotFit",
+    "Loaded",
+    "Shape",
+    "Shapes",
+    "below",
+    "flat",
+]

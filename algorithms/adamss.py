@@ -3,23 +3,30 @@ tuners/adamss/layer.py.
 
 P holds the leading right singular vectors of the weight with the bias as one more column, and that column of the change
 is the change of the bias. Which rows belong to group i is not stored: they are clusters of the left singular vectors,
-see lora_merge/rebuilding.py.
+as PEFT finds them when it loads the adapter.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
+from .base import SEEDED, Algorithm, Loaded, Shape, Shapes, expect, flat
 from .bounds import below
+from .kmeans import kmeans
+from .low_rank import low_rank_svd
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ALL_APART: Final = "it has as many singular vectors as rows: all rows are equally far apart, and none is near"
 GROUPS: Final = 32
 """More of them no file may have; PEFT's default is 5."""
+
+NEAR: Final = 0.05
+"""How far, of its length 1, a stored singular vector may be from the rebuilt one; bf16 has a hundredth of it."""
 
 _OPTIONAL: Final = [
     ("bias", "Tensor | None", field(default=None)),  # [n, out, 1]; the base's
@@ -99,7 +106,29 @@ def delta(base: Tensor, t: Any) -> Tensor:
     return change
 
 
+def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+    """Which row of all groups' each row of the weight is: clusters of its left singular vectors, as many as groups."""
+    import numpy as np
+    import torch
+
+    shapes, whole = loaded.shapes, loaded.read("weight")
+    if "bias" in shapes:
+        whole = torch.cat([whole, loaded.read("bias")], 1)
+    left, _values, right = low_rank_svd(whole, shapes["space"][0], 2, loaded.settings.get("seed", 0))
+    near = not bool(((right.mT - loaded.read("space")).norm(dim=1) > NEAR).any())
+    expect(holds=near, otherwise="its adamss_newB are not the singular vectors that PEFT finds in this base on the CPU")
+    expect(holds=len(left) > left.shape[1], otherwise=ALL_APART)
+    numbers = groups(shapes)
+    labels = kmeans(left.numpy(), len(numbers))
+    settled = np.array_equal(labels, kmeans(left.numpy().astype(np.float64), len(numbers)))
+    expect(holds=settled, otherwise="which of its rows are together is a matter of rounding in this base")
+    sizes, stored = [int((labels == i).sum()) for i in numbers], [shapes[f"up_{i}"][0] for i in numbers]
+    expect(holds=sizes == stored, otherwise=f"its groups have {stored} rows, the clusters of this base {sizes}")
+    return {"order": torch.from_numpy(np.argsort(np.argsort(labels, kind="stable"), kind="stable"))}
+
+
 ADAMSS = Algorithm(
     "adamss", AdamssTensors, fit, delta, "PEFT", and_bias=True, beside={"weight": "weight", "bias": "bias"},
+    rebuild=rebuild, rebuilds=frozenset({"order"}),
     bounds={**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]},
 )  # fmt: skip

@@ -33,6 +33,32 @@ class DoesNotFit(ValueError):
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """What a library sees of one module when it loads an adapter, for slots that it makes then and no file holds.
+
+    Everything is on the CPU. `read(slot)` gives a slot that the base or the file holds, in the fitted shape, or with ""
+    the weight [out, cols]: in fp32, in fp64 if the base stores it so. `cast(values, dtype)` gives the same numbers as a
+    dtype holds them, which is named as in files, in fp64 for F64 and else in fp32.
+    """
+
+    read: Callable[[str], Tensor]
+    cast: Callable[[Tensor, str], Tensor]
+    shapes: Shapes
+    target: Shape
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of_arrays(cls, read: Callable[[str], Any], cast: Callable[[Any, str], Any], *more: Any) -> Loaded:
+        """For a caller whose functions give and take arrays of numpy; `more` are shapes, target and settings."""
+        import torch
+
+        def tensor(slot: str) -> Tensor:
+            return torch.from_numpy(read(slot))
+
+        return cls(tensor, lambda values, dtype: torch.from_numpy(cast(values.numpy(), dtype)), *more)
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """One row of the table.
 
@@ -86,6 +112,12 @@ class Algorithm:
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → further slots that the file does not store (seeded
     indices …), CPU tensors without n."""
+    rebuild: Callable[[Loaded], Mapping[str, Tensor]] | None = None
+    """What the library makes of the base when it loads the adapter → the slots `rebuilds`, CPU tensors without n, by
+    the library's own steps in its own precision: singular vectors have a sign, and equal numbers an order, that no
+    file tells. DoesNotFit if this base does not give what was trained on."""
+    rebuilds: frozenset[str] = frozenset()
+    """Optional slots that a file may lack; then `rebuild` makes all of them."""
     bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
     """Integer slot or setting → (fitted shapes, weight shape) → between which ends its numbers lie: one for all of
     them, or one for each entry of the slot's first axis. Every integer slot that a file may hold has its own."""
@@ -123,6 +155,14 @@ class Algorithm:
         if self.derive is None or all(slot in shapes for slot in self.slots):
             return {}
         return self.derive(shapes, target, settings)
+
+    def is_rebuilt(self, shapes: Shapes) -> bool:
+        """Whether a file with slots of these shapes lacks some that `rebuild` gives."""
+        return not self.rebuilds <= shapes.keys()
+
+    def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
+        """The slots that `rebuild` gives, if the file lacks any."""
+        return self.rebuild(loaded) if self.rebuild is not None and self.is_rebuilt(loaded.shapes) else {}
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:

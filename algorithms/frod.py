@@ -2,7 +2,7 @@
 tuners/frod/layer.py.
 
 V is stored once for all layers that end in the same name; where it is not (`save_projection=False`) it follows from
-the weights of all of them, see lora_merge/joint_basis.py. U follows from the untouched weight: its columns are those of
+the weights of all of them, see joint_basis.py. U follows from the untouched weight: its columns are those of
 W V⁻ᵀ at length 1. S is zero but for some entries. Nothing of the untouched weight is left beside that.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat, length
+from .base import Algorithm, Loaded, Shape, Shapes, expect, expect_shapes, flat, length
 from .bounds import COUNT, SEED, below
+from .joint_basis import drawn_places, joint_basis
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,9 +81,22 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
     return change
 
 
+def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+    """The basis for all layers of a kind, in the precision of the weight, and the places of S."""
+    settings, cast = loaded.settings, loaded.cast
+    weights = [cast(loaded.read(f"{LAYER}{n}"), "F32") for n in range(settings["layers"])]
+    basis = cast(joint_basis(weights, settings["ridge"], cast), settings["dtype"])
+    places, count = drawn_places(settings["widths"], settings["share"], settings["seed"]), loaded.shapes["values"][0]
+    expect(
+        holds=places.shape[1] == count,
+        otherwise=f"it has {count} numbers off the diagonal, its configuration {places.shape[1]}",
+    )
+    return {"basis": basis, "places": places}
+
+
 FROD = Algorithm(
     "frod", FrodTensors, fit, delta, "PEFT", reads_base=True, decomposes=True, shared=frozenset({"basis", "places"}),
-    check_settings=check_settings,
+    check_settings=check_settings, rebuild=rebuild, rebuilds=frozenset({"basis", "places"}),
     bounds={"places": lambda _, target: [below(target[1])], "layers": lambda _shapes, _target: [COUNT],
             "seed": lambda _shapes, _target: [SEED]},
 )  # fmt: skip

@@ -3,7 +3,7 @@ PEFT 0.21.2 tuners/psoft/layer.py.
 
 B = V diag(s), A = Uᵀ of W = V diag(s) Uᵀ + …, or with `pissa_init` √s in each; PEFT's α / r cancels out.
 R is orthogonal (Cayley's transform of a skew matrix, or the first terms of its series) or free, and may have its rows
-and columns scaled. B and A are not stored: they follow from the base, see lora_merge/rebuilding.py.
+and columns scaled. B and A are not stored: they follow from the base.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
+from .base import SEEDED, Algorithm, Loaded, Shape, Shapes, expect, flat
 from .bounds import below
+from .low_rank import low_rank_svd
 from .peft_oft import TERMS, block_size, bounded, cayley, series, skew_blocks
 
 if TYPE_CHECKING:
@@ -99,8 +100,26 @@ def delta(base: Tensor, t: Turned) -> Tensor:
     return t.left @ t.right
 
 
+def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+    """The leading singular triples of the weight, as factors."""
+    import torch
+
+    weight, count, settings = loaded.read(""), loaded.shapes["turn"][1], loaded.settings
+    rank = block_size(count) if settings.get("orthogonal", True) else count
+    if settings.get("low_rank", False):
+        left, values, right = low_rank_svd(weight, rank, settings.get("rounds", 10), settings.get("seed", 0))
+        found = left, values, right.mT
+    else:
+        found = torch.linalg.svd(weight, full_matrices=False)
+    left, values, right = found[0][:, :rank], found[1][:rank], found[2][:rank]
+    if settings.get("balanced", False):
+        root = values.sqrt()
+        return {"left": left * root, "right": root[:, None] * right}
+    return {"left": left * values, "right": right}
+
+
 PSOFT = Algorithm(
     "psoft", PsoftTensors, fit, delta, "OpenReview FSHrinMArK",
-    prepare=prepare, bounds={**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]},
-    check_settings=check_settings,
+    prepare=prepare, rebuild=rebuild, rebuilds=frozenset({"left", "right"}), check_settings=check_settings,
+    bounds={**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]},
 )  # fmt: skip

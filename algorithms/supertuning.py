@@ -6,11 +6,12 @@ tuners/supertuning/layer.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair
+from .base import Algorithm, Loaded, Shape, Shapes, alpha_by, expect, extra_pair
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class SuperTensors:
 
     values: Tensor  # [n, m]
     scale: Scalar  # α / r
-    places: Indices | None = None  # [n, m]; where not stored those of the m largest weights, lora_merge/rebuilding.py
+    places: Indices | None = None  # [n, m]; where not stored those of the m largest weights
     up: Tensor | None = None  # [n, out, r]
     down: Tensor | None = None  # [n, r, cols]
     top: bool = True  # `select_top`: the largest weights, not the smallest
@@ -50,6 +51,15 @@ def delta(base: Tensor, t: SuperTensors) -> Tensor:
     return change if t.up is None or t.down is None else change.baddbmm_(t.up * t.scale, t.down)
 
 
+def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+    """The places of the largest magnitudes, or of the smallest, in the order that topk gives them."""
+    import torch
+
+    scores = loaded.read("").abs().flatten()
+    top = bool(loaded.settings.get("top", True))
+    return {"places": torch.topk(scores, loaded.shapes["values"][0], largest=top).indices}
+
+
 SUPERTUNING = Algorithm(
     "supertuning",
     SuperTensors,
@@ -57,5 +67,7 @@ SUPERTUNING = Algorithm(
     delta,
     "arXiv:2607.09287",
     numbers=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
+    rebuild=rebuild,
+    rebuilds=frozenset({"places"}),
     bounds={"places": lambda _, target: [below(prod(target))]},
 )

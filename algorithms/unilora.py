@@ -2,22 +2,26 @@
 
 A[i, j] = θ[a_ij] · s_ij, B likewise; θ is stored once for all layers. Which entry each number is (a) and its scale (s)
 may be stored (`save_indices`); else they are drawn for all layers at once, in the order of the model's code, see
-lora_merge/unstored.py and lora_merge/rebuilding.py. PEFT 0.21.2 tuners/unilora/model.py.
+lora_merge/matching/unstored.py. PEFT 0.21.2 tuners/unilora/model.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
+from .base import Algorithm, Loaded, Shape, Shapes, expect, expect_shapes, flat
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Indices
+
+MOST: Final = 2**29
+"""Numbers of all layers together: 4 GiB of indices."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,40 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
     return bank.gather(1, choice.flatten(1)).view(weight.shape) * weight
 
 
+def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+    """Which entries of the shared vector a layer's numbers are, and one over the root of how often each is used."""
+    import torch
+
+    (out, cols), settings = flat(loaded.target), loaded.settings
+    rank, first = settings["rank"], settings["start"]
+    chosen, uses = spread(settings["total"], loaded.shapes["bank"][0], settings["shuffle"])
+    middle = first + rank * cols
+    down, up = chosen[first:middle].reshape(rank, cols), chosen[middle : middle + out * rank].reshape(out, rank)
+    scale = loaded.cast(torch.from_numpy(uses).rsqrt(), settings["dtype"])
+    found = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
+    return found | {"down_weight": scale[found["down_choice"]], "up_weight": scale[found["up_choice"]]}
+
+
+@lru_cache(maxsize=1)
+def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
+    """(entry of a vector for each of `total` numbers, how often each entry is used, fp32): as even as can be, and
+    shuffled, as PEFT's generate_index does it with numpy's generator."""
+    import numpy as np
+
+    expect(holds=total <= MOST, otherwise=f"its layers have {total} numbers in all, more than are drawn at once")
+    random = np.random.default_rng(seed)
+    chosen = np.repeat(np.arange(numbers), total // numbers)
+    if rest := total % numbers:
+        chosen = np.concatenate([chosen, random.choice(numbers, size=rest, replace=False)])
+    random.shuffle(chosen)
+    return chosen, np.bincount(chosen, minlength=numbers).astype(np.float32)
+
+
 UNILORA = Algorithm(
     "unilora", UniTensors, fit, delta, "arXiv:2506.00799",
     sliced={"up_choice": 0, "up_weight": 0}, uncut=frozenset({"total"}), shared=frozenset({"bank"}),
-    check_settings=check_settings,
+    check_settings=check_settings, rebuild=rebuild,
+    rebuilds=frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
     bounds={"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
             **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
 )  # fmt: skip

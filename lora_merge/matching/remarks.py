@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
+
+from ..algorithms import ALGORITHMS, Shapes
 
 NO_ALPHA: Final = (
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
@@ -27,29 +29,20 @@ DYLORA: Final = (
 
 SAME_MACHINE: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
 
-REBUILT: Final[Mapping[str, tuple[frozenset[str], str]]] = MappingProxyType(
+REBUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "supertuning": (
-            frozenset({"places"}),
-            f"its places are not stored (save_precomputed_indices): those of the largest weights, {SAME_MACHINE}",
-        ),
-        "psoft": (frozenset({"left", "right"}), f"its factors are singular vectors of the base, {SAME_MACHINE}"),
-        "unilora": (
-            frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
-            "it is not stored (save_indices): taken for one of the layers that its configuration means, in the order "
-            "of the model's own class",
-        ),
-        "frod": (
-            frozenset({"basis", "places"}),
-            f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
-        ),
-        "adamss": (frozenset({"order"}), f"its groups of rows are clusters in the base, {SAME_MACHINE}"),
+        "supertuning": "its places are not stored (save_precomputed_indices): those of the largest weights, "
+        + SAME_MACHINE,
+        "psoft": f"its factors are singular vectors of the base, {SAME_MACHINE}",
+        "unilora": "it is not stored (save_indices): taken for one of the layers that its configuration means, in the "
+        "order of the model's own class",
+        "frod": f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
+        "adamss": f"its groups of rows are clusters in the base, {SAME_MACHINE}",
     }
 )
-"""Row of ALGORITHMS → slots that follow from the values of the base (rebuilding.py), and what to say of it."""
+"""Row of ALGORITHMS that makes slots of the base (`Algorithm.rebuild`) → what to say of it."""
 
 
-def rebuilt(name: str, shapes: Mapping[str, Any]) -> str:
+def rebuilt(name: str, shapes: Shapes) -> str:
     """What the user should know of a module whose file lacks such slots; "" where it has them."""
-    slots, text = REBUILT.get(name, (frozenset(), ""))
-    return "" if slots <= shapes.keys() else text
+    return REBUILT[name] if ALGORITHMS[name].is_rebuilt(shapes) else ""

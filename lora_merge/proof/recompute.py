@@ -18,12 +18,12 @@ from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES
 from ..matching.patch import Patch, PatchPart
 from ..matching.relatives import kin
-from ..matching.remarks import rebuilt
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
+from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
-from .reference.floats import Array, beyond, decode, precision, rounded, saturated, step
+from .reference.floats import Array, beyond, decode, held, precision, rounded, saturated, step
 from .sampling import runs, sample, shuffled
 
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
@@ -97,7 +97,7 @@ class Recomputation:
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
-        self._made: dict[Any, Mapping[str, Any]] = {}  # what was rebuilt, by patch
+        self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
@@ -271,26 +271,20 @@ class Recomputation:
         base = partial(self._view, patch.view, patch.adapter, made)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Any]:
+    def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Array]:
         """What follows from the untouched base: once for all rows of a weight, as it may take long."""
         of = kin(patch) or id(patch)
         if of not in self._made:
-            self._made[of] = self._rebuild(patch, made)
+            self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, made))
         return self._made[of]
 
-    def _rebuild(self, patch: Patch, made: Made) -> Mapping[str, Any]:
-        if not rebuilt(patch.algorithm, patch.shapes):
-            return {}
-        from ..engine.rebuilding import as_loaded, rebuild  # it needs torch, for which no other proof has to wait
-
-        def read(slot: str) -> Any:
-            view = patch.view if not slot else patch.beside.get(slot)
-            if view is None:
-                return as_loaded(self.stored(patch.module.slots[slot], patch.shapes[slot]))
-            wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.pieces)
-            return as_loaded(self._view(view, 0, made, None), wide=wide)  # before the first adapter
-
-        return rebuild(patch.algorithm, read, patch.shapes, patch.view.shape, dict(patch.settings))
+    def _as_loaded(self, patch: Patch, made: Made, slot: str) -> Array:
+        """A slot that the base or the file holds, or the weight, before the first adapter."""
+        view = patch.view if not slot else patch.beside.get(slot)
+        if view is None:
+            return held(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
+        wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.pieces)
+        return held(self._view(view, 0, made, None), "F64" if wide else "F32")
 
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
         """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the

@@ -15,7 +15,8 @@ from torch import nn
 
 import lora_merge
 from lora_merge.algorithms import DoesNotFit
-from lora_merge.engine.joint_basis import drawn_places, joint_basis
+from lora_merge.algorithms.joint_basis import drawn_places, joint_basis
+from lora_merge.engine.rebuilding import cast
 from lora_merge.errors import MergeError
 from lora_merge.proof.replay import prove
 from tests.algorithms.test_peft_order import MODELS
@@ -86,7 +87,7 @@ def test_basis_and_places_are_the_library_s_own() -> None:
         assert torch.equal(drawn_places([10] * at, 0.2, 3), tuned.base_model.frod_s_indices[kind]["default"])
         if kind == "inner":
             theirs = tuned.base_model.frod_V[kind]["default"]
-            assert_close(joint_basis([layer.weight.detach() for layer in layers], 1e-3), theirs, kind, 1e-4)
+            assert_close(joint_basis([layer.weight.detach() for layer in layers], 1e-3, cast), theirs, kind, 1e-4)
 
 
 def test_a_basis_that_is_a_matter_of_rounding_is_refused() -> None:
@@ -94,8 +95,8 @@ def test_a_basis_that_is_a_matter_of_rounding_is_refused() -> None:
     one, low = torch.randn(40, 10), torch.randn(40, 3) @ torch.randn(3, 10)
     for weights in ([one], [one, one], [one, 2 * one], [torch.randn(4, 10)], [low, low + 0]):
         with pytest.raises(DoesNotFit, match="rounding"):
-            joint_basis(weights, 1e-3)
-    assert joint_basis([torch.randn(20, 10) for _ in range(5)], 1e-3).shape == (10, 10)
+            joint_basis(weights, 1e-3, cast)
+    assert joint_basis([torch.randn(20, 10) for _ in range(5)], 1e-3, cast).shape == (10, 10)
 
 
 @pytest.mark.filterwarnings("ignore")

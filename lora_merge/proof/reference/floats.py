@@ -54,6 +54,12 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
         return np.frombuffer(raw, _kind(dtype)).astype(np.int64 if dtype in WHOLE else np.float64)
 
 
+def held(values: Array, dtype: str) -> Array:
+    """The numbers as a dtype holds them, in float64 for F64 and else in float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(values).astype(_kind(dtype)).astype(np.float64 if dtype == "F64" else np.float32)
+
+
 def step(values: Array, dtype: str) -> Array:
     """The distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
     bits, smallest, _ = precision(dtype)

@@ -7,14 +7,13 @@ a matter of rounding, no two machines agree, and the layers are refused: that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+from .base import expect
 
-from ..algorithms import DoesNotFit
-from .placement import host
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEAR: Final = 0.05
 """How far, of its length, the whole basis may be from the one that fp64 gives. Four layers of 2048 inputs are 0.02 off:
@@ -27,14 +26,18 @@ UNSETTLED: Final = (
 )
 
 
-def joint_basis(weights: Sequence[Tensor], ridge: float) -> Tensor:
-    """V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding."""
+def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding.
+
+    `cast`: as in Loaded.
+    """
+    import torch
+
     found, _ = _basis(weights, ridge)
-    exact, upper = _basis([host(weight, torch.float64) for weight in weights], ridge)
-    ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (host(found, torch.float64), exact))
+    exact, upper = _basis([cast(weight, "F64") for weight in weights], ridge)
+    ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (cast(found, "F64"), exact))
     apart = torch.minimum((ours - theirs).norm(dim=0), (ours + theirs).norm(dim=0))
-    if bool(apart.norm() > NEAR * theirs.norm()):
-        raise DoesNotFit(UNSETTLED)
+    expect(holds=not bool(apart.norm() > NEAR * theirs.norm()), otherwise=UNSETTLED)
     return found
 
 
@@ -43,6 +46,8 @@ def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
 
     V is R times the eigenvectors of a mean over the weights: of the inverse of what each has of their common row space.
     """
+    import torch
+
     stacked = torch.cat(list(weights))
     if stacked.shape[0] < stacked.shape[1]:
         right: Tensor = torch.linalg.svd(stacked, full_matrices=True)[2]
@@ -57,6 +62,8 @@ def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
 
 def _left(upper: Tensor, basis: Tensor) -> Tensor:
     """U of all weights in the basis of their Q, as long as the columns of V, so that both weigh alike."""
+    import torch
+
     turned: Tensor = torch.linalg.lstsq(basis, upper.T).solution.T
     length = turned.norm(dim=0)
     scaled: Tensor = turned / length.where(length > 0, length.new_ones(())) * basis.norm(dim=0)
@@ -65,6 +72,8 @@ def _left(upper: Tensor, basis: Tensor) -> Tensor:
 
 def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
     """[2, m] rows and columns of S for the last of these kinds, all of which draw from one generator in order."""
+    import torch
+
     random, places = torch.Generator().manual_seed(seed), torch.empty(2, 0, dtype=torch.long)
     for width in widths:
         off = width * (width - 1)  # entries off the diagonal, row by row

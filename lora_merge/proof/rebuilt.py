@@ -1,0 +1,33 @@
+"""Slots that no file holds: made by the row's own steps, as the library does it on loading, and looked at in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ..algorithms import ALGORITHMS, Loaded
+from ..errors import VerificationFailed
+from ..matching.choose import Patch
+from ..text import quoted
+from .reference.floats import Array, held
+from .reference.rebuilding import CHECKS, Remade
+
+REPORT = "report it with the configuration of the adapter and of the base"
+
+
+def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
+    """What the patch's file lacks; nothing where it has all. VerificationFailed where it is not what it must be.
+
+    `read`: a slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]; in float32,
+    or in float64 if the base stores it so.
+    """
+    row, settings = ALGORITHMS[patch.algorithm], dict(patch.settings)
+    if not row.is_rebuilt(patch.shapes):
+        return {}
+    more = patch.shapes, patch.view.shape, settings
+    found = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
+    if not CHECKS[patch.algorithm](Remade(found, read, *more)):
+        where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(found))}"
+        raise VerificationFailed("what the adapter's method makes of the base is not what defines it", where, REPORT)
+    return found

@@ -1,0 +1,102 @@
+"""What must be true of slots that a row makes of the base when it loads an adapter (`Algorithm.rebuild`), in float64.
+
+Signs of singular vectors and the order of equal numbers are those of the machine that computes them, so no second
+computation gives the same for sure. What came out is taken, and held against what defines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from .floats import Array, held
+
+CLOSE: Final = 1e-3
+"""Of the largest singular value: what fp32 leaves of a decomposition."""
+NEAR: Final = 0.1
+"""How far FRoD's basis, rounded to 16 bits, may be from the one that fp64 gives, of its length."""
+
+
+@dataclass(frozen=True)
+class Remade:
+    """The slots that were made, and what they were made of."""
+
+    found: Mapping[str, Array]
+    read: Callable[[str], Array]  # a slot of the base, or "" for the weight [out, cols]
+    shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]  # of the weight
+    settings: Mapping[str, Any]
+
+
+def _largest(r: Remade) -> bool:
+    """SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
+    places, scores = r.found["places"], np.abs(r.read("")).reshape(-1)
+    ranked = np.sort(scores)[:: -1 if r.settings.get("top", True) else 1]
+    different = len(np.unique(places)) == len(places)
+    return different and np.array_equal(scores[places], ranked[: len(places)])
+
+
+def _triples(r: Remade) -> bool:
+    """PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
+    left, right, weight = (held(v, "F64") for v in (r.found["left"], r.found["right"], r.read("")))
+    values = np.linalg.svd(weight, compute_uv=False)
+    sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
+    there = sizes > CLOSE * values[0]
+    u, v = (side[:, there] / np.linalg.norm(side[:, there], axis=0) for side in (left, right.T))
+    unit = np.eye(u.shape[1])
+    exact = [(u.T @ weight @ v, np.diag(sizes[there]))]
+    if not r.settings.get("low_rank", False):  # which finds them nearly, by chance
+        exact.append((sizes, values[: len(sizes)]))
+    near = all(np.abs(one - other).max(initial=0.0) <= CLOSE * values[0] for one, other in exact)
+    return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
+
+
+def _groups(r: Remade) -> bool:
+    """AdaMSS: every row once, and those of one group in the order of the weight's."""
+    order = r.found["order"]
+    heights = [r.shapes[f"up_{i}"][0] for i in range(sum(slot.startswith("up_") for slot in r.shapes))]
+    rows = np.argsort(order)
+    ends = np.cumsum(heights)
+    inside = np.delete(np.diff(rows), ends[:-1] - 1)
+    return np.array_equal(np.sort(order), np.arange(len(order))) and bool((inside > 0).all())
+
+
+def _shares(r: Remade) -> bool:
+    """Uni-LoRA: entries that the vector has, each weighed by how often all layers use it: once more or less."""
+    numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
+    often = np.array([total // numbers, total // numbers + 1], np.float64)
+    weights = held(1 / np.sqrt(often[often > 0]), dtype)
+    inside = all(((v >= 0) & (v < numbers)).all() for v in (r.found["down_choice"], r.found["up_choice"]))
+    step = np.spacing(np.float32(weights.max())) if dtype in ("F32", "F64") else 0.0
+    near = (np.abs(r.found[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
+    return inside and all(found.all() for found in near)
+
+
+def _joint(r: Remade) -> bool:
+    """FRoD: places off the diagonal, each once; a basis that turns every layer's share of the common rows alike."""
+    (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
+    off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
+    wanted = _basis([r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"])
+    apart = np.minimum(*(np.linalg.norm(basis - sign * wanted, axis=0) for sign in (1.0, -1.0)))
+    return off and bool(np.linalg.norm(apart) <= NEAR * np.linalg.norm(wanted))
+
+
+def _basis(weights: list[Array], ridge: float) -> Array:
+    """V: for Wᵢ = Qᵢ R, Rᵀ E with the eigenvectors E of the mean of (QᵢᵀQᵢ + ridge)⁻¹."""
+    stacked = np.concatenate(weights)
+    if stacked.shape[0] < stacked.shape[1]:
+        return np.asarray(np.linalg.svd(stacked)[2].T)
+    upper: Array = np.linalg.qr(stacked)[1]
+    parts = [np.linalg.solve(upper.T, weight.T).T for weight in weights]
+    mean = sum(np.linalg.inv(part.T @ part + ridge * np.eye(len(upper))) for part in parts) / len(parts)
+    return np.asarray(upper.T @ np.linalg.eigh(mean)[1])
+
+
+CHECKS: Final[Mapping[str, Callable[[Remade], bool]]] = MappingProxyType(
+    {"supertuning": _largest, "psoft": _triples, "adamss": _groups, "unilora": _shares, "frod": _joint}
+)
+"""Row of ALGORITHMS with a `rebuild` → whether what it made is right."""
