@@ -8,7 +8,7 @@ import numpy as np
 
 from ..algorithms import ALGORITHMS, Loaded
 from ..errors import VerificationFailed
-from ..matching.choose import Patch
+from ..matching.patch import Patch
 from ..text import quoted
 from .reference.floats import Array, held
 from .reference.rebuilding import CHECKS, Remade
