@@ -41,7 +41,7 @@ GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
     "proof": "proof/verify proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
     "proof/reference/numbers proof/reference/layouts proof/reference/claims",
-    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/growth matching/conflicts matching/resizing",
+    "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing",
     "publishing": "disk/publish planning/headings disk/known_hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (

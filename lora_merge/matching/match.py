@@ -29,15 +29,14 @@ from ..text import listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck
 from .context import AdapterContext
-from .growth import GIVE_BIAS, NEW_BIAS, NO_BIAS, bias_beside, grown
+from .diagnosis import IDLE, STRANGE, doubtful, refuse
 from .incomplete import gaps, incomplete
-from .misfits import IDLE, UNKNOWN, doubtful, refuse
 from .orientation import Base
 from .patch import COPY, OFF, ZEROS, Match, Patch, PatchPart
 from .places import Places
 from .relatives import related
 from .remarks import LEFT_OUT, TUNED_BIAS, TURNED_BIAS
-from .resizing import by_rows, is_copy, is_idle, sizes, with_values
+from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, bias_beside, by_rows, grown, is_copy, is_idle, sizes, with_values
 from .side_by_side import as_trained
 from .stored_base import stored_base
 from .tied_heads import AGAIN, AdapterPair, separate, shared_layers
@@ -298,7 +297,7 @@ class MatchBuilder:
             self.unused[info.name] = COPY
             self._count({"model"})
         elif (view := view or self._of_head(info, name, parameter, rows=bool(meant and meant.rows))) is None:
-            self.unmatched[info.name] = UNKNOWN
+            self.unmatched[info.name] = STRANGE
         elif meant is not None and meant.rows is not None:
             self._replace_rows(info, view, meant.rows)
         elif (first := self.set.setdefault(view.pieces, info)) is info:

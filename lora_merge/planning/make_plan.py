@@ -22,9 +22,9 @@ from ..files.codecs.plain import plain
 from ..files.layout_check import layout
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
 from ..job import Job
+from ..matching.conflicts import with_meetings
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
-from ..matching.meetings import with_meetings
 from ..matching.patch import Match, PatchPart
 from ..matching.resizing import clashes, replace_in_turn
 from ..matching.tied_heads import check_alone

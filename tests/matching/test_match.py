@@ -1,0 +1,77 @@
+"""What one adapter does to a base is worked out of frozen values: nobody writes into what another has made."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_merge.adapters.file import FileValues, group
+from lora_merge.adapters.peft.rules import rules
+from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.job import make_job
+from lora_merge.matching.choose import choose
+from lora_merge.matching.context import AdapterContext
+from lora_merge.models.weights import whole
+from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.make_plan import make_plan
+
+from ..support import rand, save
+from ..test_structure import PACKAGE
+
+
+def written(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Fields that statements assign to or delete, or entries of fields."""
+    for node in ast.walk(tree):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) else ():
+            inner = target
+            while isinstance(inner, ast.Subscript):
+                inner = inner.value
+            if isinstance(inner, ast.Attribute):
+                yield inner
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "matching").glob("*.py")), ids=lambda p: p.stem)
+def test_no_object_writes_into_the_fields_of_another(path: Path) -> None:
+    for field in written(ast.parse(path.read_text(encoding="utf-8"))):
+        own = isinstance(field.value, ast.Name) and field.value.id == "self"
+        assert own, f"{path.name}, line {field.lineno}: {ast.unparse(field)} is written to"
+
+
+def test_that_law_sees_what_it_forbids() -> None:
+    for text in ("a.b = 1", "a.b += 1", "self.a.b = 1", "a.b['k'] = 1", "del a.b['k']", "a.b: int = 1"):
+        (field,) = written(ast.parse(text))
+        assert ast.unparse(field.value) != "self"
+
+
+def test_a_choice_depends_on_its_arguments_alone(tmp_path: Path) -> None:
+    """Asked again, after other modules, and with another context between: the same patch with the same remarks."""
+    tensors = {"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8), "a.alpha": torch.tensor(0.0),
+               "b.lora_up.weight": rand(8, 2), "b.lora_down.weight": rand(2, 8)}  # fmt: skip
+    index = open_checkpoint(save(tensors, tmp_path / "a.safetensors"))
+    file = group(index)
+    a, b = sorted(file.modules, key=lambda m: m.name)
+    context = AdapterContext(0, file, rules({}, "", index.metadata), FileValues())
+    stated = AdapterContext(0, file, rules({}, "", index.metadata), FileValues(), given={"lora_alpha": 4.0})
+    view = whole("w", (8, 8))
+    first, second = choose(a, view, context), choose(b, view, context)
+    assert len(first.remarks) == len(second.remarks) == 1 and first.remarks != second.remarks
+    with_setting = choose(b, view, stated)
+    assert with_setting.settings == {"lora_alpha"} and not with_setting.remarks
+    assert with_setting.patch.numbers["scale"] == 2.0
+    assert (choose(b, view, context), choose(a, view, context)) == (second, first)
+
+
+def test_what_an_adapter_does_is_frozen(tmp_path: Path) -> None:
+    save({"a.weight": rand(8, 8)}, tmp_path / "b.safetensors")
+    save({"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8)}, tmp_path / "a.safetensors")
+    job = make_job(tmp_path / "b.safetensors", [tmp_path / "a.safetensors"], tmp_path / "o.safetensors")
+    (match,) = make_plan(job, CheckpointCache()).adapters
+    for field in fields(match):
+        with pytest.raises(FrozenInstanceError):
+            setattr(match, field.name, None)
