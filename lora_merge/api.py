@@ -43,8 +43,7 @@ def plan(
     **options: Unpack[MergeOptions],
 ) -> Plan:
     """What `merge` would do, without folding a weight; raises what it would raise."""
-    from .engine.admission import plan_merge
-    from .engine.bounds import require_device
+    from .engine.admission import plan_merge, require_device
 
     made = plan_merge(make_job(base, adapters, output, **options))
     require_device(made.job)

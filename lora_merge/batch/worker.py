@@ -61,7 +61,7 @@ def _work() -> None:
 def spread(task: Task) -> Pass:
     """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
     if task.this.workers > 1:
-        from ..engine.parallelism import share_cores
+        from ..engine.devices import share_cores
 
         share_cores(task.this.workers)
     entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)

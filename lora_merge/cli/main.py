@@ -187,7 +187,7 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
     """What a dry run says below the plan's own lines."""
-    from ..engine.bounds import require_device
+    from ..engine.admission import require_device
     from ..planning.plan import coverage
 
     require_device(plan.job)

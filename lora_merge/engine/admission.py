@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import require_space
+from ..dtypes import COMPUTE_DTYPES
 from ..job import Job
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import make_plan
 from ..planning.plan import Plan
-from .bounds import window_room
-from .windows import unshared_bytes
+from .windows import unshared_bytes, window_room
 
 
 def disk_bytes(plan: Plan) -> int:
@@ -33,3 +33,14 @@ def admit(plan: Plan) -> Plan:
 def plan_merge(job: Job) -> Plan:
     """Return the plan for a job, from headers alone, admitted; raises whatever the merge would raise."""
     return admit(make_plan(job, CheckpointCache()))
+
+
+def require_device(job: Job) -> None:
+    """ResourceError where the device is not here. Only torch can tell, which is imported unless it is the default.
+
+    For plans that are not carried out: a merge finds out while it reads, when torch has been imported beside.
+    """
+    if job.device not in {"auto", "cpu"}:
+        from .devices import places
+
+        places(job.device, COMPUTE_DTYPES[job.compute_dtype])

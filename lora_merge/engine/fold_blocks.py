@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import prod
 from threading import local
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..algorithms import ALGORITHMS, DoesNotFit, dora
+from ..algorithms import ALGORITHMS, DoesNotFit
+from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
-from ..matching.patch import Patch
-from ..models.weights import Weight, WeightView
-from ..planning.plan import OutputTensor
-from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
-from .devices import precise, release
-from .fold import RULES, StackedPatch
-from .overflow import settle, settled, sum_too_large
-from .parallelism import DeviceMemory, stack_size
-from .placement import DeviceStream, Placement, finite, host, land, move, numbers, odd, stage, stage_indices, whole
-from .rebuilding import Kin, from_base
-from .tensors import DeviceCache, Fetch, decoded, encoded, weight_values
+from ..job import Job
+from .blocks import Block
+from .devices import DeviceMemory, fallback_device, passed_over, precise, release, stack_size
+from .fold import RULES
+from .patch_tensors import PatchTensors
+from .placement import (
+    DeviceStream,
+    Placement,
+    finite,
+    host,
+    land,
+    odd,
+    settle,
+    stage,
+    sum_too_large,
+)
+from .tensors import decoded, encoded
 from .torch_state import exact_products
-
-KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
-KEPT_PART: Final = BLOCK_ELEMENTS // 4
-"""Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
@@ -47,21 +49,28 @@ class Item:
 
 @dataclass(frozen=True)
 class BlockMerger:
-    """Folds blocks at one placement, or at several. `fetch` gives stored tensors, of the adapters and of `base`."""
+    """Folds blocks at one placement, or at several."""
 
     at: tuple[Placement, ...]
-    fetch: Fetch
-    base: Mapping[str, Weight]
-    pool: ThreadPoolExecutor | None = None  # for blocks side by side; `fetch` is then called from its threads
+    tensors: PatchTensors  # whoever gave them empties their cache
+    pool: ThreadPoolExecutor | None = None  # for blocks side by side; tensors are then fetched from its threads
     max_vram: int | None = None
-    kept: DeviceCache | None = None  # whoever gave it empties it
     notes: list[str] = field(default_factory=list)  # what the user should know
     saturate: bool = False  # whether numbers that the output's dtype has no room for are cut
     fallback_device: Placement | None = None  # for what does not fit, even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
-    kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
+
+    @staticmethod
+    def of(
+        job: Job, at: tuple[Placement, ...], tensors: PatchTensors, pool: ThreadPoolExecutor | None = None
+    ) -> BlockMerger:
+        """As a job wants it."""
+        return BlockMerger(
+            at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
+            job.on_overflow == "saturate", fallback_device(job.device, at),
+        )  # fmt: skip
 
     def fold(self, items: Sequence[Item]) -> Counter[str]:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written.
@@ -128,14 +137,13 @@ class BlockMerger:
 
     def _relieve(self) -> None:
         """Give back what is not in use at the moment."""
-        if self.kept is not None:
-            self.kept.clear()
+        self.tensors.kept.clear()
         release(self.at)
 
     def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor | None:
         """Fold them and write the results; gives these back, as computed, if some of them need a closer look."""
         blocks = [i.block for i in group]
-        stacks = self._stacks(blocks, at)
+        stacks = self.tensors.stacks(blocks, at, lane)
         base = self._base(group, at, lane)
         merged = RULES[blocks[0].target.method.name](base, stacks)
         if merged is base and _in_place(group, at):
@@ -148,7 +156,7 @@ class BlockMerger:
         if target.packed is None:
             return merged
         rows = zip(merged.unbind(), group, strict=True)
-        return torch.stack([encoded(values, target.packing, i.block.first, self.fetch) for values, i in rows])
+        return torch.stack([encoded(values, target.packing, i.block.first, self.tensors.fetch) for values, i in rows])
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Counter[str]:
         """Tensor → numbers cut; TooLarge for those of a finite base that became none, or that may not be cut."""
@@ -157,7 +165,7 @@ class BlockMerger:
             name = item.block.target.name
             if self._overflown(item, values):
                 raise sum_too_large(name, values.dtype)
-            numbers = encoded(values, item.block.target.packing, item.block.first, self.fetch)
+            numbers = encoded(values, item.block.target.packing, item.block.first, self.tensors.fetch)
             found[name] += settle(name, host(numbers), item.into, saturate=self.saturate)
         return +found
 
@@ -165,7 +173,7 @@ class BlockMerger:
         """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
         may make that of one NaN among them: the proof tells whether it did so rightly."""
         sound = finite(values)
-        if sound.all() or not all(finite(weight_values(self.base[key], self.fetch)).all() for key in item.block.reads):
+        if sound.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
             return False
         known = finite(self._base([replace(item, base=self._stored(item))], HOST, DeviceStream(HOST))[0])
         return bool((known & ~sound).any())
@@ -177,11 +185,11 @@ class BlockMerger:
         (first, count), weight = item.block.stored, item.block.target.weight
         size, offset = weight.packing.encoding.nbytes, weight.stored.offset
         shape = tuple(item.into.shape)
-        return self.fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
+        return self.tensors.fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
 
     def _values(self, item: Item) -> Tensor:
         """The base values of an item."""
-        return decoded(item.base, item.block.target.weight, item.block.first, self.fetch)
+        return decoded(item.base, item.block.target.weight, item.block.first, self.tensors.fetch)
 
     def _lane(self) -> DeviceStream:
         """The calling thread's lane; threads share the placements out among them."""
@@ -213,115 +221,15 @@ class BlockMerger:
                 rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
         return out
 
-    def _stacks(self, blocks: Sequence[Block], at: Placement) -> list[StackedPatch]:
-        """What is done to blocks of one kind, in order."""
-        return [self.stack([b.slices[k] for b in blocks], at) for k in range(len(blocks[0].slices))]
 
-    def stack(self, slices: Sequence[BlockPart], at: Placement) -> StackedPatch:
-        """The same slice of n blocks as one StackedPatch."""
-        first = slices[0]
-        patch = first.use.patch
-        row = ALGORITHMS[patch.algorithm]
-        to = at if row.prepare is None else precise(at)
-        fields: dict[str, Any] = dict(patch.settings)
-        for s in slices:
-            self._check(s.use.patch)
-        for slot in patch.shapes:
-            parts = [self._factor(s, slot, to) for s in slices]
-            fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-        for name in row.scalars:
-            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to)
-        derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        made = [{**derived, **from_base(s.use.patch, self.base, self.fetch, self.kin)} for s in slices]
-        for slot in made[0]:
-            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
-        tensors = row.prepared(row.tensors(**fields))
-        return StackedPatch(
-            row,
-            tensors if to == at else move(tensors, at),
-            self._numbers([s.use.strength for s in slices], at),
-            slice(first.low, first.high),
-            patch.adapter,
-            first.use.piece.transposed,
-            torch.stack([self._view(s, s.use.patch.view, at) for s in slices]) if first.needs_view else None,
-            slice(*first.taken) if first.taken is not None else None,
-            (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
-            self._magnitude(slices, at),
-        )
-
-    def _check(self, patch: Patch) -> None:
-        """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
-        row = ALGORITHMS[patch.algorithm]
-        stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
-        integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
-        row.check_integers(integers, patch.shapes, patch.view.shape)
-
-    def _factor(self, s: BlockPart, slot: str, at: Placement) -> Tensor:
-        """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
-        patch = s.use.patch
-        if slot in patch.beside:
-            return self._view(s, patch.beside[slot], at).reshape(patch.shapes[slot])
-        info = patch.module.slots[slot]
-        row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
-        cut = None
-        if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:
-            axis = row.sliced[slot]
-            cut = (axis, *s.entries(shape[axis]))
-        put = stage_indices if slot in row.integer_slots else stage
-
-        def staged(cut: tuple[int, int, int] | None) -> Tensor:
-            tensor = self.fetch(info).reshape(shape)
-            return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
-
-        key = (info.file, info.name, shape, at)
-        if prod(shape) <= KEPT_WHOLE:  # one for all blocks
-            whole = self._keep(key, lambda: staged(None))
-            return whole if cut is None else whole.narrow(*cut).contiguous()
-        count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
-        return self._keep((*key, cut), lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
-
-    def _numbers(self, values: Sequence[float], at: Placement) -> Tensor:
-        return self._keep((tuple(values), at), lambda: numbers(values, at))
-
-    def _keep(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """What was made for this key before, or is made now."""
-        if self.kept is None:
-            return make()
-        lane = self._lane()
-        return lane.hold(self.kept.get(key, make, lane.settle))
-
-    def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
-        if slices[0].use.patch.magnitude is None:
-            return None
-        axis, shape = slices[0].use.patch.magnitude
-        tensors = []
-        for s in slices:
-            tensor = self.fetch(s.use.patch.module.shared["magnitude"]).reshape(shape)
-            tensors.append(tensor if axis == "in" else tensor.narrow(0, s.formed[0], s.formed[1] - s.formed[0]))
-        return axis, stage(tensors, at)
-
-    def _view(self, s: BlockPart, view: WeightView, at: Placement) -> Tensor:
-        """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
-        the adapters before have made of it where adapters act in turn."""
-        parts = []
-        for piece in view.pieces:
-            weight, target = self.base[piece.key], s.target
-            rows = weight_values(weight, self.fetch).reshape(-1, piece.cols)
-            before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
-            if before:
-                rows = self._changed(rows, target._replace(name=piece.key, weight=weight, uses=before), at)
-            rows = rows[piece.start : piece.stop]
-            parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
-        return torch.cat(parts)
-
-    def _changed(self, values: Tensor, target: OutputTensor, at: Placement) -> Tensor:
-        """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
-        found = stage([values.reshape(target.matrix)], at)[0].clone()
-        for block in blocks(target):
-            if block.slices:
-                rows = found[block.first : block.last]
-                rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self._stacks([block], at))[0])
-        return found.reshape(values.shape)
+def settled(under_way: Sequence[Future[Counter[str]]]) -> Counter[str]:
+    """Tensor → numbers cut, of all of them. Waits for all, also if one fails: the memory must be at rest before anyone
+    uses it again."""
+    wait(under_way)
+    found: Counter[str] = Counter()
+    for done in under_way:
+        found += done.result()
+    return found
 
 
 def _precise(at: Placement, block: Block) -> Placement:

@@ -10,12 +10,11 @@ from ..disk.reader import Reader
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import WindowTask
-from .devices import fallback_device, passed_over, places, release
-from .fold_blocks import BlockMerger, Item
-from .overflow import settle, settled
-from .parallelism import one_core, threads
-from .placement import convert
-from .tensors import DeviceCache, TensorCache, decoded, encoded, packed
+from .devices import one_core, places, release, threads
+from .fold_blocks import BlockMerger, Item, settled
+from .patch_tensors import PatchTensors
+from .placement import convert, settle
+from .tensors import TensorCache, decoded, encoded, packed
 from .windows import Change, Fold, Window
 
 
@@ -30,12 +29,7 @@ class WindowMerger:
             reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
         )
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.kept = DeviceCache()
-        notes = passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
-        self.folder = BlockMerger(
-            at, self.factors.fetch, plans[0].weights, self.pool, job.max_vram, self.kept, notes,
-            fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
-        )  # fmt: skip
+        self.folder = BlockMerger.of(job, at, PatchTensors(self.factors.fetch, plans[0].weights), self.pool)
         self.saturated: list[Counter[str]] = [Counter() for _ in plans]
         """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
 
@@ -66,7 +60,7 @@ class WindowMerger:
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""
         self.factors.forget()
-        self.kept.clear()
+        self.folder.tensors.kept.clear()
 
     def close(self) -> None:
         """End the threads, and give back what they have used: other streams than theirs could not use it again."""

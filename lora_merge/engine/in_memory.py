@@ -36,14 +36,14 @@ from ..planning.make_plan import match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed
 from .blocks import BlockPart, blocks
-from .bounds import WINDOW_BYTES
-from .devices import fallback_device, place, places, release
+from .devices import place, places, release
 from .fold import change
 from .fold_blocks import BlockMerger, Item
-from .overflow import settle
-from .placement import FILE_DTYPES, TORCH_DTYPES, convert, finite, host, stage
-from .tensors import DeviceCache, TensorCache, decoded, encoded
+from .patch_tensors import PatchTensors
+from .placement import FILE_DTYPES, TORCH_DTYPES, DeviceStream, convert, finite, host, settle, stage
+from .tensors import TensorCache, decoded, encoded
 from .torch_state import undisturbed
+from .windows import WINDOW_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,17 +79,14 @@ def merge_state_dict(
         factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
         base = replace(base, config=TIED) if head else base
         matched = match(job, base, lookup, files, FileValues(reader))
-        kept, saturated = DeviceCache(), Counter[str]()
-        folder = BlockMerger(
-            at, factors.fetch, weights(base, matched), None, job.max_vram, kept,
-            fallback_device=fallback_device(job.device, at), saturate=job.on_overflow == "saturate",
-        )  # fmt: skip
+        tensors, saturated = PatchTensors(factors.fetch, weights(base, matched)), Counter[str]()
+        folder = BlockMerger.of(job, at, tensors)
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
             merged |= _merged(some, folder, saturated)
             factors.forget()
-            kept.clear()
+            tensors.kept.clear()
     if saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
@@ -118,13 +115,13 @@ def _merged(targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Cou
     merged, items = {}, []
 
     def put(target: OutputTensor, first: int, numbers: Tensor, into: Tensor) -> None:
-        values = decoded(numbers, target.weight, first, folder.fetch)
-        values = encoded(values, target.packing, first, folder.fetch)
+        values = decoded(numbers, target.weight, first, folder.tensors.fetch)
+        values = encoded(values, target.packing, first, folder.tensors.fetch)
         if not convert(values, into):
             saturated[target.name] += settle(target.name, values, into, saturate=folder.saturate)
 
     for target in targets:
-        base, padded = folder.fetch(target.source).reshape(-1), target.weight.padded
+        base, padded = folder.tensors.fetch(target.source).reshape(-1), target.weight.padded
         read, written = target.weight.packing.encoding, target.packing.encoding
         if target.copied:
             merged[target.name] = base.view(target.source.shape)
@@ -254,7 +251,7 @@ class LoadedAdapter:
             alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
             piece = patch.view.pieces[0]
             part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
-            stack = BlockMerger((at,), factors.fetch, {"weight": weight}).stack([part], at)
+            stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():

@@ -24,10 +24,8 @@ from ..disk.writer import Writer, amend
 from ..planning.headings import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
-from .bounds import SLOTS
-from .buffers import WindowBuffers, WindowTask
-from .ring import Pool, drive
-from .windows import Window, sharable, window_bytes, windows
+from .buffers import Pool, WindowBuffers, WindowTask, drive
+from .windows import SLOTS, Window, sharable, window_bytes, windows
 
 if TYPE_CHECKING:
     from .fold_window import WindowMerger

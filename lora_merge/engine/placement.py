@@ -1,4 +1,4 @@
-"""The only module that moves or casts a tensor.
+"""The only module that moves or casts a tensor; and what becomes of finite numbers that the new dtype has no room for.
 
 Everything that meets in one formula is brought to one place by `stage`; results leave it once, by `land`. A test
 holds the rest of the project to that.
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms.base import expect
-from ..dtypes import FLOATS, TABLE
+from ..dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE
+from ..errors import TooLarge
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, row.library)
@@ -38,6 +39,9 @@ PATTERNS: Final = {
 BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 """8-bit dtype → the bits, without the sign, from which a number may be one that did not fit: 448 itself of e4m3, where
 some versions of torch cut and others write NaN."""
+
+WIDER: Final = ("bf16", "fp32")
+"""Values of `--dtype` that are recommended where another has no room, the narrowest first."""
 
 PIECE: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are looked at again
 
@@ -240,6 +244,44 @@ def cut(source: Tensor, into: Tensor, over: Tensor) -> None:
     """Cast a host tensor into another, with the largest number of its dtype where it has no room for one."""
     limit = torch.finfo(into.dtype).max
     into.copy_(_ready(torch.where(over, source.double().clamp(-limit, limit), source.double()), into.dtype))
+
+
+def settle(name: str, source: Tensor, into: Tensor, *, saturate: bool) -> int:
+    """Look at every number of a host tensor that was cast `into` another dtype: those without room there are cut.
+
+    Returns how many. TooLarge, which names the tensor, unless `saturate`. NaN stays NaN, and infinite numbers stay
+    infinite but in e4m3, which has none: there they are too large like others.
+    """
+    total = 0
+    for old, new in pieces(source, into):
+        over = beyond(old, into.dtype)
+        count = int(over.sum())
+        if count and not saturate:
+            raise _too_large(name, old[over], into.dtype)
+        if count:
+            cut(old, new, over)
+        total += count
+    return total
+
+
+def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
+    largest = max(values.tolist(), key=abs)
+    wider = next((option for option in WIDER if abs(largest) <= ROOM[TORCH_DTYPES[DTYPES[option]]]), "keep")
+    return TooLarge(f"a number is too large for {_called(dtype)}: {largest:g}", name,
+                    f"write --dtype {wider}, or --on-overflow saturate to cut such numbers to the largest")  # fmt: skip
+
+
+def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:
+    """The error for a merged tensor whose sum overflowed in the compute dtype: what it should be is not known."""
+    wider = {torch.float16: "fp32", torch.float64: ""}.get(dtype, "fp64")
+    fix = f"write --compute-dtype {wider}, or lower the strength" if wider else "lower the strength"
+    return TooLarge(f"a merged value is too large for {_called(dtype)}, the compute dtype", name, fix)
+
+
+def _called(dtype: torch.dtype) -> str:
+    """The dtype as options call it."""
+    names = {stored: option for option, stored in (DTYPES | COMPUTE_DTYPES).items()}
+    return names[FILE_DTYPES[dtype]]
 
 
 def finite(tensor: Tensor) -> Tensor:

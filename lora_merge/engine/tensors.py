@@ -1,5 +1,5 @@
-"""Stored tensors as torch tensors: adapters' factors, checked for NaN, base tensors that are gathered, and what is
-made of them once for many blocks."""
+"""Stored tensors as torch tensors: adapters' tensors, checked for NaN, weights by their codec, and what is made of them
+once for many blocks."""
 
 from __future__ import annotations
 

@@ -14,10 +14,14 @@ from typing import Any, Final
 
 from ..disk.files import Source, StoredTensor
 from ..disk.pages import PAGE
+from ..errors import ResourceError
+from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .blocks import Block, blocks
-from .bounds import SLOTS, SMALLEST_WINDOW, window_room
 
+WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory
+SMALLEST_WINDOW: Final = 2**20
+SLOTS: Final = 4  # one being read, one hashed, one folded, one written
 STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
 WIDTH: Final = 768  # numbers, whole units of every encoding
 
@@ -114,6 +118,15 @@ class Window:
         _append(self.apart, Read(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
         return at
+
+
+def window_room(job: Job) -> int:
+    """Bytes that a window's output may have, and its input; ResourceError if nothing fits."""
+    room = job.max_memory // (2 * SLOTS)
+    if room < SMALLEST_WINDOW:
+        raise ResourceError("the memory bound is too small", f"--max-memory {job.max_memory}",
+                            f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
+    return min(room, WINDOW_BYTES)
 
 
 def window_bytes(plan: Plan) -> int:

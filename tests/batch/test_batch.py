@@ -39,8 +39,8 @@ from lora_merge.disk.locks import claim_path, claimed
 from lora_merge.disk.reader import Reader
 from lora_merge.disk.writer import Writer
 from lora_merge.engine import buffers as slots
-from lora_merge.engine import fold_blocks as folding
 from lora_merge.engine import fold_window as making
+from lora_merge.engine import patch_tensors as folding
 from lora_merge.engine.buffers import WindowTask
 from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.errors import MergeError, ResourceError, UsageError

@@ -14,7 +14,8 @@ import torch
 from lora_merge.adapters.file import Module
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
-from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
+from lora_merge.engine.fold_blocks import BlockMerger, Item
+from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, Placement
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
@@ -62,7 +63,7 @@ def test_cutting_and_spreading_change_nothing(
     base = {key: Weight(tuple(t.shape), held(key, t)) for key, t in stored.items()}
     everything = stored | slots
     folder = BlockMerger(
-        (Placement(torch.device("cpu"), torch.float64),), lambda info: everything[info.name], base, kept=DeviceCache()
+        (Placement(torch.device("cpu"), torch.float64),), PatchTensors(lambda info: everything[info.name], base)
     )
     found, count = [], 0
     for piece, start in zip(pieces, edges, strict=False):

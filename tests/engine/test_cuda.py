@@ -21,7 +21,8 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import blocks
 from lora_merge.engine.devices import places
-from lora_merge.engine.fold_blocks import BlockMerger, DeviceCache, Item
+from lora_merge.engine.fold_blocks import BlockMerger, Item
+from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, TORCH_DTYPES
 from lora_merge.matching.choose import Patch
 from lora_merge.matching.patch import PatchPart
@@ -86,7 +87,7 @@ class Layers:
         found = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
         with ThreadPoolExecutor(3) as pool:
             at = places(device, compute)
-            folder = BlockMerger(at, lambda info: self.tensors[info.name], self.base, pool, max_vram, DeviceCache())
+            folder = BlockMerger(at, PatchTensors(lambda info: self.tensors[info.name], self.base), pool, max_vram)
             folder.fold([
                 Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
                 for t, into in zip(self.targets, found, strict=True) for b in blocks.blocks(t)

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.engine import tensors as factors
+from lora_merge.engine.devices import stack_size
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.parallelism import stack_size
+from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import DeviceStream, Placement, _pinned, _stream, land, stage
 
 from ..support import load, rand, save
@@ -176,7 +177,9 @@ def test_lanes_share_factors_without_races(
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
-    monkeypatch.setattr("lora_merge.engine.fold_window.DeviceCache", DeviceCache)
+    monkeypatch.setattr(
+        "lora_merge.engine.fold_window.PatchTensors", lambda *given: PatchTensors(*given, kept=DeviceCache())
+    )
     monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
@@ -331,7 +334,7 @@ def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeyp
         bounds.append(max_vram)
         return stack_size(at, max_vram, rows, cols)
 
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.stage", counted)
+    monkeypatch.setattr("lora_merge.engine.patch_tensors.stage", counted)
     monkeypatch.setattr("lora_merge.engine.fold_blocks.stack_size", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")

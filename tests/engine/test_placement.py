@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.engine.devices import place, places, precise, unusable
+from lora_merge.engine.devices import place, places, precise, stack_size, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.fold_blocks import BlockMerger, Item
-from lora_merge.engine.parallelism import stack_size, threads
+from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.placement import FILE_DTYPES, Placement, land, numbers, stage
-from lora_merge.engine.tensors import DeviceCache
 
 from ..support import Tensors, assert_rounded, rand, save
 
@@ -152,7 +151,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     job = make_job("state dict", paths, "state dict")
     matched = match(job, base, names(base), files, FileValues())
     everything = weights | factors
-    folder = BlockMerger((at,), lambda info: everything[info.name], planned(base, matched), kept=DeviceCache())
+    folder = BlockMerger((at,), PatchTensors(lambda info: everything[info.name], planned(base, matched)))
     intos = []
     for _, target in outputs(job, base, matched):
         for block in blocks(target):
@@ -395,7 +394,7 @@ SHORT = [
 def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.engine.parallelism.CPU_STACK", 2**23)
+    monkeypatch.setattr("lora_merge.engine.devices.CPU_STACK", 2**23)
     whole = _merge(tmp_path, "whole")
     failed = []
 

@@ -318,7 +318,7 @@ def test_a_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
 
     import torch
 
-    from lora_merge.engine.parallelism import one_core
+    from lora_merge.engine.devices import one_core
 
     before, seen = torch.get_num_threads(), []
 

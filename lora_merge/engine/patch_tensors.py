@@ -1,0 +1,148 @@
+"""What formulas are given: adapters' tensors, cut to a block's rows and kept while many blocks need them, and the
+weights of the base that they read, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..algorithms import ALGORITHMS, dora
+from ..matching.patch import Patch
+from ..models.weights import Weight, WeightView
+from ..planning.plan import OutputTensor
+from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
+from .devices import precise
+from .fold import RULES, StackedPatch
+from .placement import DeviceStream, Placement, move, numbers, stage, stage_indices, whole
+from .rebuilding import Kin, from_base
+from .tensors import DeviceCache, Fetch, weight_values
+
+KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
+KEPT_PART: Final = BLOCK_ELEMENTS // 4
+"""Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
+
+
+@dataclass(frozen=True)
+class PatchTensors:
+    """Makes the tensors that formulas are given. `fetch` gives stored tensors, of the adapters and of `weights`."""
+
+    fetch: Fetch
+    weights: Mapping[str, Weight]
+    kept: DeviceCache = field(default_factory=DeviceCache)
+    kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
+
+    def whole(self, key: str) -> Tensor:
+        """All that is stored of a weight of the base, as its numbers."""
+        return weight_values(self.weights[key], self.fetch)
+
+    def stacks(self, blocks: Sequence[Block], at: Placement, lane: DeviceStream) -> list[StackedPatch]:
+        """What is done to blocks of one kind, in order."""
+        return [self.stack([b.slices[k] for b in blocks], at, lane) for k in range(len(blocks[0].slices))]
+
+    def stack(self, slices: Sequence[BlockPart], at: Placement, lane: DeviceStream) -> StackedPatch:
+        """The same slice of n blocks as one StackedPatch."""
+        first = slices[0]
+        patch = first.use.patch
+        row = ALGORITHMS[patch.algorithm]
+        to = at if row.prepare is None else precise(at)
+        fields: dict[str, Any] = dict(patch.settings)
+        for s in slices:
+            self._check(s.use.patch)
+        for slot in patch.shapes:
+            parts = [self._factor(s, slot, to, lane) for s in slices]
+            fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+        for name in row.scalars:
+            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to, lane)
+        derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
+        made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.kin)} for s in slices]
+        for slot in made[0]:
+            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
+        tensors = row.prepared(row.tensors(**fields))
+        return StackedPatch(
+            row,
+            tensors if to == at else move(tensors, at),
+            self._numbers([s.use.strength for s in slices], at, lane),
+            slice(first.low, first.high),
+            patch.adapter,
+            first.use.piece.transposed,
+            torch.stack([self._view(s, s.use.patch.view, at, lane) for s in slices]) if first.needs_view else None,
+            slice(*first.taken) if first.taken is not None else None,
+            (first.formed[1] - first.formed[0], patch.view.matrix[1]) if first.taken is not None else None,
+            self._magnitude(slices, at),
+        )
+
+    def _check(self, patch: Patch) -> None:
+        """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
+        row = ALGORITHMS[patch.algorithm]
+        stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
+        integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
+        row.check_integers(integers, patch.shapes, patch.view.shape)
+
+    def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
+        """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
+        patch = s.use.patch
+        if slot in patch.beside:
+            return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
+        info = patch.module.slots[slot]
+        row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
+        cut = None
+        if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:
+            axis = row.sliced[slot]
+            cut = (axis, *s.entries(shape[axis]))
+        put = stage_indices if slot in row.integer_slots else stage
+
+        def staged(cut: tuple[int, int, int] | None) -> Tensor:
+            tensor = self.fetch(info).reshape(shape)
+            return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
+
+        key = (info.file, info.name, shape, at)
+        if prod(shape) <= KEPT_WHOLE:  # one for all blocks
+            whole = self._keep(key, lane, lambda: staged(None))
+            return whole if cut is None else whole.narrow(*cut).contiguous()
+        count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
+        return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
+
+    def _numbers(self, values: Sequence[float], at: Placement, lane: DeviceStream) -> Tensor:
+        return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
+
+    def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
+        """What was made for this key before, or is made now."""
+        return lane.hold(self.kept.get(key, make, lane.settle))
+
+    def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
+        if slices[0].use.patch.magnitude is None:
+            return None
+        axis, shape = slices[0].use.patch.magnitude
+        tensors = []
+        for s in slices:
+            tensor = self.fetch(s.use.patch.module.shared["magnitude"]).reshape(shape)
+            tensors.append(tensor if axis == "in" else tensor.narrow(0, s.formed[0], s.formed[1] - s.formed[0]))
+        return axis, stage(tensors, at)
+
+    def _view(self, s: BlockPart, view: WeightView, at: Placement, lane: DeviceStream) -> Tensor:
+        """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
+        the adapters before have made of it where adapters act in turn."""
+        parts = []
+        for piece in view.pieces:
+            weight, target = self.weights[piece.key], s.target
+            rows = weight_values(weight, self.fetch).reshape(-1, piece.cols)
+            before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
+            if before:
+                rows = self._changed(rows, target._replace(name=piece.key, weight=weight, uses=before), at, lane)
+            rows = rows[piece.start : piece.stop]
+            parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
+        return torch.cat(parts)
+
+    def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
+        """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
+        found = stage([values.reshape(target.matrix)], at)[0].clone()
+        for block in blocks(target):
+            if block.slices:
+                rows = found[block.first : block.last]
+                rows.copy_(RULES[target.method.name](rows.unsqueeze(0), self.stacks([block], at, lane))[0])
+        return found.reshape(values.shape)
