@@ -18,7 +18,7 @@ from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finit
 from .dtypes import COMPUTE_DTYPES, DTYPES
 from .errors import UsageError
 from .methods import METHODS, SUM
-from .patterns import Refused, pattern
+from .patterns import Refused, Steps
 
 PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
@@ -146,8 +146,9 @@ def make_job(
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
-    parts = tuple(_part(p, f) for p, f in pairs(strength_for, "--strength-for"))
-    refs = tuple(_adapter(a, parts) for a in adapters)
+    steps = Steps()
+    parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
+    refs = tuple(_adapter(a, parts, steps) for a in adapters)
     base = expand(base)
     for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
         options[name] = dtype_name(options.get(name, table[0]), name, table)
@@ -232,7 +233,7 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
     return list(zip(adapters, strengths, strict=True))
 
 
-def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
+def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> Adapter:
     path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
     own: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
@@ -240,10 +241,10 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...]) -> Adapter:
     path = expand(path)
     if len(own) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
-    return Adapter(path, factor(strength, str(path)), (*(_part(p, f) for p, f in own), *parts))
+    return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in own), *parts))
 
 
-def _part(part: str, value: float | str) -> tuple[str, float]:
+def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
     """Return a part of the model with its factor; UsageError for what can be none.
 
     A list of block weights is told apart by its text, with factor 1: ("lbw:1,0,0.5", 1.0) for ("lbw", "1,0,0.5").
@@ -254,7 +255,7 @@ def _part(part: str, value: float | str) -> tuple[str, float]:
     part = SAME_PART.get(part, part)
     if part.startswith(REGEX):
         try:
-            pattern(part.removeprefix(REGEX))
+            steps.pattern(part.removeprefix(REGEX))
         except Refused as e:
             where = f"--strength-for {part[:80]}"
             raise UsageError(f"a regular expression that is {e}", where, "correct the pattern") from e

@@ -4,8 +4,8 @@
 PEFT takes the first key for which `(.*\\.)?(key)$` matches the module's path (0.21.2, utils/other.py,
 get_pattern_key). Most keys are plain names, and a table may have one for each of a model's thousands of modules. A
 plain key of n characters means the last n characters of a path, from the start or from behind a dot on, if they are
-equal but for what stands where the key has its dots, which mean any character. So there is one look-up for each place
-where the dots of some keys are, and of these a model's names have few.
+equal but for what stands where the key has its dots, which mean any character unless a backslash stands before them.
+So there is one look-up for each place where the dots of some keys are, and of these a model's names have few.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .patterns import STEPS_A_NAME, Steps, pattern
+from .patterns import STEPS_A_NAME, Steps
 
-PLAIN: Final = re.compile(r"\^?[A-Za-z0-9_.-]+")
+PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
+EXACT: Final = "\0"  # stands for a dot of a key that means a dot
 Dots: TypeAlias = tuple[int, ...]
 
 
@@ -33,9 +34,9 @@ class Ends:
             if PLAIN.fullmatch(key) is None:
                 self._others.append(at)
             else:
-                name = key.removeprefix("^")
-                dotted = self._plain.setdefault(len(name), {}).setdefault(_dots(name), {})
-                dotted.setdefault(name, []).append(at)
+                wild = key.removeprefix("^").removesuffix("$").replace("\\-", "-").replace("\\.", EXACT)
+                dotted = self._plain.setdefault(len(wild), {}).setdefault(_dots(wild), {})
+                dotted.setdefault(wild.replace(EXACT, "."), []).append(at)
 
     def first(self, path: str, steps: Steps) -> str | None:
         """The first key that means the module; None where none does. Refused where that takes too many steps."""
@@ -54,7 +55,7 @@ class Ends:
         for start in (0, *(at + 1 for at in _dots(path))):
             end = path[start:]
             for dots, names in self._plain.get(len(end), {}).items():
-                steps.take()
+                steps.take(1 + len(dots))
                 for at in names.get(_dotted(end, dots), ()):
                     if start == 0 or not self.keys[at].startswith("^"):
                         yield at
@@ -74,7 +75,7 @@ def _dotted(text: str, dots: Dots) -> str:
 
 
 def _matches(key: str, path: str, steps: Steps) -> bool:
-    return pattern(rf"(.*\.)?({key})$").matches(path, steps)
+    return steps.pattern(rf"(.*\.)?({key})$").matches(path, steps)
 
 
 @dataclass

@@ -28,7 +28,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
@@ -37,6 +37,7 @@ LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a m
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
 STEPS: Final = 1_000_000  # of all patterns of one file; one takes one or two microseconds
 STEPS_A_NAME: Final = 200  # more of them for each name that is asked about: large models have 200 000
+STEPS_TO_PARSE: Final = 50  # and four for each character: 0.1 ms for a short pattern
 SHORT: Final = 100  # characters of a name
 FEW: Final = 20_000  # ways to match a short name that Python's engine may try: 0.1 ms
 LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
@@ -52,16 +53,28 @@ class Refused(ValueError):
 
 
 class Steps:
-    """How much the patterns of one file may still take."""
+    """How much the patterns of one file may still take, and those of them that were parsed."""
 
     def __init__(self, left: int = STEPS) -> None:
         self.left = left
+        self._parsed: dict[str, Pattern] = {}
+
+    def __reduce__(self) -> tuple[type[Steps], tuple[int]]:
+        """Parsed patterns stay in their process: Python's engine does not let its numbers be pickled."""
+        return Steps, (self.left,)
 
     def take(self, count: int = 1) -> None:
         """Use up some; Refused where there are none left."""
         self.left -= count
         if self.left < 0:
             raise Refused("too complex to run safely")
+
+    def pattern(self, text: str) -> Pattern:
+        """The pattern, parsed once; Refused as by `pattern`, or where no steps are left."""
+        if text not in self._parsed:
+            self.take(STEPS_TO_PARSE + 4 * len(text))
+            self._parsed[text] = pattern(text)
+        return self._parsed[text]
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,6 @@ class Pattern:
         return _Walk(name, steps, self._meant).through(self.tree, start, self.flags) != 0
 
 
-@lru_cache(maxsize=1024)
 def pattern(text: str) -> Pattern:
     """The pattern; Refused for what is no regular expression, or of absurd length or depth."""
     if len(text) > LONGEST:

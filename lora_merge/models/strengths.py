@@ -9,7 +9,7 @@ from typing import Final
 
 from ..errors import UsageError
 from ..job import BLOCK_LIST, BLOCK_PATH, PARTS, REGEX, Adapter
-from ..patterns import STEPS_A_NAME, Refused, Steps, pattern
+from ..patterns import STEPS_A_NAME, Refused, Steps
 from ..text import listed
 from .blocks import Blocks, blocks
 from .names import Names
@@ -20,9 +20,10 @@ NEAR: Final = 300  # names that a misspelt one is compared with, and its charact
 class Strengths:
     """One adapter's strength on one base, tensor by tensor."""
 
-    def __init__(self, adapter: Adapter, names: Names) -> None:
+    def __init__(self, adapter: Adapter, names: Names, steps: Steps) -> None:
+        """`steps` is what the regular expressions of all adapters of the job may take."""
         self.path, self.strength = adapter.path, adapter.strength
-        self._parts, self._steps = adapter.parts, Steps()
+        self._parts, self._steps = adapter.parts, steps
         named = [part for part, _ in self._parts if _is_block(part)]
         self._blocks: Blocks | None = blocks(names) if named else None
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
@@ -42,8 +43,8 @@ class Strengths:
 
     def check(self, components: Mapping[str, str]) -> None:
         """Raise UsageError for a part that covers no tensor of the base. `components`: key → component."""
+        self._steps.left += STEPS_A_NAME * len(components)
         for part, _ in self._parts:
-            self._steps.left += STEPS_A_NAME * len(components)
             if part in self._weights or any(self._covers(part, key, of) for key, of in components.items()):
                 continue
             likely = [*components][:NEAR]
@@ -81,7 +82,7 @@ class Strengths:
 
     def _matches(self, expression: str, key: str) -> bool:
         try:
-            return pattern(expression).matches(key, self._steps, anywhere=True)
+            return self._steps.pattern(expression).matches(key, self._steps, anywhere=True)
         except Refused as e:
             where = f"--strength-for re:{expression[:80]}, at {key[:80]!r}"
             raise UsageError(f"a regular expression that is {e}", where, "use a plain part, or a simpler one") from e

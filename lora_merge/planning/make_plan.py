@@ -33,6 +33,7 @@ from ..models.names import Names
 from ..models.strengths import Strengths
 from ..models.tied_weights import tied
 from ..models.weights import Weight
+from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
 from .plan import OutputFile, OutputTensor, Plan, weights
@@ -60,7 +61,8 @@ def make_plan(job: Job, opened: CheckpointCache) -> Plan:
 
 def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Match, ...]:
     """Every adapter of the job placed on the base."""
-    strengths = [Strengths(ref, lookup) for ref in job.adapters]
+    steps = Steps()
+    strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
     for one in strengths:
         one.check(components)

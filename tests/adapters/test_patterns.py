@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from lora_merge import patterns
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.errors import InputError, UsageError
 from lora_merge.job import Adapter
+from lora_merge.models.names import Names
+from lora_merge.models.strengths import Strengths
 from lora_merge.module_patterns import Ends
 from lora_merge.patterns import Refused, Steps, pattern
 
@@ -84,8 +87,9 @@ def test_expressions_of_real_configurations(text: str) -> None:
             assert pattern(text).matches(path, Steps(), anywhere=anywhere) == want
 
 
+pieces = st.lists(st.sampled_from([*"ab._-", r"\.", r"\-"]), min_size=1, max_size=5).map("".join)
 keys = st.lists(
-    st.builds("{}{}{}".format, st.sampled_from(["", "", "^"]), st.text("ab._-", min_size=1, max_size=5),
+    st.builds("{}{}{}".format, st.sampled_from(["", "", "^"]), pieces,
               st.sampled_from(["", "", "", "$", ".*", "+", "|b"])), min_size=1, max_size=6, unique=True,
 )  # fmt: skip
 
@@ -157,21 +161,74 @@ def test_patterns_of_one_file_share_their_steps() -> None:
     assert time.process_time() - started < 10
 
 
-def test_a_key_for_each_module_is_no_burden() -> None:
+MACHINE_MADE = {
+    "names": lambda module: module,
+    "whole names": lambda module: f"^{module}",
+    "escaped": re.escape,
+    "escaped and whole": lambda module: f"^{re.escape(module)}$",
+}
+
+
+@pytest.mark.parametrize("written", MACHINE_MADE)
+def test_a_key_for_each_module_is_no_burden(written: str) -> None:
     modules = [f"model.layers.{i}.experts.{e}.{p}_proj" for i in range(40) for e in range(40) for p in ("up", "down")]
-    told = rules({"peft_type": "LORA", "rank_pattern": {m: n for n, m in enumerate(modules)}}, "the file")
+    table = {MACHINE_MADE[written](m): n for n, m in enumerate(modules)}
+    told = rules({"peft_type": "LORA", "rank_pattern": table}, "the file")
     started = time.process_time()
     assert [told.fields.pattern("rank_pattern", m, -1) for m in modules] == [*range(len(modules))]
     assert time.process_time() - started < 5
 
 
+TABLES = {
+    "each with a loop": lambda i: f"(a|b)*{i}",
+    "each with options": lambda i: "(a?)" * 20 + str(i),
+    "each with two names": lambda i: rf"model\.layers\.{i}\.self_attn\.(q|k)_proj",
+    "each with hundreds of loops": lambda i: "(a|b)*" * 300 + str(i),
+    "each with other dots": lambda i: "".join("a."[i >> k & 1] for k in range(20)),
+    "each with one more": lambda i: "." * (i % 40) + str(i),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
+    """What takes time is to parse them, which a module's path would do for each of them once more."""
+    table = {TABLES[kind](i): 3 for i in range(20_000)}
+    told, started = rules({"peft_type": "LORA", "rank_pattern": table}, "the file"), time.process_time()
+    with contextlib.suppress(InputError):
+        for i in range(3000):
+            told.fields.pattern("rank_pattern", f"model.layers.{i}.self_attn.q_proj", 8)
+    assert time.process_time() - started < 10  # 2
+
+
+def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    parse = patterns.pattern
+    monkeypatch.setattr(patterns, "pattern", lambda text: asked.append(text) or parse(text))
+    table = Ends([rf"layers\.{i}\.(q|k)" for i in range(3000)])
+    steps = Steps()
+    for i in range(20):
+        table.first(f"model.layers.{i}.v", steps)
+    assert len(asked) == 3000
+
+
 def test_parts_of_a_recipe_share_theirs() -> None:
-    adapter = Adapter(Path("a"), 1.0, tuple((f"re:(?:a|b)*{i}x", 0.5) for i in range(500)))
+    """Those of all its adapters."""
+    base, steps = names_of_nothing(), Steps()
+    parts = [tuple((f"re:(?:a|b)*{n}.{i}x", 0.5) for i in range(100)) for n in range(5)]
+    adapters = [Strengths(Adapter(Path("a"), 1.0, some), base, steps) for some in parts]
     started = time.process_time()
     with pytest.raises(UsageError, match="too complex to run safely"):
         for i in range(10_000):
-            adapter.factor(f"model.layers.{'ab' * 30}.{i}", "model")
+            for adapter in adapters:
+                adapter.factor(f"model.layers.{'ab' * 30}.{i}", "model")
     assert time.process_time() - started < 10
+    with pytest.raises(UsageError, match="too complex to run safely"):
+        adapters[0].check({f"model.layers.{'ab' * 30}.{i}": "model" for i in range(3000)})
+    assert time.process_time() - started < 10
+
+
+def names_of_nothing() -> Names:
+    return cast("Names", None)  # asked only for the blocks that a part names
 
 
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])

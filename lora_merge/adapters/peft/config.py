@@ -16,7 +16,7 @@ from typing import Any, Final
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...module_patterns import Ends, Matching
-from ...patterns import STEPS_A_NAME, Refused, pattern
+from ...patterns import STEPS_A_NAME, Refused
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
@@ -166,7 +166,8 @@ class Fields:
         """Whether an expression that is the field `name` matches the whole of the module's path."""
         with self._refusing(name):
             self.matching.steps.left += STEPS_A_NAME
-            return pattern(rf"(?:{expression})\Z").matches(self._path(module), self.matching.steps)
+            steps = self.matching.steps
+            return steps.pattern(rf"(?:{expression})\Z").matches(self._path(module), steps)
 
     def _path(self, module: str) -> str:
         return module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
