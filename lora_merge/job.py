@@ -47,6 +47,9 @@ BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)
 BLOCK_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*)\.(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
 """A layer by its path in the base, or a range of layers: `double_blocks.0-9`."""
 
+MOST_ADAPTERS: Final = 1000
+"""Of one merge; each is matched with the whole base."""
+
 MOST_PARTS: Final = 500
 """Of `--strength-for` for one adapter; each is asked about each tensor."""
 
@@ -145,6 +148,9 @@ def make_job(
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
+    if len(adapters) > MOST_ADAPTERS:
+        raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
+                         f"give at most {MOST_ADAPTERS}, and merge the others into the result")  # fmt: skip
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))

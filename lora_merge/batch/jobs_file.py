@@ -5,7 +5,6 @@ No file that a job names is looked at here, but for patterns (`glob`) and `path:
 
 from __future__ import annotations
 
-import glob
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +17,18 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from ..arguments import number
+from ..arguments import number, shown
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
 from ..job import BLOCK_WEIGHTS, Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from ..lines import Lines
+from .paths import Search
 from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
-JOB_LIMIT: Final = 100_000  # jobs of a file; more is a slip in a matrix
+JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
+ADAPTER_LIMIT: Final = 50_000  # adapters of all jobs of a file
 LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of one matrix; five seconds
 MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
 SHOWN: Final = 50  # mistakes that are listed one by one
@@ -79,6 +80,7 @@ class _Loader:
         self.value = source.value if isinstance(source, Document) else source
         self.name, self.folder, self.overwrite = name, folder, overwrite
         self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
+        self.search = Search(folder)
         self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
 
     def entries(self) -> tuple[Entry, ...]:
@@ -87,11 +89,16 @@ class _Loader:
         defaults, jobs = self._validated()
         axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
         counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
-        many = sum(counts.values()) > JOB_LIMIT
+        total = sum(counts.values())
+        many = total > JOB_LIMIT
         if many:
             most = max(counts, key=counts.__getitem__)
-            self._note(("jobs", most, "matrix"), f"{counts[most]} combinations, {sum(counts.values())} jobs in all; "
-                       f"at most {JOB_LIMIT} a file")  # fmt: skip
+            what = f"{shown(counts[most])} combinations, {shown(total)} jobs in all; at most {JOB_LIMIT} a file"
+            self._note(("jobs", most, "matrix"), what)
+        lists = {n: len(entry.adapters or defaults.adapters or ()) for n, entry in jobs}
+        if not many and sum(counts[n] * lists[n] for n in lists) > ADAPTER_LIMIT:
+            self._note(("jobs",), f"more than {ADAPTER_LIMIT} adapters in all jobs; write several files")
+            jobs = []
         for n, entry in jobs:
             place: Place = ("jobs", n)
             for values in self._combinations(place, entry, axes[n], first=many):
@@ -153,8 +160,9 @@ class _Loader:
 
     def _values(self, place: Place, axis: Axis) -> list[str]:
         if isinstance(axis, Glob):
-            found = glob.iglob(axis.glob, root_dir=self.folder, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
-            return sorted(itertools.islice(found, JOB_LIMIT + 1))
+            with self._noting((*place, "glob")):
+                return self.search.paths(axis.glob)
+            return []
         return [self._as_written((*place, n), value) for n, value in enumerate(axis)]
 
     def _as_written(self, place: Place, value: Any) -> str:
@@ -165,9 +173,6 @@ class _Loader:
         self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]], *, first: bool
     ) -> Iterator[dict[str, str]]:
         """All combinations that are not excluded; or only the first, excluded or not, where there are too many."""
-        for name, values in axes.items():
-            if not values:
-                self._note((*place, "matrix", name, "glob"), f"nothing in {self.folder} matches the pattern")
         excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
         work = prod(map(len, axes.values())) * (len(axes) + len(excluded))
         if first or work > LOOKS:

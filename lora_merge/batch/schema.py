@@ -22,7 +22,10 @@ from pydantic import (
 from ..arguments import DEVICE, DEVICES, number
 from ..errors import UsageError
 from ..files.yaml_source import Place
-from ..job import BLOCK_WEIGHTS, parse_size
+from ..job import BLOCK_WEIGHTS, MOST_ADAPTERS, parse_size
+
+LONGEST_PATH: Final = 32_767
+"""Characters of a path or a template, as Windows has them; other systems have fewer."""
 
 
 class _Strict(BaseModel):
@@ -105,7 +108,7 @@ Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"ty
 class AdapterEntry(_Strict):
     """One adapter: path, strength, and factors by part of the model."""
 
-    path: str = Field(min_length=1, description="File or PEFT folder, relative to this file.")
+    path: str = Field(min_length=1, max_length=LONGEST_PATH, description="File or PEFT folder, relative to this file.")
     strength: Strength | None = Field(default=None, description="Default 1.")
     strength_for: PartStrengths = Field(default={}, description="Part (unet, te, vae …, re:REGEX) → factor.")
 
@@ -146,14 +149,16 @@ class Options(_Strict):
 class Defaults(Options):
     """What holds for every job that does not say otherwise."""
 
-    base: str | None = None
-    adapters: list[AdapterField] | None = Field(default=None, min_length=1)
+    base: str | None = Field(default=None, max_length=LONGEST_PATH)
+    adapters: list[AdapterField] | None = Field(default=None, min_length=1, max_length=MOST_ADAPTERS)
 
 
 class Glob(_Strict):
     """All paths that match a pattern, in order of their names."""
 
-    glob: str = Field(min_length=1, description="Pattern such as loras/*.safetensors, relative to this file.")
+    glob: str = Field(
+        min_length=1, max_length=LONGEST_PATH, description="Pattern such as loras/*.safetensors, relative to this file."
+    )
 
 
 def _kind(value: Any) -> str:
@@ -176,7 +181,9 @@ class Matrix(BaseModel):
 class JobEntry(Defaults):
     """One merge, or with a matrix as many as there are combinations."""
 
-    output: str = Field(min_length=1, description="File or folder to write, relative to this file.")
+    output: str = Field(
+        min_length=1, max_length=LONGEST_PATH, description="File or folder to write, relative to this file."
+    )
     matrix: Matrix | None = None
 
 
@@ -197,6 +204,8 @@ _SENTENCES: Final = {
     "bool_type": "should be true or false",
     "too_short": "should not be empty",
     "string_too_short": "should not be empty",
+    "string_too_long": f"should have at most {LONGEST_PATH} characters",
+    "too_long": f"should have at most {MOST_ADAPTERS} entries",
 }
 
 

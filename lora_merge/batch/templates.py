@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
-from .schema import nearest
+from .schema import LONGEST_PATH, nearest
 
 FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 PARTS: Final = ("stem", "name", "parent")
@@ -24,13 +24,19 @@ class NoSuchName(ValueError):
 
 def render(template: str, values: Mapping[str, str]) -> str:
     """The text with every `{name}` replaced; `{{` and `}}` are braces. NoSuchName if it cannot be."""
+    room = LONGEST_PATH
 
     def fill(match: re.Match[str]) -> str:
+        nonlocal room
         if match[0] in ("{{", "}}"):
             return match[0][0]
         if match[1] is None:
             raise NoSuchName(f"a single {match[0]!r} in {template!r}; write it twice if it is meant")
-        return _value(match[1], values, template)
+        value = _value(match[1], values, template)
+        room -= len(value)
+        if room < 0:
+            raise NoSuchName(f"{template[:80]!r} becomes longer than {LONGEST_PATH} characters")
+        return value
 
     return FIELD.sub(fill, template)
 

@@ -253,6 +253,28 @@ def test_bombs_are_refused_quickly(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_no_file_means_more_work_than_it_can_ask_for(tmp_path: Path) -> None:
+    """Small texts that multiply: names of a matrix, adapters, templates, values."""
+
+    def of(**fields: Any) -> str:
+        job = {"base": "b", "adapters": ["a"], "output": "o{x}", "matrix": {"x": [1]}, **fields}
+        return json.dumps({"version": 1, "jobs": [job]})
+
+    started = time.process_time()
+    told = {
+        of(matrix={f"x{n}": [1, 2] for n in range(20_000)}): "of too many digits combinations",
+        of(matrix={"x": list(range(20_000))}): "20000 combinations",
+        of(adapters=["a"] * 100_000): "should have at most 1000 entries",
+        of(adapters=["a{x}"] * 900, matrix={"x": list(range(900))}): "more than 50000 adapters in all jobs",
+        of(output="{x}" * 10_000, matrix={"x": ["b" * 400_000]}): "becomes longer than 32767 characters",
+        of(output="{x}" * 100_000): "should have at most 32767 characters",
+        of(base="b" * 100_000): "should have at most 32767 characters",
+    }
+    for text, why in told.items():
+        assert why in refused(tmp_path, text)
+    assert time.process_time() - started < 15  # 2
+
+
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     entries = read(tmp_path, """\
 version: 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from math import isfinite
 from typing import Any, Final
@@ -43,6 +43,8 @@ RANKS: Final = {"lora": "down", "lora_sparse": "down", "lora_sparse_tucker": "do
 SIMPLE: Final = re.compile(r"\^?(?:[\w.-]|\\\.|\\d\+?)+\$?")
 MOST_REPEATS: Final = 2
 """Patterns of modules that take no time to match: names, dots, and few runs of digits."""
+MOST_PATTERNS: Final = 100
+"""Of one table; each is tried on each module, and Python keeps some hundreds of them ready."""
 
 
 class Numbers:
@@ -162,15 +164,19 @@ def _is_tower(config: Mapping[str, Any]) -> bool:
     return "TextModel" in name or "VisionModel" in name
 
 
+def _are_simple(patterns: Collection[Any]) -> bool:
+    """Whether patterns can be matched in no time, whatever the text."""
+    return len(patterns) <= MOST_PATTERNS and all(_is_simple(str(pattern)) for pattern in patterns)
+
+
 def _is_simple(pattern: str) -> bool:
-    """Whether a pattern can be matched in no time, whatever the text."""
     return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") <= MOST_REPEATS
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
-    """What the first pattern that fits a path says; None where a pattern is too clever to be tried."""
+    """What the first pattern that fits a path says; None where they are too clever, or too many, to be tried."""
     table = config.get(name) or {}
-    if not isinstance(table, dict) or not all(_is_simple(str(key)) for key in table):
+    if not isinstance(table, dict) or not _are_simple(table):
         return None
     for key, value in table.items():
         if re.match(rf"(.*\.)?({key})$", path):
@@ -184,6 +190,8 @@ def _float(value: Any) -> float | None:
 
 def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
     """An adapter's strength on one tensor of the base, by `--strength-for`; None where a part is not known here."""
+    if len(parts) > MOST_PATTERNS:
+        return None
     for part, factor in parts:
         covers = _covers(part, key, network)
         if covers is None:

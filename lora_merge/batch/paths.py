@@ -1,0 +1,105 @@
+"""`glob` in a jobs file: the paths that match a pattern, found with a bound on how much of the disk is looked at.
+
+The rules are those of Python's `glob`: `*`, `?` and `[a-z]` stand for a part of one name, `**` for any number of
+folders, and none of them for a name that begins with a dot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import translate
+from glob import has_magic
+from pathlib import Path
+from typing import Final
+
+from .templates import NoSuchName
+
+LOOKED_AT: Final = 300_000  # names in folders, for all patterns of one jobs file; a second
+FOLDER: Final = 20  # as many names take as long as to open a folder
+LONGEST_STEP: Final = 1000  # characters for one name, which has up to 255; the library reads it in their square
+ANY_FOLDERS: Final = "**"
+
+
+class Search:
+    """The patterns of one jobs file, whose paths are relative to this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.left = LOOKED_AT
+
+    def paths(self, pattern: str) -> list[str]:
+        """Sorted paths. NoSuchName where there are none, or where too many names would have to be looked at."""
+        start = Path(Path(pattern).anchor)
+        steps = Path(pattern).parts[len(start.parts) :]
+        found = [start]
+        for number, step in enumerate(steps, 1):
+            if not found or len(step) > LONGEST_STEP:
+                found = []
+                break
+            folders = number < len(steps) or pattern.endswith("/")
+            if step == ANY_FOLDERS:
+                found = list(self._below(found, folders=folders))
+            elif has_magic(step):
+                found = list(self._named(found, step, folders=folders))
+            else:
+                found = [path / step for path in found if self._exists(path / step)]
+        if not (paths := sorted(str(path) for path in found if path != start)):
+            raise NoSuchName(f"nothing in {self.folder} matches the pattern")
+        return paths
+
+    def _named(self, found: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:
+        """What in these folders has such a name."""
+        wanted = re.compile(translate(os.path.normcase(step)))
+        for path in found:
+            for entry in self._entries(path):
+                shown = step.startswith(".") or not entry.name.startswith(".")
+                if shown and wanted.match(os.path.normcase(entry.name)) and (not folders or _is_folder(entry)):
+                    yield path / entry.name
+
+    def _below(self, found: Iterable[Path], *, folders: bool) -> Iterator[Path]:
+        """These folders, and what lies in them at any depth, each once."""
+        waiting, seen = list(found), set[Path]()
+        while waiting:
+            path = waiting.pop()
+            if path in seen:
+                continue
+            seen.add(path)
+            yield path
+            for entry in self._entries(path):
+                if entry.name.startswith("."):
+                    continue
+                if _is_folder(entry) and not self._leads_back(path, entry):
+                    waiting.append(path / entry.name)
+                elif not folders:
+                    yield path / entry.name
+
+    def _leads_back(self, path: Path, entry: os.DirEntry[str]) -> bool:
+        """Whether it is a link to a folder that it lies in."""
+        return entry.is_symlink() and (self.folder / path).resolve().is_relative_to(Path(entry.path).resolve())
+
+    def _entries(self, path: Path) -> list[os.DirEntry[str]]:
+        """What lies in a folder; nothing in what is none, or cannot be read."""
+        self._look(FOLDER)
+        try:
+            with os.scandir(self.folder / path) as entries:
+                return [entry for entry in entries if self._look()]
+        except OSError:
+            return []
+
+    def _exists(self, path: Path) -> bool:
+        return self._look() and os.path.lexists(self.folder / path)
+
+    def _look(self, count: int = 1) -> bool:
+        self.left -= count
+        if self.left < 0:
+            raise NoSuchName(f"more than {LOOKED_AT} names would be looked at; name the folder that the files lie in")
+        return True
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle
+        return False
