@@ -6,7 +6,10 @@ import errno
 import os
 from typing import Any, Final
 
-from .lines import shown
+from .lines import Lines, shown
+
+LONGEST: Final = 2000
+"""Characters of a line of a message; names and values of strangers may be as long as their file."""
 
 
 class MergeError(Exception):
@@ -15,6 +18,7 @@ class MergeError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, where: str, fix: str) -> None:
+        what, where, fix = _cut(what), _cut(where), _cut(fix)
         super().__init__(what, where, fix)  # positional, so that it pickles across processes
         self.what, self.where, self.fix = what, where, fix
 
@@ -27,6 +31,11 @@ class MergeError(Exception):
     def __str__(self) -> str:
         where = shown(self.where).replace("\n", "\n         ")
         return f"{shown(self.what)}\n  where: {where}\n  fix:   {shown(self.fix)}"
+
+
+def _cut(text: str) -> str:
+    lines = text.split("\n") if isinstance(text, Lines) else [text]
+    return type(text)("\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines))
 
 
 class UsageError(MergeError):

@@ -162,7 +162,7 @@ def make_job(
         value = options.get(name, words[0])
         if not isinstance(value, str) or value not in words:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{name}={shown(value)}", flag, f"use {' or '.join(words)}")
+            raise UsageError(f"{shown(value)!r} is no {flag} value", flag, f"use one of {', '.join(words)}")
     options["max_memory"] = parse_size(options.get("max_memory", 2**30))
     options["setting"] = _settings({} if options.get("setting") is None else options["setting"])
     if options.get("max_vram") is not None:

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 from .patterns import STEPS_A_NAME, Steps
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
+END: Final = r"(.*\.)?(%s)$"
 EXACT: Final = "\0"  # stands for a dot of a key that means a dot
 Dots: TypeAlias = tuple[int, ...]
 
@@ -75,7 +76,7 @@ def _dotted(text: str, dots: Dots) -> str:
 
 
 def _matches(key: str, path: str, steps: Steps) -> bool:
-    return steps.pattern(rf"(.*\.)?({key})$").matches(path, steps)
+    return steps.pattern(key, END).matches(path, steps)
 
 
 @dataclass
@@ -84,5 +85,9 @@ class Matching:
 
     steps: Steps = field(default_factory=Steps)
     tables: dict[str, Ends] = field(default_factory=dict)
+    ends: dict[tuple[str, str], tuple[frozenset[str], list[int]]] = field(default_factory=dict)
+    """Lists of ends of names, with how long these are."""
+    rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Lists of row numbers that were checked, by the identity of the configuration's."""
     parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
     """`target_parameters`, as target_parameters.py looks them up."""

@@ -35,9 +35,9 @@ PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11
 
 LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
-STEPS: Final = 1_000_000  # of all patterns of one file; one takes one or two microseconds
-STEPS_A_NAME: Final = 200  # more of them for each name that is asked about: large models have 200 000
-STEPS_TO_PARSE: Final = 100  # and four for each character: 0.1 ms for a short pattern
+STEPS: Final = 1_000_000  # of all patterns of one file; one takes two to four microseconds
+STEPS_A_NAME: Final = 100  # more of them for each name that is asked about: large models have 200 000
+STEPS_TO_PARSE: Final = 50  # and four for each character: 0.1 ms for a short pattern
 SHORT: Final = 100  # characters of a name
 FEW: Final = 20_000  # ways to match a short name that Python's engine may try: 0.1 ms
 LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
@@ -57,7 +57,7 @@ class Steps:
 
     def __init__(self, left: int = STEPS) -> None:
         self.left = left
-        self._parsed: dict[str, Pattern] = {}
+        self._parsed: dict[tuple[str, str], Pattern] = {}
 
     def __reduce__(self) -> tuple[type[Steps], tuple[int]]:
         """Parsed patterns stay in their process: Python's engine does not let its numbers be pickled."""
@@ -69,12 +69,12 @@ class Steps:
         if self.left < 0:
             raise Refused("too complex to run safely")
 
-    def pattern(self, text: str) -> Pattern:
-        """The pattern, parsed once; Refused as by `pattern`, or where no steps are left."""
-        if text not in self._parsed:
+    def pattern(self, text: str, form: str = "%s") -> Pattern:
+        """The pattern, put into a form and parsed once; Refused as by `pattern`, or where no steps are left."""
+        if (form, text) not in self._parsed:
             self.take(STEPS_TO_PARSE + 4 * len(text))
-            self._parsed[text] = pattern(text)
-        return self._parsed[text]
+            self._parsed[form, text] = pattern(form % text)
+        return self._parsed[form, text]
 
 
 @dataclass(frozen=True)

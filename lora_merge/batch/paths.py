@@ -38,13 +38,15 @@ class Search:
             if not found or len(step) > LONGEST_STEP:
                 found = []
                 break
-            folders = number < len(steps) or pattern.endswith("/")
+            folders = number < len(steps)
             if step == ANY_FOLDERS:
                 found = list(self._below(found, folders=folders))
             elif has_magic(step):
                 found = list(self._named(found, step, folders=folders))
             else:
                 found = [path / step for path in found if self._exists(path / step)]
+        if pattern.endswith("/"):
+            found = [path for path in found if (self.folder / path).is_dir()]
         if not (paths := sorted(str(path) for path in found if path != start)):
             raise NoSuchName(f"nothing in {self.folder} matches the pattern")
         return paths
@@ -60,7 +62,7 @@ class Search:
 
     def _below(self, found: Iterable[Path], *, folders: bool) -> Iterator[Path]:
         """These folders, and what lies in them at any depth, each once."""
-        waiting, seen = list(found), set[Path]()
+        waiting, seen = [path for path in found if (self.folder / path).is_dir()], set[Path]()
         while waiting:
             path = waiting.pop()
             if path in seen:

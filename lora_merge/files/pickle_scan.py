@@ -125,7 +125,7 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
             return found.at, sum(found.stored.values())
         operation = OPERATIONS.get(code)
         if operation is None:
-            raise NotRun(f"Unsupported operand {code}")
+            raise NotRun(f"byte {found.at} of its pickle is nothing that torch.save writes")
         operation(found)
 
 

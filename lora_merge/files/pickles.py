@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
-from ..errors import InputError
+from ..errors import InputError, scarcity
 from ..text import listed, quoted
 from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
 from .pickle_scan import NotRun, scan
@@ -88,7 +88,7 @@ def read_pickled(path: Path) -> Header:
     try:
         return _read(path)
     except FAILURES as e:  # the objects it made are odd enough to break what looks at them
-        raise _damaged(path, _reason(e)) from e
+        raise scarcity(e) or _damaged(path, _reason(e)) from e
 
 
 def _read(path: Path) -> Header:
@@ -115,9 +115,11 @@ def _read(path: Path) -> Header:
 
 
 def _reason(e: BaseException) -> str:
-    """The first line; of torch's, what follows its advice to load the file with all that it wants to run."""
-    found = re.search(r"WeightsUnpickler error:\s+(.+)", str(e))
-    return found[1] if found else next(iter(str(e).strip().splitlines()), type(e).__name__)
+    """What was found wrong. What Python, zipfile and torch say is about their own insides: --debug shows it."""
+    if isinstance(e, NotRun):
+        return str(e)
+    archive = isinstance(e, zipfile.BadZipFile) or "PytorchStreamReader" in str(e)
+    return f"its {'archive' if archive else 'pickle'} is cut short or damaged"
 
 
 def _load(path: Path, *, fake: bool) -> Any:
@@ -138,10 +140,10 @@ def _load(path: Path, *, fake: bool) -> Any:
                 f"{path}: it names {found[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
-        if "quantized" in _reason(e):  # torch has no empty ones to load them as
+        if "quantized" in str(e):  # torch has no empty ones to load them as
             what = "the file holds quantised tensors, whose numbers are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
-        raise _damaged(path, _reason(e)) from e
+        raise scarcity(e) or _damaged(path, _reason(e)) from e
 
 
 def _look_through(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -38,12 +38,14 @@ class Document:
     root: Node
     mistakes: tuple[tuple[int, str], ...] = ()
     """Line and sentence for what is YAML, but means nothing here: a field given twice, a tag that is not known."""
+    _fields: dict[int, tuple[dict[Any, Node], tuple[Node, ...]]] = field(default_factory=dict, repr=False)
+    """Table → its own fields, and the tables that `<<` puts into it; as far as was asked."""
 
     def line(self, place: Place) -> int:
         """The line of a value, or of what is nearest above it."""
         node = self.root
         for step in place:
-            inner = _child(node, step)
+            inner = self._child(node, step)
             if inner is None:
                 break
             node = inner
@@ -53,8 +55,24 @@ class Document:
         """A scalar as it was written, 1.0 and not 1; None where there is none."""
         node: Node | None = self.root
         for step in place:
-            node = None if node is None else _child(node, step)
+            node = None if node is None else self._child(node, step)
         return str(node.value) if isinstance(node, ScalarNode) else None
+
+    def _child(self, node: Node, step: str | int) -> Node | None:
+        """The value of a field or the n-th item, looked up through `<<` as well."""
+        if isinstance(node, SequenceNode):
+            fits = isinstance(step, int) and step < len(node.value)
+            return node.value[step] if fits else None
+        if not isinstance(node, MappingNode):
+            return None
+        if id(node) not in self._fields:  # the first of a name that is given twice
+            own = {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
+            self._fields[id(node)] = own, tuple(_merged(node))
+        own, merged = self._fields[id(node)]
+        if step in own:
+            return own[step]
+        found = (self._child(table, step) for table in merged)
+        return next((n for n in found if n is not None), None)
 
 
 def parse(text: str, name: str) -> Document:
@@ -172,22 +190,6 @@ def _bomb(where: str) -> InputError:
 
 def _is_merge(key: Node) -> bool:
     return isinstance(key, ScalarNode) and key.tag == "tag:yaml.org,2002:merge"
-
-
-def _child(node: Node, step: str | int) -> Node | None:
-    """The value of a field or the n-th item, looked up through `<<` as well."""
-    if isinstance(node, SequenceNode):
-        fits = isinstance(step, int) and step < len(node.value)
-        return node.value[step] if fits else None
-    if not isinstance(node, MappingNode):
-        return None
-    own: Node | None = next(
-        (inner for key, inner in node.value if isinstance(key, ScalarNode) and key.value == step), None
-    )
-    if own is not None:
-        return own
-    found = (_child(table, step) for table in _merged(node))
-    return next((n for n in found if n is not None), None)
 
 
 def _merged(node: MappingNode) -> Iterator[Node]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -91,6 +92,7 @@ KNOWN_SWITCHES: Final = frozenset(
 """Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
 
 
+WHOLE: Final = r"(?:%s)\Z"
 VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
@@ -140,13 +142,23 @@ class Fields:
             raise self.odd(name, "a list of strings")
         return tuple(value)
 
+    def is_end(self, name: str, text: str, before: str = "") -> bool:
+        """Whether a text ends with one of the strings of a list, or with `before` and one; however many these are."""
+        if (name, before) not in self.matching.ends:
+            ends = frozenset(before + end for end in self.texts(name))
+            self.matching.ends[name, before] = ends, sorted(set(map(len, ends)))
+        ends, lengths = self.matching.ends[name, before]
+        return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
+
     def indices(self, name: str, value: object) -> tuple[int, ...]:
         """A list of row numbers, each once."""
-        rows = value if isinstance(value, list) else [None]
-        whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
-        if not whole or len(set(rows)) != len(rows):
-            raise self.odd(name, "a list of different row numbers")
-        return tuple(rows)
+        if id(value) not in self.matching.rows:  # one list may be that of every module
+            rows: list[Any] = value if isinstance(value, list) else [None]
+            whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
+            if not whole or len(set(rows)) != len(rows):
+                raise self.odd(name, "a list of different row numbers")
+            self.matching.rows[id(value)] = tuple(rows)
+        return self.matching.rows[id(value)]
 
     def pattern(self, name: str, module: str, default: float) -> float:
         """The number whose key, a regular expression, matches the module's path or the end of it;
@@ -167,7 +179,7 @@ class Fields:
         with self._refusing(name):
             self.matching.steps.left += STEPS_A_NAME
             steps = self.matching.steps
-            return steps.pattern(rf"(?:{expression})\Z").matches(self._path(module), steps)
+            return steps.pattern(expression, WHOLE).matches(self._path(module), steps)
 
     def _path(self, module: str) -> str:
         return module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES

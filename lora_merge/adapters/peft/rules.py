@@ -249,15 +249,16 @@ class Rules:
         names = self.fields.get("feedforward_modules")
         if isinstance(names, str):
             return self.fields.matches(names, module, "feedforward_modules")
-        return any(module.endswith(name) for name in self.fields.texts("feedforward_modules"))
+        return self.fields.is_end("feedforward_modules", module)
 
     def _tokens(self, module: str) -> tuple[int, ...]:
         """Row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
         value = self.fields.get(name)
         if isinstance(value, dict):
-            found = [v for k, v in value.items() if f".{module}".endswith(f".{k}")]
-            value = found[0] if len(found) == 1 else None
+            ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
+            found = [end for end in ends if end in value]
+            value = value[found[0]] if len(found) == 1 else None
         if value is None:
             what = f"{name} does not say which rows of {module} were trained"
             raise InputError(what, self.fields.where, RETAKE)

@@ -70,8 +70,10 @@ def shared_kind(path: str) -> str:
 
 def saved_inside(fields: Fields, name: str) -> bool:
     """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
-    saved, levels = fields.texts("modules_to_save"), bare(name).split(".")[:-1]
-    return sum(".".join(levels[:i]).endswith(saved) for i in range(1, len(levels) + 1)) > 1 if saved else False
+    if not fields.get("modules_to_save"):
+        return False
+    levels = bare(name).split(".")[:-1]
+    return sum(fields.is_end("modules_to_save", ".".join(levels[:i])) for i in range(1, len(levels) + 1)) > 1
 
 
 def parameters(fields: Fields, module: str) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ def _named(fields: Fields, name: str, path: str) -> bool:
     value = fields.get(name)
     if isinstance(value, str):
         return fields.matches(value, path, name)
-    return any(f".{path}".endswith(f".{end}") for end in fields.texts(name))
+    return fields.is_end(name, f".{path}", ".")
 
 
 def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bool) -> str:

@@ -152,7 +152,7 @@ class Numbers:
         """Whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
         found = self.configuration(stem)
         names = found[0].get("feedforward_modules") if found else None
-        if not isinstance(names, list):
+        if not isinstance(names, list) or len(names) > MOST_PATTERNS:
             return None
         return any(stem.endswith(str(name)) for name in names)
 
