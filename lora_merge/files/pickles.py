@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..dtypes import ITEM_BITS, TABLE
-from ..errors import InputError, scarcity
+from ..errors import InputError, as_resource_error
 from ..text import listed, quoted
 from .lookalikes import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, nested
 from .pickle_scan import NotRun, scan
@@ -88,7 +88,7 @@ def read_pickled(path: Path) -> Header:
     try:
         return _read(path)
     except FAILURES as e:  # the objects it made are odd enough to break what looks at them
-        raise scarcity(e) or _damaged(path, _reason(e)) from e
+        raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 
 
 def _read(path: Path) -> Header:
@@ -143,7 +143,7 @@ def _load(path: Path, *, fake: bool) -> Any:
         if "quantized" in str(e):  # torch has no empty ones to load them as
             what = "the file holds quantised tensors, whose numbers are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
-        raise scarcity(e) or _damaged(path, _reason(e)) from e
+        raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 
 
 def _look_through(path: Path) -> None:

@@ -222,9 +222,6 @@ def test_parts_of_a_recipe_share_theirs() -> None:
             for adapter in adapters:
                 adapter.factor(f"model.layers.{'ab' * 30}.{i}", "model")
     assert time.process_time() - started < 10
-    with pytest.raises(UsageError, match="too complex to run safely"):
-        adapters[0].check({f"model.layers.{'ab' * 30}.{i}": "model" for i in range(3000)})
-    assert time.process_time() - started < 10
 
 
 def names_of_nothing() -> Names:
