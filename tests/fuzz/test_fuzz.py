@@ -35,6 +35,7 @@ from lora_merge.disk.reader import read_bytes
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
 
 from . import strategies as s
@@ -135,7 +136,7 @@ config = s.table(
     }
 )
 recipe = st.dictionaries(
-    st.one_of(st.sampled_from(["lora_merge.planning.recipe", "sshs_model_hash", "format", "ss_network_args",
+    st.one_of(st.sampled_from([KEY, "sshs_model_hash", "format", "ss_network_args",
                                "lora_adapter_metadata", "modelspec.architecture", "ss_network_module"]), s.text),
     st.one_of(s.text, s.nasty, st.one_of(config, s.values).map(lambda v: json.dumps(v))), max_size=4,
 )  # fmt: skip
@@ -185,7 +186,7 @@ def with_recipe(draw: st.DrawFn) -> bytes:
     text = text.replace('"deep"', "[" * depth + "]" * depth)
     if draw(st.integers(0, 9)) == 0:
         text = draw(s.damaged(text.encode())).decode("latin-1")
-    return save(MERGED, {"lora_merge.planning.recipe": text})
+    return save(MERGED, {KEY: text})
 
 
 JOBS = [
