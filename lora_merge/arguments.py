@@ -107,6 +107,11 @@ def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     return found
 
 
+def device_name(value: object) -> str:
+    """Return the name of a device as torch writes it: `gpu` is `cuda`."""
+    return str(value).lower().replace("gpu", "cuda")
+
+
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """UsageError for an option that there is not, or for a switch that is neither on nor off."""
     for name, value in options.items():
@@ -121,16 +126,21 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
             switch(value, flag)
         if name == "device" and type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
             raise unlike(value, flag, DEVICES)
-        if name == "device" and not DEVICE.fullmatch(str(value)):
+        if name == "device" and not DEVICE.fullmatch(device_name(value)):
             raise ResourceError(f"unknown device {shown(value)!r}", flag, f"use {DEVICES}")
+
+
+SAME_DTYPE: Final = {"half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16"}
+"""What other programs call a dtype → its name here."""
 
 
 def dtype_name(value: object, option: str, allowed: tuple[str, ...]) -> str:
     """Our name of a dtype, also where torch's is given; UsageError for one that the option does not take."""
-    known = {row.library: row.option for row in TABLE.values() if row.option}
-    name = str(value).removeprefix("torch.")
+    known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
+    name = str(value).removeprefix("torch.").lower()
     name = known.get(name, name)
     if name not in allowed:
         flag = "--" + option.replace("_", "-")
-        raise UsageError(f"{value!r} is no {flag} value", flag, f"use one of {', '.join(allowed)}")
+        near = [a for a in allowed if name and a.startswith(name)]  # fp8
+        raise UsageError(f"{value!r} is no {flag} value", flag, f"use one of {', '.join(near or allowed)}")
     return name

@@ -12,9 +12,22 @@ from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
+from urllib.parse import unquote
 
 from .algorithms import ALGORITHMS, COUNT
-from .arguments import HUGE, a_list, check_options, dtype_name, factor, is_finite, number, pairs, shown, unlike
+from .arguments import (
+    HUGE,
+    a_list,
+    check_options,
+    device_name,
+    dtype_name,
+    factor,
+    is_finite,
+    number,
+    pairs,
+    shown,
+    unlike,
+)
 from .dtypes import COMPUTE_DTYPES, DTYPES
 from .errors import UsageError
 from .methods import METHODS, SUM
@@ -169,8 +182,8 @@ def make_job(
         options["max_vram"] = parse_size(options["max_vram"], "--max-vram")
     if options.get("map") is not None:
         options["map"] = expand(options["map"])
-    options["device"] = str(options.get("device", "auto"))
-    out = _default_output(base, refs) if output is None else _output(output, base)
+    options["device"] = device_name(options.get("device", "auto"))
+    out = _absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     return Job(base=base, adapters=refs, output=out, **options)
 
 
@@ -188,6 +201,8 @@ def home(path: str | Path) -> Path:
     """The path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
     if "\0" in str(path) or str(path) == "":
         raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
+    if str(path).startswith("file://"):
+        path = unquote(str(path).removeprefix("file://"))
     try:
         os.fsencode(path)
         found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
@@ -208,19 +223,23 @@ def _absolute(path: Path) -> Path:
         raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
 
 
-def _output(path: str | Path, base: Path) -> Path:
-    """As `expand`; UsageError for a name that ends as a folder's, where a file will be."""
-    if str(path).endswith(("/", os.sep)) and exists(base) and base.is_file():
-        raise UsageError("the output is a folder", str(path), "name a file in it: -o FOLDER/NAME.safetensors")
-    return expand(path)
+def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
+    """Return where the output goes: the default name in a folder that is meant, .safetensors where an ending lacks."""
+    found = expand(path)
+    if exists(base) and base.is_file():
+        if str(path).endswith(("/", os.sep)) or (exists(found) and found.is_dir()):
+            return found / _default_name(base, adapters)
+        if not found.suffix and not exists(found):
+            return found.with_name(f"{found.name}.safetensors")
+    return found
 
 
-def _default_output(base: Path, adapters: tuple[Adapter, ...]) -> Path:
+def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
     def folder(path: Path) -> bool:
         return exists(path) and path.is_dir()
 
     name = "+".join(p.name if folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
-    return _absolute(Path()) / (name if folder(base) else f"{name}.safetensors")
+    return name if folder(base) else f"{name}.safetensors"
 
 
 def is_pair(value: object) -> bool:
@@ -234,8 +253,8 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths given twice", "--strength and the adapters' own", "use one of the two")
     if len(strengths) != len(adapters):
-        raise UsageError(f"{len(strengths)} strengths for {len(adapters)} adapters", "--strength",
-                         "give one per adapter, in order")  # fmt: skip
+        few = f"strengths for {len(adapters)} adapters: {len(strengths)}"
+        raise UsageError(few, "--strength", "give one per adapter, in order")
     return list(zip(adapters, strengths, strict=True))
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +17,15 @@ import typer
 from typer.core import TyperGroup
 
 from ..arguments import DEVICES
-from ..errors import MergeError, UsageError, as_resource_error
+from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
+from ..job import exists
 from ..lines import Lines, one_line
 from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
+from .habits import ASKED, check_command, check_options, completed, expanded
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
-from .values import named_adapter, named_parts, one_setting, one_strength
+from .values import named_adapter, named_parts, one_setting, strengths
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -38,25 +42,26 @@ class Commands(TyperGroup):
     """Runs `merge` when no subcommand is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """`lora-merge BASE ADAPTER` means `lora-merge merge BASE ADAPTER`."""
+        """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
+        if args and args[0] == "help":
+            args = [*args[1:2], "--help"]
+        elif args and args[0] in ASKED and not exists(args[0]):
+            args = [ASKED[args[0]]]
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
             self._suggest(args)
             args = ["merge", *args]
+        if args and args[0] in self.commands:
+            command = self.commands[args[0]]
+            check_options(args[1:], {name for parameter in command.params for name in parameter.opts})
         _take_text(self, ctx)
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
-        """UsageError for what is no file but nearly a command, or for a command after its options."""
-        from ..job import exists
-
+        """Raise UsageError for a first word that is no file and no command, or for a command after its options."""
         word = next((a for a in args if a not in FLAGS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
-        if word.isalpha() and not exists(word):
-            from difflib import get_close_matches
-
-            if near := get_close_matches(word, self.commands, 1, 0.7):
-                raise UsageError("there is neither such a command nor such a file", word, f"lora-merge {near[0]} …")
+        check_command(word, self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A command by its name."""
@@ -151,10 +156,10 @@ def merge(
     from ..planning.plan import sources
     from .streams import reporting
 
-    named, parts = named_parts([named_adapter(a) for a in adapters], strength_for or [])
+    named, parts = named_parts([named_adapter(a) for a in expanded(adapters)], strength_for or [])
     with reporting(report) as told:
         job = make_job(
-            base, named, output, strength=[*map(one_strength, strength or ())] or None, dtype=dtype,
+            completed(base), named, output, strength=strengths(strength or (), len(named)), dtype=dtype,
             compute_dtype=compute_dtype, device=device, strength_for=parts, method=method, unmatched=unmatched,
             on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify,
             map=map_file, setting=[one_setting(s) for s in setting or []],
@@ -170,13 +175,15 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
 
     if not dry_run:
         preload()
-    plan = plan_merge(job)
+    plan = plan_merge(replace(job, overwrite=True) if dry_run else job)
     if told is not None:
         told.protect(plan.inputs)
         told.begin()
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=verbose)
     if dry_run:
+        if exists(job.output) and not job.overwrite:
+            say("  note: the output exists: the merge will need --overwrite, or another -o")
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
         return
     done = carry_out(plan, quiet=quiet)
@@ -267,21 +274,26 @@ def main() -> None:
         with heeding():
             app()
     except _Stopped as stop:
-        _fail(f"{stop}; nothing was left behind", stop.exit_code)
+        _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:
         told = as_resource_error(error) or error
         if isinstance(told, MergeError):
-            _fail(str(told), told.exit_code)
+            _fail(told, str(told))
         if not isinstance(error, OSError):
             raise
         where = one_line(str(error.filename or "an input or output"))
-        _fail(f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again", 1)
+        _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
 
 
-def _fail(text: str, code: int) -> None:
+def _fail(error: BaseException, text: str) -> None:
+    """End the program: the failure on stderr, with --json also on stdout. A batch has reported each of its jobs."""
     if "--debug" in sys.argv:
         import traceback
 
         traceback.print_exc()
     print(f"error: {text}", file=sys.stderr)  # noqa: T201
-    raise SystemExit(code)
+    told = error_dict(error)
+    if "--json" in sys.argv and not isinstance(error, BatchFailed):
+        with suppress(OSError, ValueError):  # a closed stdout
+            echo(json.dumps({"error": told, "exit_code": told["exit_code"]}, ensure_ascii=False))
+    raise SystemExit(told["exit_code"])

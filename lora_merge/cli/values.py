@@ -13,6 +13,7 @@ from ..arguments import factor, number
 from ..errors import UsageError
 from ..job import BLOCK_WEIGHTS, REGEX, Adapter, exists, split_strength
 from ..json_text import from_json
+from .habits import check_adapter, completed
 
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
@@ -24,12 +25,15 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         return text
     path, strength = split_strength(text)
     if strength is not None:
-        return path, strength
+        return completed(path), strength
     for comma in (match.start() for match in _BETWEEN_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])
         if strength is not None or exists(path):
-            return Adapter(Path(path), 1.0 if strength is None else strength, tuple(_parts(text[comma + 1 :])))
-    return text
+            own = tuple(_parts(text[comma + 1 :]))
+            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
+    found = completed(text)
+    check_adapter(found)
+    return found
 
 
 def named_parts(
@@ -53,8 +57,17 @@ def named_parts(
     return given, common
 
 
-def one_strength(text: str) -> float:
-    """0.8 for "0.8"."""
+def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
+    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
+    found = [_strength(one) for text in texts for one in text.split(",")]
+    if found and len(found) != adapters:
+        each = " ".join(f"-s {text}" for text in (texts[0],) * adapters)
+        few = f"{len(found)} strength{'s' * (len(found) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
+        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{texts[0]}")
+    return found or None
+
+
+def _strength(text: str) -> float:
     try:
         return number(text)
     except ValueError:

@@ -87,9 +87,9 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
     if folder and not target.is_dir():
         raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
     if not overwrite:
-        among = any(same(target, p) for p in inputs)
-        what = "the output is one of the inputs" if among else "the output exists"
-        raise UsageError(what, str(target), "choose another -o, or give --overwrite")
+        if any(same(target, p) for p in inputs):
+            raise UsageError("the output is the base, perhaps your only copy of it", str(target), "choose another -o")
+        raise UsageError("the output exists", str(target), "choose another -o, or give --overwrite")
     _check_writable(target.parent)
 
 

@@ -128,10 +128,10 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
     for name, why in {
-        "base": "one of the inputs",
-        "link": "one of the inputs",
-        "hard": "one of the inputs",
-        "folder/../base": "one of the inputs",
+        "base": "the output is the base",
+        "link": "the output is the base",
+        "hard": "the output is the base",
+        "folder/../base": "the output is the base",
         "folder": "is a folder",
         "broken": "exists",
         "base/x": "folder is a file",

@@ -1,0 +1,185 @@
+"""What people type by habit: taken where its meaning is plain, else answered with the form that is right here."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import lora_merge
+from lora_merge.cli import main as program
+from lora_merge.cli.habits import FOREIGN
+from lora_merge.cli.main import app
+from lora_merge.job import make_job
+
+from ..support import kohya, load, save, sd1
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """The program in this process, in a folder with base.safetensors and two adapters: exit code, stdout, stderr."""
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "lora.safetensors")
+    (tmp_path / "loras").mkdir()
+    save(kohya(sd1(), seed=3), tmp_path / "loras" / "ink.safetensors")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
+        try:
+            program.main()
+            code: object = 0
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        return int(str(code)), out, err
+
+    return call
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["help"]])
+def test_help_of_the_program_names_the_commands(run: Run, words: list[str]) -> None:
+    code, out, _ = run(*words)
+    assert code == 0
+    assert all(name in out for name in ("merge", "batch", "inspect", "verify"))
+    assert "BASE ADAPTER" in out
+
+
+@pytest.mark.parametrize("command", ["merge", "batch", "inspect", "parts", "verify", "doctor"])
+def test_help_of_a_command(run: Run, command: str) -> None:
+    assert run("help", command)[:2] == run(command, "--help")[:2]
+    assert run("help", command)[0] == 0
+
+
+@pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
+def test_the_version(run: Run, words: list[str]) -> None:
+    assert run(*words) == (0, f"lora-merge {lora_merge.__version__}\n", "")
+
+
+@pytest.mark.parametrize("word", ["info", "show", "diff", "frobnicate", "inspct"])
+def test_an_unknown_word_lists_the_commands(run: Run, word: str) -> None:
+    code, _, err = run(word, "lora.safetensors")
+    assert code == 2
+    assert "neither such a command nor such a file" in err
+    assert "inspect" in err
+
+
+OWN = {
+    name for command in program.typer.main.get_command(app).commands.values() for p in command.params for name in p.opts
+}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("option", FOREIGN)
+def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str) -> None:
+    code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
+    assert code == 2
+    assert f"no option {option} here" in err
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN[option]))
+    assert named <= OWN
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
+    ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
+    ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
+    ("lora.safetensors:", "lora.safetensors:0.8"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "hf download"),
+    ("hf://owner/name", "hf download"), ("civitai:1234", "hf download"),
+])  # fmt: skip
+def test_other_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
+    code, _, err = run("base.safetensors", text, "-o", "out.safetensors")
+    assert code == 2
+    assert right in err
+    assert not Path("out.safetensors").exists()
+
+
+def test_a_missing_ending_is_tried(run: Run) -> None:
+    assert run("base", "lora", "-o", "a.safetensors")[0] == 0
+    assert run("base", "lora:0.5", "-o", "b.safetensors")[0] == 0
+    assert run("base.safetensors", "lora.safetensors:0.5", "-o", "c.safetensors")[0] == 0
+    assert Path("b.safetensors").stat().st_size == Path("c.safetensors").stat().st_size
+    assert all((load("b.safetensors")[k] == v).all() for k, v in load("c.safetensors").items())
+
+
+def test_patterns_that_no_shell_expanded(run: Run) -> None:
+    assert run("base.safetensors", "loras/*.safetensors", "-o", "a.safetensors")[0] == 0
+
+
+@pytest.mark.parametrize("words", [["-s", "0.8,0.5"], ["-s", "0.8", "-s", "0.5"]])
+def test_several_strengths(run: Run, words: list[str]) -> None:
+    code, out, _ = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", *words, "-o", "a.safetensors")
+    assert code == 0
+    assert "0.8×" in out and "0.5×" in out
+
+
+def test_too_few_strengths_are_answered_with_what_to_type(run: Run) -> None:
+    code, _, err = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", "-s", "0.8")
+    assert code == 2
+    assert "1 strength for 2 adapters" in err
+    assert "-s 0.8 -s 0.8" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("BF16", "bf16"), ("half", "fp16"), ("Float16", "fp16"), ("torch.bfloat16", "bf16"), ("KEEP", "keep")],
+)
+def test_names_of_dtypes(tmp_path: Path, text: str, name: str) -> None:
+    assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", dtype=text).dtype == name
+
+
+def test_a_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
+    code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", "fp8")
+    assert code == 2
+    assert "fp8_e4m3fn, fp8_e5m2" in err
+
+
+def test_gpu_is_cuda(tmp_path: Path) -> None:
+    assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", device="gpu").device == "cuda"
+
+
+def test_an_output_without_ending_and_one_in_a_folder(run: Run) -> None:
+    assert run("base.safetensors", "lora.safetensors", "-o", "out")[0] == 0
+    assert Path("out.safetensors").is_file()
+    Path("there").mkdir()
+    for folder in ("there", "new/"):
+        assert run("base.safetensors", "lora.safetensors", "-o", folder)[0] == 0
+        assert (Path(folder) / "base+lora.safetensors").is_file()
+
+
+def test_a_dry_run_answers_where_the_output_exists(run: Run) -> None:
+    Path("out.safetensors").write_bytes(b"mine")
+    code, out, _ = run("base.safetensors", "lora.safetensors", "-o", "out.safetensors", "--dry-run")
+    assert code == 0
+    assert "--overwrite" in out
+    assert Path("out.safetensors").read_bytes() == b"mine"
+
+
+def test_nobody_is_told_to_overwrite_the_base(run: Run) -> None:
+    code, _, err = run("base.safetensors", "lora.safetensors", "-o", "base.safetensors")
+    assert code == 2
+    assert "--overwrite" not in err
+
+
+def test_a_file_address_is_a_path(run: Run) -> None:
+    assert run(Path("base.safetensors").absolute().as_uri(), "lora.safetensors", "-o", "a.safetensors")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing.safetensors", "lora.safetensors"],
+        ["base.safetensors", "base.safetensors"],
+        ["base.safetensors", "lora.safetensors", "--dtype", "no"],
+    ],
+)
+def test_with_json_a_failure_is_json_on_stdout_too(run: Run, words: list[str]) -> None:
+    code, out, err = run(*words, "--json")
+    told = json.loads(out)
+    assert told["exit_code"] == told["error"]["exit_code"] == code
+    assert all(told["error"][name] in err for name in ("what", "fix"))
