@@ -224,13 +224,10 @@ def _absolute(path: Path) -> Path:
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    """Return where the output goes: the default name in a folder that is meant, .safetensors where an ending lacks."""
+    """Return where the output goes: a file in a folder that is named gets the name that it has by default."""
     found = expand(path)
-    if exists(base) and base.is_file():
-        if str(path).endswith(("/", os.sep)) or (exists(found) and found.is_dir()):
-            return found / _default_name(base, adapters)
-        if not found.suffix and not exists(found):
-            return found.with_name(f"{found.name}.safetensors")
+    if exists(base) and base.is_file() and (str(path).endswith(("/", os.sep)) or (exists(found) and found.is_dir())):
+        return found / _default_name(base, adapters)
     return found
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -89,6 +91,12 @@ def completed(path: str) -> str:
         raise UsageError("an address, and not a file", path[:200], fix)
     there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
     return there[0] if there else path
+
+
+def with_ending(output: str | None, base: str) -> str | None:
+    """Return the output's name, for a base that is one file with the ending that programs look for."""
+    plain = output is not None and not Path(output).suffix and not output.endswith(("/", os.sep))
+    return f"{output}.safetensors" if plain and Path(base).is_file() and not exists(str(output)) else output
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:

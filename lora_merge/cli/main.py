@@ -22,7 +22,7 @@ from ..job import exists
 from ..lines import Lines, one_line
 from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
-from .habits import ASKED, check_command, check_options, completed, expanded
+from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, one_setting, strengths
@@ -156,10 +156,11 @@ def merge(
     from ..planning.plan import sources
     from .streams import reporting
 
+    base = completed(base)
     named, parts = named_parts([named_adapter(a) for a in expanded(adapters)], strength_for or [])
     with reporting(report) as told:
         job = make_job(
-            completed(base), named, output, strength=strengths(strength or (), len(named)), dtype=dtype,
+            base, named, with_ending(output, base), strength=strengths(strength or (), len(named)), dtype=dtype,
             compute_dtype=compute_dtype, device=device, strength_for=parts, method=method, unmatched=unmatched,
             on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify,
             map=map_file, setting=[one_setting(s) for s in setting or []],
