@@ -22,13 +22,13 @@ from lora_merge.adapters.peft import config as peft_config
 from lora_merge.adapters.peft import rules as peft
 from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
-from lora_merge.job import Adapter
 from lora_merge.matching import places as matching
 from lora_merge.matching.choose import _Chooser
 from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.orientation import Orientation
 from lora_merge.matching.patch import Match, PatchPart
 from lora_merge.models.names import Names
+from lora_merge.models.strengths import Strengths
 from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import cache as opened
 from lora_merge.planning import make_plan as planning
@@ -218,8 +218,8 @@ def lost(name: str) -> Break:
     return uses(lambda _, use: None if name in use.patch.module.name else use)
 
 
-def strength(change: Callable[[Any, Adapter, str, str], float]) -> Break:
-    return around(Adapter, "factor", change)
+def strength(change: Callable[[Any, Strengths, str, str], float]) -> Break:
+    return around(Strengths, "factor", change)
 
 
 def magnitude(change: Callable[[Any, Any], Any]) -> Break:
@@ -246,7 +246,7 @@ def turned_over(name: str, view: WeightView) -> WeightView:
 def of_other(target: Any, base: dict[str, Any]) -> Any:
     """The values of another tensor of the same shape and dtype, where there is one."""
     like = [i for n, i in base.items() if (i.dtype, i.shape) == (target.dtype, target.shape) and n != target.name]
-    return target if target.uses or not like else target._replace(source=like[0])
+    return target if target.uses or not like else target._replace(weight=target.weight._replace(stored=like[0]))
 
 
 def part_moved(by: int) -> Break:
@@ -332,7 +332,7 @@ MUTANTS = (
     Mutant("kohya", "DoRA's magnitude is not read", magnitude(lambda found, _: None)),
     Mutant("kohya", "DoRA's norm is over the other axis", magnitude(other_axis)),
     # strengths
-    Mutant("kohya", "all adapters have the first one's strength", strength(lambda f, self, k, c: f(replace(self, strength=0.7), k, c))),
+    Mutant("kohya", "all adapters have the first one's strength", strength(lambda f, self, k, c: f(self, k, c) * 0.7 / self.strength)),
     Mutant("kohya", "--strength-for is not read", strength(lambda f, self, k, c: self.strength)),
     Mutant("kohya", "--strength-for te holds for the UNet", strength(lambda f, self, k, c: f(self, k, "te" if c == "unet" else c))),
     Mutant("kohya", "a pattern of --strength-for fits all", strength(lambda f, self, k, c: f(self, f"{k}.attn2", c))),
