@@ -60,6 +60,8 @@ model and that inside its MLPs."""
 def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], kind: str = "") -> dict[str, Split]:
     """Who tells it → the rows of every layer that the tensor `name` holds. Empty where nothing tells.
 
+    No layer has more rows than the first: a k and a v have as many heads as q, or fewer.
+
     `shapes`: of all tensors of the base, by name; `config`: its configuration, with those of its parts; `kind`: the
     type of the model, where more than its configuration tells that.
     """
@@ -78,9 +80,10 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
         shape = next((shapes[key] for key in named if key in shapes), ())
         return shape[axis] if len(shape) > axis else 0
 
+    parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
     told = _of_attention if match["qkv"] else _of_mlp
-    every = told(weight[0], weight[1], size, [config, *(c for c in config.values() if isinstance(c, Mapping))])
-    return {who: split for who, split in every if sum(split) == weight[0] and min(split) > 0}
+    every = told(weight[0], weight[1], size, {"config.json": config, **parts})
+    return {who: split for who, split in every if sum(split) == weight[0] and 0 < min(split) <= max(split) == split[0]}
 
 
 def agreed(told: Mapping[str, Split]) -> Split:
@@ -89,17 +92,17 @@ def agreed(told: Mapping[str, Split]) -> Split:
 
 
 def _of_attention(
-    rows: int, columns: int, size: Callable[[str, int], int], configs: Sequence[Mapping[str, Any]]
+    rows: int, columns: int, size: Callable[[str, int], int], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Split]]:
     """(who tells, rows of q, k and v)."""
     if any(size(name, 0) for name in QUERIES):
         return
-    for config in configs:
+    for where, config in configs.items():
         heads, groups, width = _number(config, HEADS), _number(config, GROUPS), _number(config, WIDTH)
         head = _number(config, HEAD) or (width // heads if heads else 0)
         k = groups * head or (rows - heads * head) // 2
         if heads and head and width in (0, columns):
-            yield "config.json", (heads * head, k, groups * _number(config, VALUE) or k)
+            yield where, (heads * head, k, groups * _number(config, VALUE) or k)
     for name in OUTPUTS:
         if q := size(name, 1):
             yield name, (q, (rows - q) // 2, (rows - q) // 2)
@@ -112,12 +115,12 @@ def _of_attention(
 
 
 def _of_mlp(
-    rows: int, columns: int, size: Callable[[str, int], int], configs: Sequence[Mapping[str, Any]]
+    rows: int, columns: int, size: Callable[[str, int], int], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Split]]:
     """(who tells, rows of the gate and of what it gates, which are equal)."""
-    for config in configs:
+    for where, config in configs.items():
         if _number(config, WIDTH) in (0, columns):
-            yield "config.json", (_number(config, HIDDEN),) * 2
+            yield where, (_number(config, HIDDEN),) * 2
     for name in DOWNS:
         yield name, (size(name, 1),) * 2
 

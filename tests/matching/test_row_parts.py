@@ -158,7 +158,8 @@ FUSED = (
 def cases(draw: st.DrawFn) -> tuple[Fused, int, tuple[int, ...], str, dict[str, object], dict[str, tuple[int, ...]]]:
     """(the weight, columns, rows of its layers, an adapter's prefix, config.json, tensors beside it)."""
     weight, width = draw(st.sampled_from(FUSED)), draw(st.sampled_from([12, 16, 24]))
-    heads, groups, head = draw(st.integers(2, 6)), draw(st.integers(1, 6)), draw(st.sampled_from([2, 4]))
+    heads, head = draw(st.integers(2, 6)), draw(st.sampled_from([2, 4]))
+    groups = draw(st.integers(1, heads))
     q, kv = heads * head, groups * head
     split = (q, kv, kv) if weight.layers == 3 else (q, q)
     config: dict[str, object] = {"hidden_size": width}
