@@ -29,11 +29,18 @@ def merge(
     dtype, compute_dtype, device, method, strength, strength_for, unmatched, on_overflow, map, setting, overwrite,
     max_memory, max_vram, verify.
     """
-    from .engine.admission import plan_merge
+    from .engine.admission import admit
     from .engine.merge import run
+    from .planning.cache import CheckpointCache
+    from .planning.make_plan import make_plan, match, open_inputs
 
     with interruptible():
-        return run(plan_merge(make_job(base, adapters, output, **options)))
+        job = make_job(base, adapters, output, **options)
+        inputs = open_inputs(job, CheckpointCache())
+        matched = match(inputs)
+        plan = make_plan(matched)
+        admitted = admit(plan)
+        return run(admitted)
 
 
 def plan(

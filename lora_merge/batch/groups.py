@@ -15,7 +15,7 @@ from ..engine.merge import Progress, run_together
 from ..engine.windows import layout_key
 from ..job import Job
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import make_plan
+from ..planning.make_plan import plan_job
 from ..planning.outputs import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
@@ -97,7 +97,7 @@ def _once(
 
 def _needed(job: Job, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """The plan for a job; None if its output is there."""
-    plan = make_plan(job, opened)
+    plan = plan_job(job, opened)
     return None if done(job, contents(plan), opened, hashes) else plan
 
 

@@ -19,7 +19,7 @@ from ..errors import MergeError, ResourceError, UsageError
 from ..job import Job
 from ..lines import Lines
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import make_plan
+from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
 from .jobs_file import Entry
 from .resume import Hashes, done
@@ -206,7 +206,7 @@ class _Surveyor:
 
     def _planned(self, job: Job) -> _Outline | MergeError:
         try:
-            plan = make_plan(replace(job, max_memory=job.max_memory // self.workers), self.opened)
+            plan = plan_job(replace(job, max_memory=job.max_memory // self.workers), self.opened)
             unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
             window_bytes(plan)
         except ResourceError as e:

@@ -60,13 +60,13 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
     """How many modules of the adapter find their place in the base, per component, and which do not, and why."""
     from ..job import make_job
     from ..matching.diagnosis import explain
-    from ..planning.make_plan import match
+    from ..planning.make_plan import Inputs, match
 
     job = make_job(path, [adapter], path, unmatched="skip")
     file = group(open_checkpoint(adapter))
     lookup = names(base)
     try:
-        (matched,) = match(job, base, lookup, [file], FileValues())
+        (matched,) = match(Inputs(job, base, lookup, (file,))).adapters
     except FitError as e:
         return {"adapter": str(adapter), "matched": 0, "total": len(file.modules), "why": str(e)}
     why = explain(lookup, list(matched.unmatched), weight_shapes(file.modules)) if matched.unmatched else ""

@@ -8,7 +8,7 @@ from ..disk.writer import require_space
 from ..dtypes import COMPUTE_DTYPES
 from ..job import Job
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import make_plan
+from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from .windows import unshared_bytes, window_room
 
@@ -32,7 +32,7 @@ def admit(plan: Plan) -> Plan:
 
 def plan_merge(job: Job) -> Plan:
     """Return the plan for a job, from headers alone, admitted; raises whatever the merge would raise."""
-    return admit(make_plan(job, CheckpointCache()))
+    return admit(plan_job(job, CheckpointCache()))
 
 
 def require_device(job: Job) -> None:

@@ -32,7 +32,7 @@ from ..matching.patch import PatchPart
 from ..models.names import Names, names
 from ..models.tied_weights import tied
 from ..models.weights import Weight, whole
-from ..planning.make_plan import match, outputs
+from ..planning.make_plan import Inputs, match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed
 from .blocks import BlockPart, blocks
@@ -78,7 +78,7 @@ def merge_state_dict(
         reader = stack.enter_context(Reader(f.index for f in files))
         factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
         base = replace(base, config=TIED) if head else base
-        matched = match(job, base, lookup, files, FileValues(reader))
+        matched = match(Inputs(job, base, lookup, tuple(files))).adapters
         tensors, saturated = PatchTensors(factors.fetch, weights(base, matched)), Counter[str]()
         folder = BlockMerger.of(job, at, tensors)
         stack.callback(release, at)

@@ -6,7 +6,7 @@ Everything that can be foreseen to fail is raised here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -40,15 +40,48 @@ from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import STALE, blanks, entries
 
 
-def make_plan(job: Job, opened: CheckpointCache) -> Plan:
-    """The plan for a job, without a look at where its output goes. Checkpoints come from, and stay in, `opened`."""
+@dataclass(frozen=True)
+class Inputs:
+    """What a job reads, opened: the base with the names of its weights, and its adapters as modules."""
+
+    job: Job
+    base: Index
+    names: Names
+    adapters: tuple[AdapterFile, ...]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What each adapter of a job does to its base."""
+
+    inputs: Inputs
+    adapters: tuple[Match, ...]
+
+
+def plan_job(job: Job, opened: CheckpointCache) -> Plan:
+    """Return the plan for a job, without a look at where its output goes. What is opened comes from, and stays in,
+    `opened`."""
+    return make_plan(match(open_inputs(job, opened)))
+
+
+def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
+    """Open what the job reads, or take it from what is open; InputError for a file that is not what it should be."""
     base, lookup = opened.base(job.base, job.map)
-    adapters = [opened.adapter(ref.path) for ref in job.adapters]
-    with Reader(a.index for a in adapters) as reader, base.quantised.blamed(base.path):
-        matched = match(job, base, lookup, adapters, FileValues(reader))
-    changed = (key for m in matched for key in (*m.uses, *m.replaced, *m.bases, *m.grown, *m.created))
+    return Inputs(job, base, lookup, tuple(opened.adapter(ref.path) for ref in job.adapters))
+
+
+def match(inputs: Inputs) -> Matched:
+    """Place every adapter on the base; FitError if one does not fit."""
+    with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
+        return Matched(inputs, matches(inputs, FileValues(reader)))
+
+
+def make_plan(matched: Matched) -> Plan:
+    """Give every output tensor its origin and its place."""
+    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
+    changed = (key for m in found for key in (*m.uses, *m.replaced, *m.bases, *m.grown, *m.created))
     base.quantised.check(base.path, job.dtype, changed)
-    files, indexes = _files(job, base, matched)
+    files, indexes = _files(job, base, found)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     notes = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
     if led := led_outside(base.path, sides):
@@ -56,11 +89,12 @@ def make_plan(job: Job, opened: CheckpointCache) -> Plan:
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    return Plan(job, base, lookup.architecture, matched, files, sides, indexes)
+    return Plan(job, base, matched.inputs.names.architecture, found, files, sides, indexes)
 
 
-def match(job: Job, base: Index, lookup: Names, adapters: Sequence[AdapterFile], values: Values) -> tuple[Match, ...]:
-    """Every adapter of the job placed on the base."""
+def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
+    """As `match`; `values` reads the few stored tensors whose numbers decide something."""
+    job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}

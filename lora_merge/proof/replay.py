@@ -16,7 +16,7 @@ from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..planning.cache import CheckpointCache
-from ..planning.make_plan import make_plan
+from ..planning.make_plan import plan_job
 from ..planning.outputs import contents, differing, misleading
 from ..planning.plan import Plan
 from ..planning.recipe import KEY
@@ -107,7 +107,7 @@ def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
 def _followed(job: Job, made: Index) -> Plan:
     """The plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
     try:
-        return make_plan(job, CheckpointCache())
+        return plan_job(job, CheckpointCache())
     except UsageError as e:
         if KEY not in made.metadata:
             raise

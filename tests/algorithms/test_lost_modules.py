@@ -25,7 +25,7 @@ LOST = MODULES[0]
 
 def accounted(job: Job, row: str = "") -> Account:
     """What became of the adapter's tensors; all must be of this row."""
-    plan = make_plan.make_plan(job, CheckpointCache())
+    plan = make_plan.plan_job(job, CheckpointCache())
     kinds = {u.patch.algorithm for f in plan.files for t in f.targets for u in t.uses}
     assert not row or kinds == {row} or (row == "set" and not kinds)
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:

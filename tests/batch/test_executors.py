@@ -356,8 +356,8 @@ def test_a_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
 
 def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    make_plan = passes.make_plan
-    monkeypatch.setattr(passes, "make_plan", lambda job, opened: made.append(job) or make_plan(job, opened))
+    plan_job = passes.plan_job
+    monkeypatch.setattr(passes, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
     some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
     entries = tuple(s.entry for s in make_batch(some).sketches)
     assert all(r.ok for r in passes.carry_out(Pass(entries, workers=4), CheckpointCache()))

@@ -135,7 +135,6 @@ def _shapes() -> Tensors:
 
 def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Plan from shapes, then fold the given tensors wherever they are."""
-    from lora_merge.adapters.file import FileValues
     from lora_merge.engine.blocks import blocks
     from lora_merge.engine.in_memory import (  # the plan of merge_state_dict, without its fetching of values
         _adapters,
@@ -143,13 +142,13 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     )
     from lora_merge.job import make_job
     from lora_merge.models.names import names
-    from lora_merge.planning.make_plan import match, outputs
+    from lora_merge.planning.make_plan import Inputs, match, outputs
     from lora_merge.planning.plan import weights as planned
 
     base = _index("state dict", weights)
     paths, files = _adapters([factors])
     job = make_job("state dict", paths, "state dict")
-    matched = match(job, base, names(base), files, FileValues())
+    matched = match(Inputs(job, base, names(base), tuple(files))).adapters
     everything = weights | factors
     folder = BlockMerger((at,), PatchTensors(lambda info: everything[info.name], planned(base, matched)))
     intos = []

@@ -18,7 +18,7 @@ from lora_merge.matching.choose import choose
 from lora_merge.matching.context import AdapterContext
 from lora_merge.models.weights import whole
 from lora_merge.planning.cache import CheckpointCache
-from lora_merge.planning.make_plan import make_plan
+from lora_merge.planning.make_plan import plan_job
 
 from ..support import rand, save
 from ..test_structure import PACKAGE
@@ -71,7 +71,7 @@ def test_what_an_adapter_does_is_frozen(tmp_path: Path) -> None:
     save({"a.weight": rand(8, 8)}, tmp_path / "b.safetensors")
     save({"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8)}, tmp_path / "a.safetensors")
     job = make_job(tmp_path / "b.safetensors", [tmp_path / "a.safetensors"], tmp_path / "o.safetensors")
-    (match,) = make_plan(job, CheckpointCache()).adapters
+    (match,) = plan_job(job, CheckpointCache()).adapters
     for field in fields(match):
         with pytest.raises(FrozenInstanceError):
             setattr(match, field.name, None)

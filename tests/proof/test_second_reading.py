@@ -21,7 +21,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.models.names import names
-from lora_merge.planning.make_plan import match, outputs
+from lora_merge.planning.make_plan import Inputs, matches, outputs
 from lora_merge.proof.reference.places import Places
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import Reading, compare
@@ -60,7 +60,7 @@ def read(
     path = Path("adapter.safetensors")
     file = replace(index(adapter), path=path, files=(path,), config=config or {})
     job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
-    matched = match(job, base, names(base), [group(file)], Numbers())
+    matched = matches(Inputs(job, base, names(base), (group(file),)), Numbers())
     targets = [target for _, target in outputs(job, base, matched)]
     return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
 
