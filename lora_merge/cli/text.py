@@ -39,9 +39,9 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
     for note in plan.base.notes:
         say(f"  note: {note}")
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        parts = ", ".join(f"{name} {count}" for name, count in m.components.items())
         what = ", ".join(m.algorithms) or "nothing"
-        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched ({parts}), {ref.strength:g}×")
+        how = applied(m.strengths) or f"{ref.strength:g}×"
+        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched: {how}")
         for name, why in {**m.unmatched, **m.adapter.ignored}.items():
             say(f"  left out: {name}: {why}")
         for note in (*m.adapter.notes, *m.notes):
@@ -54,6 +54,19 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
                     f"  {t.name} {t.dtype} {list(t.shape)}"
                     + (" <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else "")
                 )
+
+
+def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
+    """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}."""
+    found = []
+    for part, counts in strengths.items():
+        used = {strength: count for strength, count in counts.items() if strength}
+        if used:
+            least, most = f"{min(used):g}", f"{max(used):g}"
+            found.append(f"{least if least == most else f'{least} to {most}'}× {part} ({sum(used.values())})")
+        if left := counts.get(0.0):
+            found.append(f"{part} 0: {left} left out")
+    return ", ".join(found)
 
 
 def leave_lost_folder() -> None:

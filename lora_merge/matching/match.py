@@ -5,6 +5,7 @@ Every problem of one kind is gathered and raised once. Nothing here reads weight
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -95,7 +96,8 @@ class MatchBuilder:
         self.created: dict[str, tuple[Shape, str]] = {}
         self.grown: dict[str, Shape] = {}
         self.unmatched: dict[str, str] = {}
-        self.components: dict[str, int] = {}
+        self.components: Counter[str] = Counter()
+        self.strengths: Counter[tuple[str, float]] = Counter()
         self.unused: dict[str, str] = {}
         self.modules = 0
         self.notes: list[str] = []
@@ -118,7 +120,7 @@ class MatchBuilder:
         made = Match(
             self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
             self.grown, self.modules, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
-            frozenset(self.settings),
+            frozenset(self.settings), self.strengths,
         )  # fmt: skip
         refuse(made, self.names, self.failures, unmatched)
         made = separate(self.pair, self.ends, made, self.ref, unmatched)
@@ -251,23 +253,22 @@ class MatchBuilder:
             self._leave_unused(patch.module, COPY)
             self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
             return
-        components = set()
+        found = set()
         for piece, start in patch.view.addresses():
             into = key or piece.key
-            component = self.names.component(into)
-            components.add(component)
-            strength = self.ref.factor(into, component)
+            strength = self.ref.factor(into, component := self.names.component(into))
+            found.add((component, strength))
             if strength:
                 self.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
                 self._leave_unused(patch.module, OFF)
-        self._count(components)
+        self.strengths.update(found)
+        self._count({component for component, _ in found})
 
     def _count(self, components: Collection[str]) -> None:
         """One more module has its place, in these parts of the model."""
         self.modules += 1
-        for component in components:
-            self.components[component] = self.components.get(component, 0) + 1
+        self.components.update(components)
 
     def _new_bias(self, module: Module) -> WeightView | None:
         """A bias for a layer that has none in the base: created as zeros, where a model may read it."""

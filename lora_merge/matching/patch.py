@@ -86,6 +86,7 @@ class Match:
     unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
     notes: tuple[str, ...]
     settings: frozenset[str]  # those that the user states and a formula asked for
+    applied: Mapping[tuple[str, float], int]  # (component, strength) → modules that are applied with it
     parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # head the base lacks → its embeddings
     untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more
 
@@ -94,6 +95,14 @@ class Match:
         """The algorithms in use, the most frequent first."""
         seen = Counter(u.patch.algorithm for uses in self.uses.values() for u in uses)
         return (*(name for name, _ in seen.most_common()), *(["replacement"] if self.replaced else []))
+
+    @property
+    def strengths(self) -> Mapping[str, Mapping[float, int]]:
+        """Component → strength → modules that are applied with it; 0 for those that are left out."""
+        found: dict[str, dict[float, int]] = {}
+        for (component, strength), count in sorted(self.applied.items(), key=lambda item: -item[0][1]):
+            found.setdefault(component, {})[strength] = count
+        return found
 
     @property
     def total(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Values
 from ..adapters.peft.rules import rules
@@ -38,6 +39,8 @@ from ..text import listed
 from .cache import CheckpointCache
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import STALE, blanks, entries
+
+USUAL: Final = 4  # strengths above this are mistakes more often than not: :80 for :0.8
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,17 @@ def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
     if unused := sorted(dict(job.setting).keys() - used):
         raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
                          "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
-    return with_meetings(job, matched)
+    met = with_meetings(job, matched)
+    return tuple(replace(m, notes=(*m.notes, *_unusual(job, n))) for n, m in enumerate(met))
+
+
+def _unusual(job: Job, number: int) -> Iterator[str]:
+    """Yield what the user may not have meant by naming this adapter."""
+    ref = job.adapters[number]
+    if any(other.path == ref.path for other in job.adapters[:number]):
+        yield "the same adapter is named before: its change counts again"
+    if abs(ref.strength) > USUAL:
+        yield f"strength {ref.strength:g} is unusual; most adapters are made for 0 to 2"
 
 
 def _files(

@@ -187,7 +187,8 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
         name = path.name if alone else str(path)
         name = name if name not in found else f"{name} ({len(found) + 1})"
         found[name] = {
-            "matched": m.modules, "total": m.total, "components": m.components,
+            "matched": m.modules, "total": m.total, "components": dict(m.components),
+            "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in m.strengths.items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
     return found

@@ -133,3 +133,32 @@ def test_parts_lists_what_the_option_takes(files: Path) -> None:
             )
         except MergeError as e:
             raise AssertionError(name) from e
+
+
+def test_the_report_says_what_was_applied(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    words = [
+        "merge",
+        "base.safetensors",
+        "one.safetensors:0.8,L00=0,L01=0.5",
+        "-o",
+        "out.safetensors",
+        "--report",
+        "r.json",
+    ]
+    for more in ([], ["--dry-run"]):
+        result = CliRunner().invoke(app, [*words, "--overwrite", *more], catch_exceptions=False)
+        assert "0.4 to 0.8× model (3), model 0: 1 left out" in result.stdout
+        (told,) = json.loads((files / "r.json").read_text())["coverage"].values()
+        assert told["strengths"] == {"model": {"0": 1, "0.4": 1, "0.8": 2}}
+
+
+def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: Path) -> None:
+    plan = lora_merge.plan(
+        files / "base.safetensors",
+        [(files / "one.safetensors", 80), files / "one.safetensors"],
+        files / "x.safetensors",
+    )
+    first, second = (" ".join(m.notes) for m in plan.adapters)
+    assert "strength 80 is unusual" in first and "again" not in first
+    assert "counts again" in second and "unusual" not in second
