@@ -11,26 +11,13 @@ from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final
 from urllib.parse import unquote
 
 from .algorithms import ALGORITHMS, COUNT
-from .arguments import (
-    HUGE,
-    a_list,
-    check_options,
-    device_name,
-    dtype_name,
-    factor,
-    is_finite,
-    number,
-    pairs,
-    shown,
-    unlike,
-)
-from .dtypes import COMPUTE_DTYPES, DTYPES
 from .errors import UsageError
-from .methods import METHODS, SUM
+from .methods import SUM
+from .options import HUGE, OnOverflow, Unmatched, a_list, checked, factor, is_finite, number, pairs, shown, unlike
 from .patterns import Refused, Steps
 
 PARTS: Final = (
@@ -65,15 +52,6 @@ MOST_ADAPTERS: Final = 1000
 
 MOST_PARTS: Final = 500
 """Of `--strength-for` for one adapter; each is asked about each tensor."""
-
-Unmatched: TypeAlias = Literal["error", "skip"]
-
-OnOverflow: TypeAlias = Literal["error", "saturate"]
-
-CHOICES: Final = {
-    "method": tuple(METHODS), "unmatched": get_args(Unmatched), "on_overflow": get_args(OnOverflow),
-}  # fmt: skip
-"""Options whose value is one of a few words, the first of them the default."""
 
 _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -141,21 +119,15 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
 
 
 def make_job(
-    base: str | Path,
-    adapters: Sequence[Any] | str | Path,
-    output: str | Path | None = None,
-    *,
-    strength: Sequence[float] | None = None,
-    strength_for: Mapping[str, float] | Sequence[tuple[str, float]] = (),
-    **options: Any,
+    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
 ) -> Job:
-    """A Job from loosely typed arguments, as the API and the command line pass them; UsageError if they make none.
+    """Return a Job made of loosely typed arguments, as the API and the command line pass them; UsageError if they make
+    none.
 
-    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these; `strength` one number for
-    each, in order, if they are paths. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such
-    as "2GiB".
+    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: those of the
+    table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
-    check_options(options, ["strength", "strength_for", *(f.name for f in fields(Job)[3:])])
+    found = checked(options)
     single = isinstance(adapters, str | PathLike | Adapter) or is_pair(adapters)
     wanted = "a path, or a list of them,"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
@@ -164,27 +136,20 @@ def make_job(
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the others into the result")  # fmt: skip
+    strength, strength_for = found.pop("strength"), found.pop("strength_for")
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
     base = expand(base)
-    for name, table in (("dtype", ("keep", *DTYPES)), ("compute_dtype", tuple(COMPUTE_DTYPES))):
-        options[name] = dtype_name(options.get(name, table[0]), name, table)
-    for name, words in CHOICES.items():
-        value = options.get(name, words[0])
-        if not isinstance(value, str) or value not in words:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{shown(value)!r} is no {flag} value", flag, f"use one of {', '.join(words)}")
-    options["max_memory"] = parse_size(options.get("max_memory", 2**30))
-    options["setting"] = _settings({} if options.get("setting") is None else options["setting"])
-    if options.get("max_vram") is not None:
-        options["max_vram"] = parse_size(options["max_vram"], "--max-vram")
-    if options.get("map") is not None:
-        options["map"] = expand(options["map"])
-    options["device"] = device_name(options.get("device", "auto"))
+    found["max_memory"] = parse_size(found["max_memory"])
+    found["setting"] = _settings({} if found["setting"] is None else found["setting"])
+    if found["max_vram"] is not None:
+        found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
+    if found["map"] is not None:
+        found["map"] = expand(found["map"])
     out = _absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
-    return Job(base=base, adapters=refs, output=out, **options)
+    return Job(base=base, adapters=refs, output=out, **found)
 
 
 def validated(job: Job) -> Job:

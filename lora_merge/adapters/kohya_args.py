@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..algorithms import Algorithm, Bounds
-from ..arguments import shown
 from ..errors import InputError
 from ..json_text import from_json
+from ..options import shown
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
-from ..arguments import shown
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
+from ..options import shown
 from ..planning.cache import CheckpointCache
 from ..process import command
 from .groups import Pass, carry_out

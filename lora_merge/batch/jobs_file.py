@@ -17,11 +17,11 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from ..arguments import number, shown
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
 from ..job import BLOCK_WEIGHTS, Adapter, Job, exists, expand, home, make_job, split_strength, validated
 from ..lines import Lines
+from ..options import number, shown
 from .paths import Search
 from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output

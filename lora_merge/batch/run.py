@@ -10,13 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ..arguments import shown, switch
 from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..job import expand
+from ..options import shown, switch
 from ..process import deliver_pending, interruptible
 from .executors import Crew, Executor
 from .executors import executor as find

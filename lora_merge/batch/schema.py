@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -17,12 +17,13 @@ from pydantic import (
     Tag,
     ValidationError,
     WithJsonSchema,
+    create_model,
 )
 
-from ..arguments import DEVICE, DEVICES, number
 from ..errors import UsageError
 from ..files.yaml_source import Place
 from ..job import BLOCK_WEIGHTS, MOST_ADAPTERS, parse_size
+from ..options import DEVICE, DEVICES, OPTIONS, Kind, Option, number
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
@@ -126,24 +127,29 @@ AdapterField: TypeAlias = Annotated[
 ]
 
 
-class Options(_Strict):
-    """What `lora-merge merge` takes as options; names are the same."""
+_TYPES: Final[Mapping[Kind, Any]] = {
+    "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
+}  # fmt: skip
 
-    dtype: Literal["keep", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"] | None = None
-    compute_dtype: Literal["fp32", "fp64", "bf16", "fp16"] | None = None
-    device: Device | None = Field(default=None, description=f"{DEVICES}.")
-    method: Literal["sum", "compose"] | None = None
-    unmatched: Literal["error", "skip"] | None = None
-    on_overflow: Literal["error", "saturate"] | None = Field(
-        default=None, description="What becomes of a finite number that the output's dtype has no room for."
+
+def _field(option: Option) -> tuple[Any, Any]:
+    """Return an option as a field that may be left out."""
+    kind = Literal[option.words] if option.words else _TYPES[option.kind]
+    return kind | None, Field(default=None, description=option.help)
+
+
+if TYPE_CHECKING:
+
+    class Options(_Strict):
+        """What `lora-merge merge` takes as options; names are the same."""
+
+else:
+    Options = create_model(
+        "Options",
+        __base__=_Strict,
+        __doc__="What `lora-merge merge` takes as options; names are the same.",
+        **{name: _field(option) for name, option in OPTIONS.items() if option.in_batch},
     )
-    max_memory: Size | None = Field(default=None, description="Such as 512MiB; for all workers together.")
-    max_vram: Size | None = Field(default=None, description="Such as 4GiB, per GPU; for all workers together.")
-    overwrite: bool | None = None
-    verify: bool | None = None
-    map: str | None = Field(default=None, description="Name table (YAML) for a model that is not known.")
-    setting: dict[str, Any] | None = Field(default=None, description="What a file does not tell, as lora_alpha: 16.")
-    strength_for: PartStrengths | None = Field(default=None, description="Factors for every adapter.")
 
 
 class Defaults(Options):

@@ -18,6 +18,7 @@ from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
 from ..job import Job
 from ..lines import Lines
+from ..options import OPTIONS
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
@@ -157,8 +158,8 @@ class _Surveyor:
         except MergeError as e:
             self.sketches[entry.number] = replace(blank, error=e)
             return
-        bounds = (job.max_memory, job.max_vram)
-        together = (level, job.base, job.compute_dtype, job.on_overflow, job.device, bounds, outline.layout)
+        shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.together)
+        together = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         self.sketches[entry.number] = replace(
             blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
@@ -194,7 +195,8 @@ class _Surveyor:
                 raise UsageError(f"{'a name table' if path == job.map else 'an adapter'} is the output of another job",
                                  f"{path}, made by {maker.where}",
                                  "outputs are checkpoints; they can be a base only")  # fmt: skip
-        kind = replace(job, output=Path(), overwrite=False, device="auto", adapters=tuple(
+        others = {o.name: o.default for o in OPTIONS.values() if not o.planned}
+        kind = replace(job, **others, output=Path(), adapters=tuple(
             a if a.parts or a.strength in (0, 1) else replace(a, strength=0.5) for a in job.adapters
         ))  # fmt: skip
         if kind not in self.outlines:

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, FileValues, group, looks_like_adapter, weight_shapes
 from ..adapters.suffixes import part
-from ..arguments import is_finite
 from ..errors import FitError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.lookalikes import foreign
 from ..json_text import from_json
 from ..models.names import Names, guess, names
 from ..models.prefixes import PREFIXES
+from ..options import is_finite
 from ..planning.recipe import KEY
 from ..text import listed, size
 from .text import COUNT

@@ -6,26 +6,25 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..arguments import DEVICES
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
 from ..job import exists
 from ..lines import Lines, one_line
+from ..options import OPTIONS
 from ..process import collect_rarely, heeding, on_stop
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
+from .parameters import read, take_text, with_options
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
-from .values import named_adapter, named_parts, one_setting, strengths
+from .values import named_adapter, named_parts
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -53,7 +52,7 @@ class Commands(TyperGroup):
         if args and args[0] in self.commands:
             command = self.commands[args[0]]
             check_options(args[1:], {name for parameter in command.params for name in parameter.opts})
-        _take_text(self, ctx)
+        take_text(self, ctx)
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
@@ -65,25 +64,7 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A command by its name."""
-        return _take_text(super().get_command(ctx, cmd_name), ctx)
-
-
-def _take_text(command: Any, ctx: Any) -> Any:
-    """Have the parameters of a command take text as it is; returns the command.
-
-    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
-    import alone takes 0.1 s. What a text means, `make_job` and its like find out.
-    """
-    for parameter in command.get_params(ctx) if command else ():
-        parameter.process_value = partial(_process, parameter, parameter.process_value)
-    return command
-
-
-def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the text, or what is missing; typer itself tells what has to be there, and sees to the switches."""
-    if value is None or value == ():
-        return process(ctx, value) if parameter.required else value
-    return process(ctx, value) if isinstance(value, bool) else value
+        return take_text(super().get_command(ctx, cmd_name), ctx)
 
 
 app = typer.Typer(
@@ -107,49 +88,20 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
+@with_options(*OPTIONS, before="dry_run")
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
     adapters: Annotated[
         list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
     ],
     output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
-    dtype: Annotated[str, typer.Option(help="keep, fp32, fp16, bf16, fp8_e4m3fn or fp8_e5m2.")] = "keep",
-    compute_dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help=f"{DEVICES}; or cuda:0,cuda:1.")] = "auto",
-    strength: Annotated[
-        list[str] | None, typer.Option("-s", "--strength", metavar="FLOAT", help="One per adapter, in order.")
-    ] = None,
-    strength_for: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PART=FLOAT",
-            help="unet, te, te1 …, blocks (IN04-IN08), lbw=LIST, re:REGEX; multiplies.",
-        ),
-    ] = None,
-    method: Annotated[
-        str, typer.Option(help="How adapters meet: sum, or compose (one after the other, as PEFT merges).")
-    ] = "sum",
-    unmatched: Annotated[str, typer.Option(help="error, or skip what has no place in the base.")] = "error",
-    on_overflow: Annotated[
-        str, typer.Option(help="error, or saturate: cut numbers too large for the output's dtype to its largest.")
-    ] = "error",
-    map_file: Annotated[
-        str | None, typer.Option("--map", help="Name table (YAML) for a model that is not known.")
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune)."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    max_memory: Annotated[str, typer.Option(help="Bound on weights in flight, e.g. 512MiB.")] = "1GiB",
-    max_vram: Annotated[str | None, typer.Option(help="Bound on a device's memory in use, e.g. 4GiB.")] = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Prove the written file.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+    **options: Any,
 ) -> None:
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
@@ -157,14 +109,9 @@ def merge(
     from .streams import reporting
 
     base = completed(base)
-    named, parts = named_parts([named_adapter(a) for a in expanded(adapters)], strength_for or [])
+    named, parts = named_parts([named_adapter(a) for a in expanded(adapters)], options.pop("strength_for") or ())
     with reporting(report) as told:
-        job = make_job(
-            base, named, with_ending(output, base), strength=strengths(strength or (), len(named)), dtype=dtype,
-            compute_dtype=compute_dtype, device=device, strength_for=parts, method=method, unmatched=unmatched,
-            on_overflow=on_overflow, overwrite=overwrite, max_memory=max_memory, max_vram=max_vram, verify=verify,
-            map=map_file, setting=[one_setting(s) for s in setting or []],
-        )  # fmt: skip
+        job = make_job(base, named, with_ending(output, base), strength_for=parts, **read(options, len(named)))
         if told is not None:
             told.protect(sources(job), [job.output])
         _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..arguments import DEVICES
+from ..options import OPTIONS
+from .parameters import read, with_options
 from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
-from .values import named_adapter, named_parts, one_setting
+from .values import named_adapter, named_parts
 
 
 def add_to(app: typer.Typer) -> None:
@@ -18,6 +19,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
+@with_options(*(name for name, option in OPTIONS.items() if option.in_verify), before="search", stated=True)
 def verify(
     output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     base: Annotated[
@@ -26,28 +28,17 @@ def verify(
     adapter: Annotated[
         list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
     ] = None,
-    strength_for: Annotated[
-        list[str] | None, typer.Option(metavar="PART=FLOAT", help="As for merge, where there is no recipe.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="The same.")] = None,
-    unmatched: Annotated[str | None, typer.Option(help="The same.")] = None,
-    on_overflow: Annotated[str | None, typer.Option(help="The same.")] = None,
-    map_file: Annotated[str | None, typer.Option("--map", help="The same.")] = None,
-    setting: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="The same.")] = None,
     search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    **options: Any,
 ) -> None:
     """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
     from ..job import expand
     from ..proof.replay import prove
 
-    pairs, parts = named_parts([named_adapter(a) for a in adapter or []], strength_for or [])
-    options = {
-        "strength_for": parts, "method": method, "unmatched": unmatched,
-        "on_overflow": on_overflow, "map": map_file, "setting": [one_setting(s) for s in setting or []],
-    }  # fmt: skip
-    given = {name: value for name, value in options.items() if value}
+    pairs, parts = named_parts([named_adapter(a) for a in adapter or []], options.pop("strength_for") or ())
+    given = {name: value for name, value in ({"strength_for": parts} | read(options, len(pairs))).items() if value}
     proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)
     if as_json:
         echo(json.dumps(proof, ensure_ascii=False))
@@ -55,14 +46,14 @@ def verify(
         show_proof(proof, echo)
 
 
+@with_options("device", "overwrite", before="as_json")
 def replay(
     made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", help="File or folder to write.")],
     search: Annotated[list[str] | None, typer.Option(help="Folders to search for the inputs.")] = None,
-    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    **options: Any,
 ) -> None:
     """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
     from ..engine.admission import admit
@@ -70,7 +61,7 @@ def replay(
     from ..proof.replay import plan_again
 
     folders = [expand(p) for p in search or []]
-    plan = admit(plan_again(expand(made), output, folders, device=device, overwrite=overwrite))
+    plan = admit(plan_again(expand(made), output, folders, **options))
     say = silent if as_json or quiet else echo
     describe(plan, say, verbose=False)
     conclude(carry_out(plan, quiet=quiet), say, plan.base.notes, as_json=as_json)

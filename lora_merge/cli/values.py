@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..arguments import factor, number
 from ..errors import UsageError
 from ..job import BLOCK_WEIGHTS, REGEX, Adapter, exists, split_strength
 from ..json_text import from_json
+from ..options import factor, number
 from .habits import check_adapter, completed
 
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too

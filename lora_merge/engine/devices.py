@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from ..arguments import DEVICES
 from ..errors import ResourceError
+from ..options import DEVICES
 from .placement import TORCH_DTYPES, WHOLE, Placement
 
 KINDS: Final = ("cpu", "cuda", "mps", "xpu")

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..adapters.file import AdapterFile, FileValues, Module, group
 from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, flat
-from ..arguments import a_list, unlike
 from ..disk.files import Memory, StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import COMPUTE_DTYPES
@@ -32,6 +31,7 @@ from ..matching.patch import PatchPart
 from ..models.names import Names, names
 from ..models.tied_weights import tied
 from ..models.weights import Weight, whole
+from ..options import a_list, unlike
 from ..planning.make_plan import Inputs, match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed
@@ -48,7 +48,7 @@ from .windows import WINDOW_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments import MergeOptions
+    from ..options import MergeOptions
 
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """What a configuration says of a model whose head is its embeddings."""
@@ -58,12 +58,26 @@ TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_em
 def merge_state_dict(
     state_dict: Mapping[str, Tensor], adapters: Any, **options: Unpack[MergeOptions]
 ) -> dict[str, Tensor]:
-    """A new state dict with the adapters merged in; the input is not changed.
+    """Return a new state dict with the adapters merged in; the input is not changed.
 
-    `adapters` as for `merge`; also state dicts of adapters themselves, and LoadedAdapter objects. Tensors may be
-    of any mixture of dtypes and on any mixture of devices; what comes back is detached and on the CPU, in the
-    dtype of the input (or `dtype`). Untouched tensors share memory with the input where they are on the CPU.
-    Options as for `merge`, without those that concern files. Warns of tied entries that an adapter parts.
+    Tensors may be of any mixture of dtypes and on any mixture of devices. Warns of tied entries that an adapter parts.
+    Options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, change nothing.
+
+    Parameters:
+        state_dict: Name → tensor, as `model.state_dict()` gives it.
+        adapters: As for `merge`; also state dicts of adapters, and LoadedAdapter objects.
+
+    Returns:
+        Name → tensor: detached, on the CPU, in the dtype of the input, or in `dtype`. Untouched tensors that are on the
+        CPU share memory with the input.
+
+    Raises:
+        MergeError: As of `merge`, without what concerns disks.
+
+    Example:
+        >>> merged = lora_merge.merge_state_dict(model.state_dict(), [("style.safetensors", 0.8)])
+        >>> model.load_state_dict(merged)
+        <All keys matched successfully>
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"no option is called {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
@@ -272,5 +286,20 @@ def _check_values(tensor: Tensor, where: str) -> None:
 
 
 def load_adapter(path: str | Path) -> LoadedAdapter:
-    """Open an adapter file or PEFT folder; InputError if it is none."""
+    """Open an adapter for a closer look: its modules, and what each of them adds to a weight.
+
+    Parameters:
+        path: An adapter file, or a PEFT folder.
+
+    Returns:
+        A `LoadedAdapter`; it also stands for the adapter in `merge_state_dict`.
+
+    Raises:
+        InputError: There is no adapter there, or it is damaged or of a kind that is not supported.
+
+    Example:
+        >>> adapter = lora_merge.load_adapter("style.safetensors")
+        >>> adapter.modules[0]
+        'lora_unet_down_blocks_0_attentions_0_proj_in'
+    """
     return LoadedAdapter(path)

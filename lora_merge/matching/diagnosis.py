@@ -15,10 +15,10 @@ from ..algorithms import Shape
 from ..errors import FitError, MergeError, ShapeMismatch, UnmatchedModules
 from ..files.layouts import PEFT
 from ..files.lookalikes import foreign
-from ..job import Unmatched
 from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
+from ..options import Unmatched
 from ..text import listed
 from .patch import Match
 

@@ -20,12 +20,12 @@ from ..adapters.suffixes import apart
 from ..algorithms import ALGORITHMS, Shape
 from ..disk.files import StoredTensor
 from ..errors import InputError, MergeError, ShapeMismatch
-from ..job import Unmatched
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
 from ..models.strengths import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
+from ..options import Unmatched
 from ..text import listed
 from .choose import ALPHA, choose
 from .conflicts import TWICE, DuplicateCheck

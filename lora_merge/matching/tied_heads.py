@@ -18,10 +18,11 @@ from ..adapters.file import Module
 from ..adapters.peft.kinds import MLX
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
-from ..job import Adapter, Unmatched
+from ..job import Adapter
 from ..models.strengths import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
 from ..models.weights import WeightView, whole
+from ..options import Unmatched
 from ..text import listed
 from .context import AdapterContext
 from .patch import Match, PatchPart

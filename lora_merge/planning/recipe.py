@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ..disk.files import open_regular
@@ -15,7 +16,7 @@ from ..files.seal import SEAL, ZEROS
 from ..files.side_files import output_name
 from ..job import Job
 from ..json_text import from_json
-from ..methods import SUM
+from ..options import OPTIONS, Kind
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2
@@ -28,6 +29,11 @@ OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Entries of the base that would be wrong on the merged bytes, and cannot be right: they would have to hold a hash
 of the file that they are in. Dropped."""
+
+STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
+    {"settings": dict, "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")}}
+)
+"""How a recipe holds options that are no plain values: the files that a merge reads belong to it."""
 
 LIMIT: Final = 2**22  # characters of a recipe that are read
 LEGACY: Final = (0x100000, 0x10000)  # the bytes behind the 8 digits that old web UIs call a model's hash
@@ -83,19 +89,14 @@ def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[s
             {**_input(ref.path, index, left), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, adapters, strict=True)
         ],
-        "dtype": job.dtype, "compute_dtype": job.compute_dtype, "unmatched": job.unmatched,
-    }  # fmt: skip
+    }
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         found["base"]["recipe"] = earlier
-    if job.on_overflow != "error":
-        found["on_overflow"] = job.on_overflow
-    if job.method != SUM:
-        found["method"] = job.method
-    if job.setting:
-        found["setting"] = dict(job.setting)
-    if job.map is not None:
-        found["map"] = {"name": job.map.name, "text": job.map.read_text(encoding="utf-8")}
+    for option in OPTIONS.values():
+        value = getattr(job, option.name, option.default)
+        if option.recorded == "always" or (option.recorded == "given" and value != option.default):
+            found[option.name] = STORED.get(option.kind, lambda value: value)(value)
     return found
 
 

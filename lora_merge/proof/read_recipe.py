@@ -12,12 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..algorithms import COUNT
-from ..arguments import shown
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
-from ..methods import SUM
+from ..options import OPTIONS, shown
 from ..planning.recipe import KEY, parsed
 from ..text import quoted
 
@@ -87,9 +86,11 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     )
     if not adapters:
         raise ValueError("it names no adapter")
-    options: dict[str, Any] = {k: _text(value[k]) for k in ("dtype", "compute_dtype", "unmatched")}
-    options["method"] = _text(value.get("method", SUM))
-    options["on_overflow"] = _text(value.get("on_overflow", "error"))
+    options: dict[str, Any] = {
+        o.name: _text(value[o.name] if o.recorded == "always" else value.get(o.name, o.default))
+        for o in OPTIONS.values()
+        if o.recorded in ("always", "given") and o.words
+    }
     if "setting" in value:
         options["setting"] = dict(value["setting"])
     table = value.get("map", {"name": "", "text": None})

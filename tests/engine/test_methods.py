@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.arguments import MergeOptions
 from lora_merge.batch.schema import Options
 from lora_merge.engine import blocks
 from lora_merge.engine.fold import RULES
 from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, MergeError, VerificationFailed
 from lora_merge.methods import METHODS
+from lora_merge.options import MergeOptions
 from lora_merge.planning.plan import coverage
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import plan_again, prove

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lora_merge
-from lora_merge.arguments import MergeOptions
 from lora_merge.batch.schema import Options
 from lora_merge.cli import main as program
 from lora_merge.cli import proof as cli_proof
@@ -29,6 +28,7 @@ from lora_merge.engine.placement import PIECE, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import CHOICES
+from lora_merge.options import MergeOptions
 from lora_merge.planning.plan import Plan
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.reference import floats

@@ -1,0 +1,73 @@
+"""The options of a merge as parameters of commands, made from the table `OPTIONS`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ..options import OPTIONS, Option
+from .values import one_setting, strengths
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command these options in place of its `**options`.
+
+    `before`: the parameter that `--help` lists after them. `stated`: they say how an output was made that does not say
+    so itself, and have no defaults.
+    """
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        made = [_parameter(OPTIONS[name], stated=stated) for name in names]
+        place = [p.name for p in own].index(before)
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own[:place], *made, *own[place:])]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
+    many = option.kind in ("numbers", "parts", "settings")
+    default = None if stated or many else option.default
+    kind = list[str] if many else bool if option.kind == "switch" else str
+    flag = f"{option.flag}/--no-{option.name}" if default is True else option.flag
+    text = "As for merge, where there is no recipe." if stated else option.help
+    made = typer.Option(*filter(None, (option.short, flag)), metavar=option.metavar, help=text)
+    annotation = Annotated[kind if default is not None else kind | None, made]  # type: ignore[valid-type]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def read(options: Mapping[str, Any], adapters: int) -> dict[str, Any]:
+    """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a text that says
+    none."""
+    found = dict(options)
+    found["strength"] = strengths(found.get("strength") or (), adapters)
+    found["setting"] = [one_setting(text) for text in found["setting"] or ()]
+    return {name: value for name, value in found.items() if value not in (None, ())}
+
+
+def take_text(command: Any, ctx: Any) -> Any:
+    """Have the parameters of a command take text as it is; returns the command.
+
+    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
+    import alone takes 0.1 s. What a text means, `make_job` and its like find out.
+    """
+    for parameter in command.get_params(ctx) if command else ():
+        parameter.process_value = partial(_process, parameter, parameter.process_value)
+    return command
+
+
+def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the text, or what is missing; typer itself tells what has to be there, and sees to the switches."""
+    if value is None or value == ():
+        return process(ctx, value) if parameter.required else value
+    return process(ctx, value) if isinstance(value, bool) else value

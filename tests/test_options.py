@@ -1,0 +1,128 @@
+"""One table of options: what is written out elsewhere says the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import lora_merge
+from lora_merge.batch.schema import Options
+from lora_merge.cli import main, proof
+from lora_merge.engine.admission import plan_merge
+from lora_merge.job import Job, make_job
+from lora_merge.options import OPTIONS, MergeOptions, Option
+from lora_merge.planning.recipe import blanks, recipe
+
+from .support import kohya, save, sd1
+
+ROOT = Path(__file__).parent.parent
+JOB = {f.name: f.default for f in fields(Job)[3:]}
+OTHERS: dict[str, Any] = {
+    "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
+    "unmatched": "skip", "on_overflow": "saturate", "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
+    "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
+}  # fmt: skip
+"""A value that is not the default, of every option."""
+
+
+def test_type_checkers_know_the_same_options() -> None:
+    assert [*MergeOptions.__annotations__] == [*OPTIONS]
+    for name, option in OPTIONS.items():
+        written = re.findall(r'"(\w+)"', str(MergeOptions.__annotations__[name]))
+        assert option.kind != "word" or tuple(written or option.words) == option.words
+
+
+def test_a_job_holds_every_option_with_its_default() -> None:
+    """Strengths belong to its adapters."""
+    made = make_job("base", "adapter", "output")
+    assert {o.name for o in OPTIONS.values() if o.recorded != "adapters"} == JOB.keys()
+    assert {name: getattr(made, name) for name in JOB} == JOB
+    for name, option in OPTIONS.items():
+        assert not option.words or option.default == option.words[0], name
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
+def test_every_option_is_taken_and_kept(option: Option) -> None:
+    made = make_job("base", "adapter", "output", **{option.name: OTHERS[option.name]})
+    assert made != make_job("base", "adapter", "output")
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
+def test_the_recipe_tells_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "ink.safetensors")
+    (tmp_path / "names.yaml").write_text("{}")
+    base, ink = tmp_path / "base.safetensors", tmp_path / "ink.safetensors"
+    plan = plan_merge(make_job(base, ink, tmp_path / "out.safetensors"))
+
+    def told(**options: Any) -> dict[str, Any]:
+        job = make_job(base, ink, tmp_path / "out.safetensors", **options)
+        adapters = [m.adapter.index for m in plan.adapters]
+        return recipe(job, plan.base, adapters, blanks(plan.base, adapters))
+
+    value = str(tmp_path / "names.yaml") if option.name == "map" else OTHERS[option.name]
+    before, after = told(), told(**{option.name: value})
+    assert (before != after) == (option.recorded != "never")
+    assert (option.name in after) == (option.recorded in ("always", "given"))
+    assert (option.name in before) == (option.recorded == "always")
+
+
+def test_commands_take_the_options_of_the_table() -> None:
+    signature = inspect.signature(main.merge)
+    assert {*OPTIONS} <= signature.parameters.keys()
+    for name, option in OPTIONS.items():
+        text = get_args(signature.parameters[name].annotation)[1]
+        assert text.help == option.help
+        assert option.flag in "".join(text.param_decls or ()) + text.default
+    taken = inspect.signature(proof.verify).parameters
+    assert {name for name in OPTIONS if name in taken} == {n for n, o in OPTIONS.items() if o.in_verify}
+    assert {n for n, o in OPTIONS.items() if o.in_verify} <= {n for n, o in OPTIONS.items() if o.recorded != "never"}
+
+
+def test_a_jobs_file_has_the_same_fields() -> None:
+    assert [*Options.model_fields] == [n for n, o in OPTIONS.items() if o.in_batch]
+    for name, field in Options.model_fields.items():
+        assert field.description == OPTIONS[name].help
+
+
+def test_help_shows_every_option_and_an_editor_its_type() -> None:
+    for call in (lora_merge.merge, lora_merge.plan, lora_merge.merge_state_dict):
+        assert inspect.signature(call).parameters["options"].annotation == "Unpack[MergeOptions]"
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(lora_merge.merge) or "", re.MULTILINE)
+    assert {*described} >= {*OPTIONS, "base", "adapters", "output"}
+
+
+PUBLIC = [getattr(lora_merge, n) for n in lora_merge.__all__ if inspect.isfunction(getattr(lora_merge, n))]
+
+
+@pytest.mark.parametrize("call", PUBLIC, ids=lambda c: c.__name__)
+def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any) -> None:
+    text = inspect.getdoc(call) or ""
+    for part in ("Parameters", "Returns", "Raises", "Example"):
+        assert f"\n{part}:\n" in text, part
+    described = {*re.findall(r"^    (\w+): ", text.partition("\nReturns:\n")[0], re.MULTILINE)}
+    assert {*inspect.signature(call).parameters} - {"options"} <= described
+    assert described <= {*inspect.signature(call).parameters, *OPTIONS}
+
+
+def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:
+    text = (ROOT / "lora_merge" / "cli" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+) \|", text, re.MULTILINE))
+    assert {name.replace("-", "_") for name in rows} == {*OPTIONS}
+    for name, default in rows.items():
+        option = OPTIONS[name.replace("-", "_")]
+        plain = "on" if option.default is True else "off" if option.default is False else option.default
+        assert default.startswith(
+            "–" if plain in (None, ()) else f"`{plain}`" if isinstance(option.default, str) else plain
+        ), name
+
+
+def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
+    """Jobs of a batch that differ in other options have one outline between them."""
+    assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify"}
+    assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
