@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ..disk.hashes import RunningHashes
 from ..disk.publish import replacing
@@ -22,7 +23,9 @@ from ..process import deliver_pending
 from ..proof.verify import verify
 from ..report import Report
 from ..version import __version__
-from .pipeline import Pipeline
+from .pipeline import Pipeline, Written
+
+Outcome = TypeVar("Outcome")
 
 Progress: TypeAlias = Callable[[int], object]
 """Called with the number of bytes just written."""
@@ -45,29 +48,36 @@ def run_together(
     Yields the number of each plan with its report, or with what went wrong with it alone, as it gets its name.
     What concerns all of them is raised.
     """
-    outputs = [_Output(n, plan) for n, plan in enumerate(plans)]
     with _scarcity_told(), ExitStack() as stack:
-        for o in outputs:
-            stack.push(o.stack)  # what is not published at the end is removed
-            o.attempt(o.open)
-        ready = [o for o in outputs if o.failure is None]
-        if ready:
-            for place, o in enumerate(ready):
-                o.place = place
-            indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
-            reader = stack.enter_context(Reader(indexes))
-            inputs = [p for o in ready for p in o.plan.inputs]
-            digests = stack.enter_context(RunningHashes(reader, plans[0].base.files, inputs, ahead=len(ready) == 1))
-            work = Pipeline([o.plan for o in ready], [o.part for o in ready], digests, progress)
-            work.run()
-            for n, failure in work.failed.items():
-                ready[n].fail(failure)
-        for o in outputs:
-            report = None
-            deliver_pending()
-            if o.failure is None:
-                report = o.attempt(lambda o=o: o.publish(reader, work))  # type: ignore[misc]
-            yield o.number, report or o.failure or AssertionError("neither done nor failed")
+        stacks = [stack.enter_context(ExitStack()) for _ in plans]  # what is not published at the end is removed
+        outputs = [_open(plan, own) for plan, own in zip(plans, stacks, strict=True)]
+        ready = [o for o in outputs if isinstance(o, _Output)]
+        indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
+        reader = stack.enter_context(Reader(indexes))
+        written = iter(_write(ready, reader, stack, progress))
+        for number, o in enumerate(outputs):
+            outcome: Report | Exception
+            if isinstance(o, _Output):
+                found = next(written)
+                deliver_pending()
+                outcome = (
+                    o.failed(found) if isinstance(found, Exception) else o.attempt(partial(_end, o, found, reader))
+                )
+            else:
+                deliver_pending()
+                outcome = o
+            yield number, outcome
+
+
+def _write(
+    outputs: Sequence[_Output], reader: Reader, stack: ExitStack, progress: Progress
+) -> Sequence[Written | Exception]:
+    if not outputs:
+        return ()
+    plans, first = [o.plan for o in outputs], outputs[0].plan
+    inputs = [p for plan in plans for p in plan.inputs]
+    digests = stack.enter_context(RunningHashes(reader, first.base.files, inputs, ahead=len(plans) == 1))
+    return Pipeline(plans, [o.part for o in outputs], digests, progress).run()
 
 
 @contextmanager
@@ -81,71 +91,90 @@ def _scarcity_told() -> Iterator[None]:
         raise scarce from e
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Output:
     """One plan's output between its first byte and its name."""
 
-    number: int
     plan: Plan
-    started: float = field(default_factory=time.monotonic)
-    stack: ExitStack = field(default_factory=ExitStack)
-    part: Path = Path()
-    place: int = 0  # among the plans that are written together
-    failure: Exception | None = None
+    part: Path  # under its temporary name
+    stack: ExitStack  # closing it gives the output its name; an error removes it
+    started: float
 
-    def attempt(self, act: Callable[[], Report | None]) -> Report | None:
+    def attempt(self, act: Callable[[], Outcome]) -> Outcome | Exception:
         """What the act returns; a failure of any kind ends this output alone, and is its outcome."""
         try:
             return act()
         except Exception as e:  # noqa: BLE001
-            self.fail(e)
-            return None
+            return self.failed(e)
 
-    def fail(self, e: Exception) -> None:
+    def failed(self, e: Exception) -> Exception:
         """Remove what was written; the error speaks of the output, not of its temporary name."""
-        self.failure, output = as_resource_error(e) or e, self.plan.job.output
-        if isinstance(self.failure, MergeError) and self.part.name:
-            self.failure.rename(str(self.part), str(output))
-            self.failure.rename(self.part.name, output.name)
-        if isinstance(self.failure, OSError) and self.part.name and isinstance(self.failure.filename, str):
-            self.failure.filename = self.failure.filename.replace(str(self.part), str(output))
-        if isinstance(self.failure, TooLarge):
-            self.failure.locate(str(output))
+        failure, output = as_resource_error(e) or e, self.plan.job.output
+        if isinstance(failure, MergeError):
+            failure.rename(str(self.part), str(output))
+            failure.rename(self.part.name, output.name)
+        if isinstance(failure, OSError) and isinstance(failure.filename, str):
+            failure.filename = failure.filename.replace(str(self.part), str(output))
+        if isinstance(failure, TooLarge):
+            failure.locate(str(output))
         self.stack.__exit__(type(e), e, e.__traceback__)
+        return failure
 
-    def open(self) -> None:
-        """Make the output under its temporary name."""
-        plan, job = self.plan, self.plan.job
-        self.part = self.stack.enter_context(
+
+def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
+    """The output under its temporary name, or why it cannot be made."""
+    started, job = time.monotonic(), plan.job
+    try:
+        part = stack.enter_context(
             replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
         )
-        _prepare(plan, self.part)
+    except Exception as e:  # noqa: BLE001
+        return as_resource_error(e) or e
+    output = _Output(plan, part, stack, started)
 
-    def publish(self, reader: Reader, work: Pipeline) -> Report:
-        """Prove the finished output and give it its name.
+    def prepared() -> _Output:
+        _prepare(plan, part)
+        return output
 
-        Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to
-        the last byte, asked for or not: they may have had others in between.
-        """
-        plan, job = self.plan, self.plan.job
-        touched, digests = reader.check_unchanged(plan.inputs), work.digests.of(plan.inputs)
-        for path, digest in zip(plan.inputs, digests, strict=True):
-            if path in touched and sha256(path) != digest:
-                raise changed(path, "its bytes differ, though its time of change does not")
-        written, full = work.headers[self.place], bool(touched)
-        proof = verify(plan, self.part, reader, full=full, written=written) if job.verify or full else None
-        if touched != reader.check_unchanged(plan.inputs):
-            raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
-        self.stack.close()
-        return Report(
-            output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
-            tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
-            seconds=time.monotonic() - self.started, device=work.making.device,
-            dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=work.seconds,
-            peak_memory=peak_memory(), verified=proof, version=__version__,
-            saturated=dict(sorted(work.making.saturated[self.place].items())),
-            notes=(*plan.base.notes, *work.making.folder.notes),
-        )  # fmt: skip
+    return output.attempt(prepared)
+
+
+def _end(output: _Output, written: Written, reader: Reader) -> Report:
+    """Prove the finished output, give it its name, and report."""
+    proof = _prove(written, reader)
+    output.stack.close()
+    return _report(written, proof, time.monotonic() - output.started)
+
+
+def _prove(written: Written, reader: Reader) -> Mapping[str, Any] | None:
+    """What `verify` shows of the output; None where the job does not ask for it.
+
+    Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to
+    the last byte, asked for or not: they may have had others in between.
+    """
+    plan = written.plan
+    touched = reader.check_unchanged(plan.inputs)
+    for path, digest in zip(plan.inputs, written.digests, strict=True):
+        if path in touched and sha256(path) != digest:
+            raise changed(path, "its bytes differ, though its time of change does not")
+    full = bool(touched)
+    wanted = plan.job.verify or full
+    proof = verify(plan, written.part, reader, full=full, written=written.headers) if wanted else None
+    if touched != reader.check_unchanged(plan.inputs):
+        raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
+    return proof
+
+
+def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float) -> Report:
+    plan, job = written.plan, written.plan.job
+    return Report(
+        output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
+        tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
+        seconds=seconds, device=written.device,
+        dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
+        peak_memory=peak_memory(), verified=proof, version=__version__,
+        saturated=written.saturated, notes=(*plan.base.notes, *written.notes),
+    )  # fmt: skip
 
 
 def _prepare(plan: Plan, part: Path) -> None:

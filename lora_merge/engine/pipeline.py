@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
     from .fold_window import WindowMerger
 
 HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
+
+
+@dataclass(frozen=True)
+class Written:
+    """One plan's output under its temporary name, complete and not yet proven, and what there is to say of it."""
+
+    plan: Plan
+    part: Path
+    headers: tuple[bytes, ...]  # of its files, final
+    digests: tuple[str, ...]  # of `plan.inputs`
+    device: str
+    stages: Mapping[str, float]  # seconds busy
+    saturated: Mapping[str, int]  # tensor → numbers that were cut
+    notes: tuple[str, ...]
 
 
 class Pipeline:
@@ -52,10 +67,13 @@ class Pipeline:
         """Whether untouched bytes need not be copied; until the system says that they do."""
         self.image_used: list[Future[Counter[str]]] = []  # folds that read the image at hand
         self.failed: dict[int, Exception] = {}
-        """Plan → what went wrong with it alone; the others go on. What concerns all is raised."""
+        """Plan → what went wrong with it alone; the others go on."""
 
-    def run(self) -> None:
-        """All windows, flushed to the disk, then the headers with the inputs' hashes."""
+    def run(self) -> Sequence[Written | Exception]:
+        """Write all windows, flushed to the disk, then the headers with the inputs' hashes.
+
+        Returns, for each plan, its output or what went wrong with it alone; what concerns all of them is raised.
+        """
         began = time.perf_counter()
         first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
         stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
@@ -68,8 +86,16 @@ class Pipeline:
                 self._alone(number, self._finish)
             busiest = max(self.seconds[stage] for stage in ("read", "hash", "fold", "write"))
             self.seconds["wait"] = max(0.0, time.perf_counter() - began - busiest)
+            return [self.failed.get(number) or self._written(number) for number in range(len(self.plans))]
         finally:
             self.opened.close()
+
+    def _written(self, number: int) -> Written:
+        plan, merger = self.plans[number], self.making
+        return Written(
+            plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
+            self.seconds, dict(sorted(merger.saturated[number].items())), tuple(merger.folder.notes),
+        )  # fmt: skip
 
     def _turns(self) -> Iterator[WindowTask]:
         limit = min(window_bytes(p) for p in self.plans)

@@ -747,10 +747,11 @@ def test_an_input_that_had_other_bytes_for_a_while_is_found(
         os.utime(base, ns=(old.st_atime_ns, old.st_mtime_ns))
 
     @wraps(run)
-    def meanwhile(self: Pipeline) -> None:
+    def meanwhile(self: Pipeline) -> Any:
         flip()
-        run(self)
+        found = run(self)
         flip()
+        return found
 
     monkeypatch.setattr(Pipeline, "run", meanwhile)
     with pytest.raises(lora_merge.MergeError, match=r"changed while being read|no adapter changes differs"):
