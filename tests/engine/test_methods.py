@@ -413,6 +413,6 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
     for wrong in ("ties", ""):
         refused = cli(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
-        assert refused.returncode == 2 and re.search("use sum or compose", refused.stderr)
+        assert refused.returncode == 2 and re.search("use one of sum, compose", refused.stderr)
     with pytest.raises(MergeError, match="method"):
         lora_merge.merge_state_dict(flux(fused=True), module("boft", FUSED, 0), method=None)  # type: ignore[typeddict-item]
