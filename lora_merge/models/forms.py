@@ -28,6 +28,9 @@ the others are a model's parts: HunYuan-VL's `vit.`"""
 Place: TypeAlias = tuple[WeightView | None, bool]
 """(where it lies, whether the name is known); a known name without a place fits two."""
 
+Way: TypeAlias = tuple[str, str | None]
+"""How a name becomes another: what to put before, and what behind its module; None: behind all of it."""
+
 UNKNOWN: Final[Place] = (None, False)
 
 _BETWEEN: Final = re.compile(r"\.[0-9]{1,9}(?=\.)")
@@ -63,7 +66,7 @@ class NameTable:
             self._trace(body)
         self._made: dict[str, Names] = {}
         self._rules: dict[str, Row | bool] = {}
-        self._live: dict[str, list[int]] = {}  # weak form → which of the paths behind its names there may be
+        self._live: dict[str, list[Way]] = {}  # weak form → the ways to paths that there may be
         self._layers: dict[str, dict[str, set[RowSlice]]] = {}
 
     def knows(self, name: str) -> bool:
@@ -153,11 +156,12 @@ class NameTable:
         """By another name of a parameter, or without the first level."""
         if of not in self._weak_forms:
             return UNKNOWN
-        paths = list(_behind(name, self._inner))
+        module, _, leaf = name.rpartition(".")
         if of not in self._live:
-            self._live[of] = [at for at, path in enumerate(paths) if _coarse(path) in self._flat_forms[0]]
-        found = (paths[at] for at in self._live[of])
-        return _only(self._strong(path, form(path)) for path in found if name in _others(path, self._inner))
+            ways = _behind(leaf, self._inner)
+            self._live[of] = [way for way in ways if _coarse(_path(way, name, module)) in self._flat_forms[0]]
+        paths = (_path(way, name, module) for way in self._live[of])
+        return _only(self._strong(path, form(path)) for path in paths if name in _others(path, self._inner))
 
     @cached_property
     def _inner(self) -> tuple[str, ...]:
@@ -201,17 +205,21 @@ def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
         yield path.split(".", 1)[1]
 
 
-def _behind(name: str, inner: tuple[str, ...]) -> Iterator[str]:
-    """Every path that may be called so, and some that may not: `_others` tells."""
-    module, _, leaf = name.rpartition(".")
+def _behind(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
+    """How to make every path that a name with this last level may mean, and some that it may not: `_others` tells."""
     if leaf == "weight":
-        yield module
+        yield "", ""
     if leaf in ("weight", "bias"):
-        yield f"{module}_{leaf}"
+        yield "", f"_{leaf}"
         for own, theirs in PARAMETERS.items():
             if theirs == leaf:
-                yield from (f"{module}.{own}", *([] if module else [own]))
-    yield from (f"{start.split('.', 1)[0]}.{name}" for start in dict.fromkeys(inner))
+                yield from (("", f".{own}"), (own, ""))
+    yield from ((f"{start.split('.', 1)[0]}.", None) for start in dict.fromkeys(inner))
+
+
+def _path(way: Way, name: str, module: str) -> str:
+    start, end = way
+    return f"{start}{name if end is None else module + end}"
 
 
 def _coarse(path: str) -> str:
