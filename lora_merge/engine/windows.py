@@ -106,7 +106,10 @@ class Window:
     @property
     def untouched(self) -> bool:
         """Whether every plan's bytes go out as they were read."""
-        return not any(c.folds or c.converts for c in self.changes)
+        for c in self.changes:  # noqa: SIM110  asked for every tensor, and a generator takes twice as long
+            if c.folds or c.converts:
+                return False
+        return True
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
@@ -202,7 +205,7 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
     target = targets[0]
     if not target.nbytes:
         return  # no elements, whatever was to be added to them
-    if any(t.uses for t in targets):
+    if target.uses or (len(targets) > 1 and any(t.uses for t in targets)):
         for run in _runs(targets):
             yield target.packing.encoding.nbytes(run.count), run
         return
@@ -210,14 +213,14 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
         step = max(1, limit // 4)
         for low in range(0, target.nbytes, step):
             count = min(step, target.nbytes - low)
-            yield count, _Copied(target, low, count)
+            yield count, _Copied(target, low, count, untouched=True)
         return
     rows, cols = target.matrix
     whole = cols * target.row_group if target.by_rows else 1
     step = max(1, target.packing.encoding.count(limit // 4) // whole) * whole
     for low in range(0, rows * cols, step):
         count = min(step, rows * cols - low)
-        yield target.packing.encoding.nbytes(count), _Copied(target, low, count)
+        yield target.packing.encoding.nbytes(count), _Copied(target, low, count, untouched=False)
 
 
 def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
@@ -229,21 +232,18 @@ def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
         yield _Folded(targets[0], low, high - low, tuple(inside))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one for every tensor: freezing would take as long as all else
 class _Copied:
     """Bytes or, where they are stored otherwise, elements [low, low + count) of a tensor that no plan changes."""
 
     target: OutputTensor
     low: int
     count: int
-
-    @property
-    def untouched(self) -> bool:
-        return self.target.copied
+    untouched: bool
 
     def add_to(self, window: Window) -> None:
         source = self.target.source
-        if self.target.copied:
+        if self.untouched:
             window.read(source, self.low, self.count)
             return
         nbytes = self.target.weight.packing.encoding.nbytes

@@ -234,7 +234,8 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
             why = f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is no plain file name"
             raise _bad_index(weights.index, why)
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
-    wrong = [n for n, file in table.items() if n not in index.tensors or index.tensors[n].file.name != file]
+    homes = {n: info.file for n, info in index.tensors.items()}
+    wrong = [n for n, file in table.items() if (home := homes.get(n)) is not present[file] and home != present[file]]
     if wrong:
         raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not where it says")
     unlisted = [n for n in index.tensors if n not in table]

@@ -177,7 +177,7 @@ def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Itera
         homes: dict[str, str] = {}
         for f in files:
             homes |= dict.fromkeys((t.stored for t in written[f]), Path(output_name(f, base)).name)
-        content["weight_map"] = {n: homes[n] for n in (*content.get("weight_map", {}), *homes) if n in homes}
+        content["weight_map"] = {n: homes[n] for n in content.get("weight_map", {}) if n in homes} | homes
         metadata = content["metadata"] = content.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise InputError(

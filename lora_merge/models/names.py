@@ -268,7 +268,8 @@ def names(index: Index, extra: Path | None = None) -> Names:
     shapes = {name: info.shape for name, info in tensors.items()}
     parts = components(shapes, index.config, index.components, load(extra) if extra else None)
     for part in parts:
-        part.sharded = len({tensors[key].file for key in part.keys.values()}) > 1
+        files = [tensors[key].file for key in part.keys.values()]
+        part.sharded = any(file is not files[0] and file != files[0] for file in files)
     found = Names(parts, shapes, stored, index.config)
     if stored:
         found.notes = (*found.notes, *wrapper_notes(stored))

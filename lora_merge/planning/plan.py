@@ -53,6 +53,8 @@ class OutputTensor(NamedTuple):
     @property
     def recoded(self) -> bool:
         """Whether its numbers are stored in another way than those that it starts from."""
+        if self.packed is None and self.weight.packed is None:  # asked of every tensor, again and again
+            return self.weight.stored.dtype != self.dtype
         return self.weight.packing.encoding is not self.packing.encoding
 
     @property
@@ -130,10 +132,11 @@ class Plan:
         """
         old, found = self.base.tensors, {}
         parted = {name for m in self.adapters for name in (*m.parted, m.untied)}
-        for t in (t for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder) for t in f.targets):
-            own = old.get(t.name)
-            if own is not None and own.shape != t.shape:
-                found[t.stored] = own.shape, t.shape
+        files = [f for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder)]
+        for t in (t for f in files for t in f.targets):
+            own, shape = old.get(t.name), t.weight.shape
+            if own is not None and own.shape is not shape and own.shape != shape:
+                found[t.stored] = own.shape, shape
             if t.name in parted:
                 found[t.stored] = (), t.shape
         return found

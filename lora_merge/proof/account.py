@@ -83,10 +83,12 @@ def account(plan: Plan, reader: Reader) -> Account:
 def _used(plan: Plan) -> list[_Used]:
     """What the output tensors take from each adapter."""
     found = [_Used() for _ in plan.adapters]
+    own = plan.base.tensors
     home = {file: one for one, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
     for target in (t for f in plan.files for t in f.targets):
-        if target.source is not None and (one := home.get(target.source.file)) is not None:
-            one.tensors.add(target.source.name)
+        source = target.source
+        if source is not own.get(target.name) and (one := home.get(source.file)) is not None:
+            one.tensors.add(source.name)
         for use in target.uses:
             one = found[use.patch.adapter]
             one.add(use.patch)

@@ -98,7 +98,7 @@ class Recomputation:
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
         self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
-        targets = [t for f in plan.files for t in f.targets]
+        targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}

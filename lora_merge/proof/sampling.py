@@ -89,10 +89,11 @@ def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
 
 def _follows(last: Range, this: Range) -> bool:
     (a, start, count), (b, first, _) = last, this
-    if not (a.copied and b.copied and a.source.source == b.source.source):
+    if b.offset + first - a.offset - start != count or not (a.copied and b.copied):
         return False
-    step = b.offset + first - a.offset - start
-    return step == count and b.source.offset + first - a.source.offset - start == count
+    one, other = a.source, b.source
+    together = one.source is other.source or one.source == other.source  # comparing paths takes the most time here
+    return together and other.offset + first - one.offset - start == count
 
 
 def stretch(some: Sequence[Range]) -> Range:
