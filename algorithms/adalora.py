@@ -45,4 +45,5 @@ def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
 ADALORA = Algorithm(
     "adalora", AdaLoraTensors, fit, delta, "arXiv:2303.10512", sliced={"up": 0}, accumulate=accumulate,
     numbers=alpha_by(),
+    scale_from_config=True,
 )  # fmt: skip

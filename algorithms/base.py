@@ -121,6 +121,20 @@ class Algorithm:
     bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
     """Integer slot or setting → (fitted shapes, weight shape) → between which ends its numbers lie: one for all of
     them, or one for each entry of the slot's first axis. Every integer slot that a file may hold has its own."""
+    parameter: str = "weight"
+    """What its tensors change of a module, where no key tells."""
+    stacked: bool = False
+    """Whether it is one of all experts of a layer, whose weights [E, out, in] are one matrix to others."""
+    in_out: bool = False
+    """Whether its factors are those of x A B, so that A is [in, r] and the weight seen as [in, out]."""
+    of_table: bool = False
+    """Whether it is one of embeddings, whose weights are [vocabulary, dim] and are not turned."""
+    as_stored: bool = False
+    """Whether its tensors have the shape of the weight, whichever way round that is stored."""
+    starts_in_base: bool = False
+    """Whether its start was taken out of the weight when the layer was wrapped."""
+    scale_from_config: bool = False
+    """Whether its scale follows from no tensor, and is 1 in no file."""
     check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
     """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers inside of
     their bounds contradict each other or the shapes, which `fit` cannot see."""
@@ -163,6 +177,11 @@ class Algorithm:
     def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
         """The slots that `rebuild` gives, if the file lacks any."""
         return self.rebuild(loaded) if self.rebuild is not None and self.is_rebuilt(loaded.shapes) else {}
+
+    @property
+    def rank(self) -> Callable[[Shapes], int] | None:
+        """(fitted shapes) → the rank r of the tensors, where α / r is their scale."""
+        return self.numbers.rank if isinstance(self.numbers, AlphaOverRank) else None
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:
@@ -252,20 +271,25 @@ def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
     return {"down": down, "up": up}
 
 
-def alpha_over(slot: str, axis: int = 0) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
-    """scale = α / r, with r read off a fitted slot; 1 without an alpha, and for α = 0,
-    which no trainer writes: they take it for "α = r". DoesNotFit for NaN and infinity."""
-    return alpha_by(lambda shapes: shapes[slot][axis])
+@dataclass(frozen=True)
+class AlphaOverRank:
+    """scale = α / r; 1 without an alpha, and for α = 0, which no trainer writes: they take it for "α = r"."""
 
+    rank: Callable[[Shapes], int]
+    """(fitted shapes) → r; 0: only a configuration tells the scale."""
 
-def alpha_by(
-    rank: Callable[[Shapes], int] = lambda _: 0,
-) -> Callable[[float | None, Shapes, Shape], Mapping[str, float]]:
-    """As alpha_over, with r computed from the fitted shapes; 0: only a configuration tells the scale."""
-
-    def numbers(alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
+    def __call__(self, alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
+        """{"scale": …}; DoesNotFit for NaN and infinity."""
         expect(holds=alpha is None or isfinite(alpha), otherwise=f"alpha is {alpha}")
-        r = rank(shapes)
+        r = self.rank(shapes)
         return {"scale": alpha / r if alpha and r else 1.0}
 
-    return numbers
+
+def alpha_over(slot: str, axis: int = 0) -> AlphaOverRank:
+    """α / r, with r read off a fitted slot."""
+    return AlphaOverRank(lambda shapes: shapes[slot][axis])
+
+
+def alpha_by(rank: Callable[[Shapes], int] = lambda _: 0) -> AlphaOverRank:
+    """α / r, with r computed from the fitted shapes."""
+    return AlphaOverRank(rank)

@@ -64,4 +64,5 @@ HIRA_EMBEDDING = Algorithm(
     "ICLR 2025",
     sliced={"down": 1},
     reads_base=True,
+    of_table=True,
 )

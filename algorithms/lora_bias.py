@@ -38,4 +38,5 @@ def delta(base: Tensor, t: BiasTensors) -> Tensor:
 LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fit, delta, "arXiv:2106.09685", sliced={"diff": 0},
     numbers=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # the factors beside it tell r
+    parameter="bias",
 )  # fmt: skip

@@ -45,4 +45,5 @@ def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
 LORA_EMBEDDING = Algorithm(
     "lora_embedding", EmbeddingTensors, fit, delta, "arXiv:2106.09685",
     numbers=alpha_over("down"), sliced={"down": 1}, accumulate=accumulate,
+    of_table=True,
 )  # fmt: skip

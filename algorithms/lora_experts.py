@@ -77,6 +77,7 @@ def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
         "arXiv:2106.09685",
         numbers=alpha_by(lambda shapes: shapes["down"][1]),
         sliced={"up": -1, "down": 0},
+        stacked=True,
     )
 
 

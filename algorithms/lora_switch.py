@@ -41,4 +41,6 @@ def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
     return ((t.up * scale(t.lora_alpha, t.down.shape[2], over_rank=t.over_rank)) @ t.down).reshape(base.shape)
 
 
-LORA_SWITCH = Algorithm("lora_switch", LoraSwitchTensors, fit, delta, "mlx-lm", sliced={"up": 0, "down": 0})
+LORA_SWITCH = Algorithm(
+    "lora_switch", LoraSwitchTensors, fit, delta, "mlx-lm", sliced={"up": 0, "down": 0}, stacked=True
+)

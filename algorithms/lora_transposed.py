@@ -55,4 +55,5 @@ def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
 LORA_TRANSPOSED = Algorithm(
     "lora_transposed", LoraTransposedTensors, fit, delta, "LLMs-from-scratch",
     sliced={"up": 1}, accumulate=accumulate,
+    in_out=True,
 )  # fmt: skip

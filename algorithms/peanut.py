@@ -93,4 +93,5 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
 PEANUT = Algorithm(
     "peanut", PeanutTensors, fit, delta, "arXiv:2410.01870",
     numbers=alpha_by(), reads_base=True, check_settings=check_settings,
+    scale_from_config=True,
 )  # fmt: skip

@@ -119,4 +119,5 @@ PEFT_GLORA = Algorithm(
 PEFT_GLORA_BIAS = Algorithm(
     "peft_glora_bias", PeftGloraBiasTensors, fit_bias, delta_bias, "arXiv:2306.07967",
     reads_base=True, beside={"weight": "weight"}, value="trained",
+    parameter="bias",
 )  # fmt: skip

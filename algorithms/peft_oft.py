@@ -243,6 +243,7 @@ PEFT_OFT = Algorithm(
 PEFT_OFT_EMBEDDING = Algorithm(
     "peft_oft_embedding", OftTensors, fit, delta, "arXiv:2306.07280",
     sliced={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
+    of_table=True,
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",

@@ -93,12 +93,15 @@ def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
 PISSA = Algorithm(
     "pissa", PairTensors, fit, pissa_delta, "arXiv:2404.02948",
     numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    starts_in_base=True,
 )  # fmt: skip
 OLORA = Algorithm(
     "olora", PairTensors, fit, olora_delta, "arXiv:2406.01775",
     numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    starts_in_base=True,
 )  # fmt: skip
 KASA = Algorithm(
     "kasa", KasaTensors, fit, kasa_delta, "arXiv:2412.06071",
     numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    starts_in_base=True,
 )  # fmt: skip

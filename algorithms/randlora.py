@@ -97,4 +97,5 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 RANDLORA = Algorithm(
     "randlora", RandTensors, fit, delta, "arXiv:2502.00987", numbers=alpha_by(), derive=derive,
     bounds=SEEDED,
+    scale_from_config=True,
 )  # fmt: skip

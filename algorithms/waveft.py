@@ -80,4 +80,5 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 WAVEFT = Algorithm(
     "waveft", WaveTensors, fit, delta, "arXiv:2505.12532",
     numbers=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
+    scale_from_config=True,
 )  # fmt: skip

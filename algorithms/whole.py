@@ -77,9 +77,10 @@ def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
     return {}
 
 
-FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate)
+FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate, as_stored=True)
 SET = Algorithm(
     "set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True, accumulate=set_accumulate,
+    as_stored=True,
 )  # fmt: skip
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fit, full_rank_delta, "ai-toolkit",

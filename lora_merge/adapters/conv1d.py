@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..job import SETTING
+from .peft.methods import METHODS
 
 STATE: Final = (
     f"state whether weights are [in, out] with --setting {SETTING}=true or false; the wrong one transposes the change"
@@ -36,15 +37,6 @@ UPRIGHT: Final = frozenset(
 )
 """Model types that have layers of these names, or were made after GPT-2, and are nn.Linear throughout; of Qwen 1
 the code comes with the checkpoint."""
-
-KINDS: Final = frozenset({
-    "LORA", "ADALORA", "IA3", "VERA", "PVERA", "VBLORA", "UNILORA", "FOURIERFT", "WAVEFT", "RANDLORA", "GRALORA",
-    "DEFT", "HIRA", "TINYLORA", "FROD",
-})  # fmt: skip
-"""PEFT's methods that wrap a Conv1D; the others refuse it, so what they trained is none."""
-
-SAYS_NOTHING: Final = frozenset({"HIRA"})
-"""Methods whose configuration says false whatever the layers were."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,7 @@ def stored(name: str, types: Collection[str], *, recognised: bool, kind: str) ->
     `kind`: PEFT's name of the method, "" for a file without configuration.
     """
     types = frozenset(types)
-    if (kind and kind not in KINDS) or (recognised and name not in NAMES):
+    if (kind and not METHODS[kind].conv1d) or (recognised and name not in NAMES):
         return False
     if types & UPRIGHT and types & MODELS and name in NAMES:
         return None

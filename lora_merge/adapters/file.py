@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS, Shape
+from ..algorithms.lora_bias import LORA_BIAS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
 from ..dtypes import FLOATS, TABLE, WHOLE
@@ -267,7 +268,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     whole, number = part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
     held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
-    is_bias = g.algorithms == ("lora_bias",)
+    is_bias = g.algorithms == (LORA_BIAS.name,)
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:

@@ -14,6 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..algorithms import Algorithm, Bounds
+from ..algorithms.boft import BOFT
+from ..algorithms.lora import LORA
+from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
 from ..json_text import from_json
 from ..options import shown
@@ -29,7 +32,7 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
 
-TURNED: Final = ("diag_oft", "boft")
+TURNED: Final = (DIAG_OFT.name, BOFT.name)
 BYPASS: Final = "bypass_mode"
 """In this mode OFT and BOFT turn what the layer gives, its bias included: lycoris/modules/{diag_oft,boft}.py."""
 
@@ -69,7 +72,7 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
     turns = row.name in TURNED and bool(_like(given.get(BYPASS, False), default=False))
-    split = row.name == "lora" and given.get(SPLIT) == "True"  # nothing else counts for sd-scripts
+    split = row.name == LORA.name and given.get(SPLIT) == "True"  # nothing else counts for sd-scripts
     return Trained(settings, frozenset(partial), _factor(row, given, where), turns, split, bool(tables), note)
 
 
@@ -78,7 +81,7 @@ def _may_depend(row: Algorithm, text: str) -> bool:
     asked = (row.name in TURNED and BYPASS in text.lower()) or any(
         name in row.settings for names in READ.values() for name in names
     )
-    return asked or (row.name == "lora" and any(word in text.lower() for word in (DYLORA, SPLIT)))
+    return asked or (row.name == LORA.name and any(word in text.lower() for word in (DYLORA, SPLIT)))
 
 
 def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
@@ -86,7 +89,7 @@ def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
 
     A block has four ranks unless told otherwise.
     """
-    if row.name != "lora" or str(given.get("algo", "")).lower() != DYLORA:
+    if row.name != LORA.name or str(given.get("algo", "")).lower() != DYLORA:
         return 1.0
     size = given.get("block_size") or DYLORA_BLOCK
     if (found := RANKS.number(size)) is None:

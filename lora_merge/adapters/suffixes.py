@@ -16,19 +16,22 @@ Two marks in paths that come back:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+from ..algorithms import ALGORITHMS
+from .peft.methods import METHODS
+
 ANY: Final = ("*",)
+LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 SPARSE: Final = ("lora_sparse", "lora_sparse_tucker")
 LORA: Final = ("lora", *SPARSE)
 BARE_LORA: Final = (*LORA, "lora_fused")
 PEFT_LORA: Final = (*LORA, "lora_experts", "kasa")
 OFT: Final = ("diag_oft", "boft")
-LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
-"""How PEFT's GLoRA ends the tensors of a letter → what that adds to the letter's slot."""
 
 
 @dataclass(frozen=True)
@@ -57,53 +60,16 @@ SHARED: Final = MappingProxyType(
 )
 """Slots that may accompany any algorithm and are no field of its dataclass."""
 
-PEFT: Final[tuple[tuple[tuple[str, ...], dict[str, str]], ...]] = (
-    (("lora_embedding",), {".lora_embedding_A": "down", ".lora_embedding_B": "up"}),
-    (("kasa",), {".lora_diag": "values"}),
-    (("adalora",), {".lora_E": "values"}),
-    (("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}),
-    (("peft_oft_embedding",), {".oft_embedding_R.weight": "skew"}),
-    (("peft_oft2", "peft_oft1"), {".oft_r": "blocks"}),
-    (("peft_oft2",), {".oft_s": "rows"}),
-    (("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
-    (("vera",), {".vera_lambda_b": "out_scale", ".vera_lambda_d": "rank_scale"}),
-    (("vera",), {".vera_A": "down", ".vera_B": "up"}),
-    (("pvera",), {".pvera_lambda_b": "out_scale", ".pvera_lambda_d": "rank_scale"}),
-    (("pvera",), {".pvera_A": "down", ".pvera_B": "up"}),
-    (("randlora",), {".randlora_lambda": "rank_scale", ".randlora_gamma": "side_scale"}),
-    (("randlora",), {".randlora_A": "down", ".randlora_B": "up"}),
-    (("fourierft",), {".fourierft_spectrum": "spectrum"}),
-    (("waveft",), {".waveft_spectrum": "spectrum"}),
-    (("peanut",), {".peanut_A.weight": "down", ".peanut_B.weight": "up"}),
-    (("hra",), {".hra_u": "vectors"}),
-    (("miss", "miss_bat", "miss_mini"), {".miss_block": "block", ".bone_block": "block"}),
-    (("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
-    (("c3a",), {".c3a_kernel": "kernel"}),
-    (("road",), {".road_theta": "theta", ".road_alpha": "stretch"}),
-    (("delora",), {".delora_A": "down", ".delora_B": "up", ".delora_lambda": "length", ".delora_w_norm": "norms"}),
-    (("gralora",), {".gralora_A": "inputs", ".gralora_B": "outputs"}),
-    (("gralora",), {".gralora_A_general.weight": "down", ".gralora_B_general.weight": "up"}),
-    (("hira",), {".hira_A": "down", ".hira_B": "up"}),
-    (("hira_embedding",), {".hira_embedding_A": "down", ".hira_embedding_B": "up"}),
-    (("vblora",), {".vblora_logits_A": "down", ".vblora_logits_B": "up"}),
-    (("vblora_top",), {".vblora_logits_A_topk_indices": "down_choice", ".vblora_logits_A_topk_weights": "down_weight"}),
-    (("vblora_top",), {".vblora_logits_B_topk_indices": "up_choice", ".vblora_logits_B_topk_weights": "up_weight"}),
-    (("vblora", "vblora_top"), {".vblora_vector_bank": "bank"}),
-    (("unilora",), {".unilora_indices_A": "down_choice", ".unilora_scales_A": "down_weight"}),
-    (("unilora",), {".unilora_indices_B": "up_choice", ".unilora_scales_B": "up_weight"}),
-    (("unilora",), {".unilora_theta_d": "bank"}),
-    (("deft",), {".deft_P": "subspace", ".deft_R": "content"}),
-    (("supertuning",), {".supertuning_values": "values", ".supertuning_indices": "places"}),
-    (("supertuning",), {".supertuning_lora_A.weight": "down", ".supertuning_lora_B.weight": "up"}),
-    *((("peft_glora",), {f".glora_{x}.{name}": x.lower() + slot for name, slot in LETTER.items()}) for x in "AB"),
-    (("psoft",), {".psoft_R.weight": "turn", ".psoft_R.vector_b": "rows", ".psoft_R.vector_a": "columns"}),
-    (("adamss",), {".adamss_newB": "space"}),
-    (("adamss",), {f".adamss_{x}.{i}": f"{of}_{i}" for x, of in (("A", "down"), ("B", "up")) for i in range(32)}),
-    (("tinylora",), {".tinylora_A": "down", ".tinylora_B": "up", ".tinylora_P": "mixed"}),
-    (("frod",), {".frod_lambda_l": "diagonal", ".frod_lambda_s_values": "values"}),
-    (("osf",), {".osf_svd_params.U_low": "left", ".osf_svd_params.S_low": "values", ".osf_svd_params.V_low": "right"}),
-)
-"""(algorithms, {ending: slot}) of PEFT's newer methods; an adapter's name may stand in all of them."""
+
+def _of_peft() -> Iterator[Suffix]:
+    """The spellings of PEFT's methods that no other trainer has."""
+    for method in METHODS.values():
+        for ending, told in method.suffixes.items():
+            slot, *rows = (told,) if isinstance(told, str) else told
+            names = tuple(rows) or method.algorithms
+            named = ending.count(".") < LONGEST
+            yield Suffix(ending, slot, names, ALGORITHMS[names[0]].parameter, named)
+
 
 SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".alpha", "alpha", ANY),
@@ -162,16 +128,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     # OneTrainer
     Suffix(".oft_R.weight", "skew", ("onetrainer_oft", "onetrainer_oft_conv", "peft_oft"), named=True),
     Suffix(".oft_R.scaled_oft", "scaled", ("onetrainer_oft", "onetrainer_oft_conv")),
-    # PEFT
-    *(Suffix(ending, slot, names, named=True) for names, endings in PEFT for ending, slot in endings.items()),
-    *(Suffix(f".peanut_{s}s.{i}.weight", f"{s}_{i}", ("peanut",)) for s in ("encoder", "decoder") for i in range(4)),
-    Suffix(".beft_bias", "diff", ("lora_bias",), "bias", named=True),
-    *(Suffix(f".glora_C.{x}", f"c{slot}", ("peft_glora_bias",), "bias", named=True) for x, slot in LETTER.items()),
-    *(
-        Suffix(f".glora_{x}.{of}", x.lower(), ("peft_glora_bias",), "bias", named=True)
-        for x in "DE"
-        for of in ("X", "zeros")
-    ),
+    *_of_peft(),
 )
 """Every known spelling; rows of one ending do not repeat."""
 
@@ -216,7 +173,6 @@ _BY_MARK: Final = {mark: [row[1:] for row in REWRITES if row[0] == mark] for mar
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
-LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
 
 
 def split(key: str) -> tuple[str, Suffix] | None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, FileValues, group, looks_like_adapter, weight_shapes
 from ..adapters.suffixes import part
+from ..algorithms import ALGORITHMS
 from ..errors import FitError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.lookalikes import foreign
@@ -114,8 +115,8 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         incomplete += [] if complete else [module.where]
         slot = next((s for s in RANK_SLOTS if s in module.slots), None)
         if slot is not None and (shape := module.slots[slot].shape):
-            stack = len(shape) == 3 and "lora_switch" in complete
-            ranks[shape[1 if stack else -1 if "lora_transposed" in complete else 0]] += 1
+            stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
+            ranks[shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]] += 1
         if "alpha" in module.shared:
             alphas.update(FileValues().numbers(module.shared["alpha"])[:1])
     for table in (file.index.config, *(_json(file.index, entry) for entry in ("lora_adapter_metadata", "lora_config"))):

@@ -9,17 +9,18 @@ from typing import Any, Final, NamedTuple
 
 from ..adapters.conv1d import STATE
 from ..adapters.file import SCALES, Module
-from ..adapters.peft.numbers import CONFIGURED
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.shared_slots import repeated
 from ..algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora
 from ..algorithms.frod import LAYER
+from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.peft_oft import PEFT_OFT
 from ..disk.files import StoredTensor
 from ..dtypes import WHOLE
 from ..errors import InputError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView, turned
-from .context import STACKED, UNTOLD, AdapterContext, fit, shapes_of
+from .context import UNTOLD, AdapterContext, fit, shapes_of
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
 from .orientation import Untold
@@ -72,7 +73,7 @@ class _Chooser:
         candidates, chosen = context.candidates(module, view, near)
         reasons = []
         for name, seen in ((n, s) for n in candidates for s in self._ways(n, view)):
-            if name in STACKED and len(candidates) > 1 and len(seen.shape) != 3:
+            if ALGORITHMS[name].stacked and len(candidates) > 1 and len(seen.shape) != 3:
                 continue
             full = context.with_shared(module, name)
             beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
@@ -123,7 +124,7 @@ class _Chooser:
     def _remember(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
         """What the patch took from the user, and whether its scale is only assumed."""
         row = ALGORITHMS[name]
-        if name == "peft_oft" and prod(shape[2:]) > 1:
+        if name == PEFT_OFT.name and prod(shape[2:]) > 1:
             self.remarks.append(KERNEL_OFT)
         if text := self.context.trained(name).note:
             self.remarks.append(text)
@@ -149,7 +150,7 @@ class _Chooser:
         alpha = self._number("alpha")
         if alpha is None and "scale" in row.scalars:
             alpha = self.context.given.get(ALPHA)
-        weight = self.context.weights.get(self.module.name) if name == "lora_bias" else None
+        weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:
             found = dict(row.numbers(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes do, so it is the number
@@ -157,7 +158,7 @@ class _Chooser:
         if "scale" in found:
             found["scale"] *= self.context.trained(name).factor
         told = self._told_by(name, shapes)
-        if name in CONFIGURED and not told:
+        if row.scale_from_config and not told:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
         if "alpha" in self.module.shared and "scale" in told and told["scale"] != found["scale"]:
             self.remarks.append(OTHER_ALPHA)
@@ -214,7 +215,8 @@ class _Chooser:
         if told.kind == "LORA" and told.fields.get("use_dora") is False and not told.borrowed:
             self.remarks.append(NO_DORA)
             return None
-        if name == "lora_embedding" or (name == "lora_transposed" and self.module.name.rpartition(".")[2] in TABLES):
+        row = ALGORITHMS[name]
+        if row.of_table or (row.in_out and self.module.name.rpartition(".")[2] in TABLES):
             # PEFT takes the norm over the vocabulary, mlx-lm over what each token has
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
-from ..adapters.peft.kinds import STARTED
 from ..adapters.peft.rules import Rules
 from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
+from ..algorithms.lora import LORA
 from ..errors import MergeError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView
@@ -22,7 +22,6 @@ UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
 FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
-STACKED: Final = ("lora_experts", "lora_experts_transposed", "lora_switch")
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ class AdapterContext:
         except DoesNotFit as e:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
             raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
-        if chosen in STARTED and "lora" in complete and view.pieces[0].key in self.residual:
-            chosen = "lora"
         if chosen is None:
             return complete, None
+        left = ALGORITHMS[chosen].starts_in_base and view.pieces[0].key in self.residual
+        chosen = LORA.name if left and LORA.name in complete else chosen
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
 
     def _fits(self, module: Module, view: WeightView) -> bool:
@@ -102,7 +101,7 @@ def fit(
 ) -> Mapping[str, Shape]:
     """The shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide matrix."""
     shapes = ALGORITHMS[name].fit(dict(stored), weight)
-    if matrix != flat(weight) and name not in STACKED:
+    if matrix != flat(weight) and not ALGORITHMS[name].stacked:
         raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} is not made for")
     return shapes
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from ..adapters.conv1d import CONTRADICTION, SAYS_NOTHING, Layer, decide, stated, stored
+from ..adapters.conv1d import CONTRADICTION, Layer, decide, stated, stored
 from ..adapters.file import Module
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import TABLES
+from ..algorithms import ALGORITHMS
 from ..files.layouts import PEFT
 from ..models.weights import WeightView, transposed
-
-AS_STORED: Final = frozenset({"set", "full"})
-"""Rows of whole values and differences, which are as the parameter is stored."""
 
 
 class Untold(ValueError):
@@ -67,10 +65,10 @@ class Orientation:
         """
         if not _may_turn(view):
             return [view], False
-        if row == "lora_transposed":  # mlx-lm's
+        if ALGORITHMS[row].in_out:  # mlx-lm's
             return ([transposed(view), view] if _leaf(module) in TABLES else [view]), False
-        if row in AS_STORED or "embedding" in row or not self._is_pefts(module):  # of embeddings PEFT asks no flag
-            return [view], False
+        if ALGORITHMS[row].as_stored or ALGORITHMS[row].of_table or not self._is_pefts(module):
+            return [view], False  # of embeddings PEFT asks no flag
         turned = self._is_turned(module, view)
         if turned is None:
             turned = stated(_leaf(module), self._layers, flag=bool(self._given))
@@ -94,7 +92,7 @@ class Orientation:
             return lie
         if self._given is not None:
             return None
-        flag = rules.fan_in_fan_out if rules.kind and rules.kind not in SAYS_NOTHING else None
+        flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
         decided = decide(name, self._layers, self._base.types, flag=flag)
         if decided is None:
             raise Untold(CONTRADICTION)

@@ -14,7 +14,7 @@ from ..adapters.file import Module
 from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import bare, shared_kind
-from ..algorithms.frod import LAYER
+from ..algorithms.frod import FROD, LAYER
 from ..models.module_order import in_order, type_of
 from ..models.weights import WeightView
 from .context import AdapterContext
@@ -26,11 +26,13 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
 
     `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.
     """
-    layers = {bare(m.name): m for m in modules if "frod" in m.algorithms}
+    layers = {bare(m.name): m for m in modules if FROD.name in m.algorithms}
     if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
         return rules
     if any(
-        key in context.adapter.index.tensors for m in layers.values() for key in rules.shared("frod", m.name).values()
+        key in context.adapter.index.tensors
+        for m in layers.values()
+        for key in rules.shared(FROD.name, m.name).values()
     ):
         return rules
     order = in_order([*layers], type_of(context.config))
@@ -43,13 +45,13 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
         "share": fields.number("sparse_rate", 0.01),
         "seed": fields.integer("projection_prng_key", 0),
     }
-    relatives, joint = {}, {}
+    relatives, told = {}, {}
     for path, module in layers.items():
         kind = shared_kind(path)
         before = tuple(widths[k] for k in sorted(kinds) if k <= kind)
         relatives[module.name] = tuple(layers[p].name for p in kinds[kind])
-        joint[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
-    return replace(rules, relatives=relatives, joint=joint)
+        told[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
+    return replace(rules, relatives=relatives, told=told)
 
 
 def kin(patch: Patch) -> tuple[WeightView, ...]:

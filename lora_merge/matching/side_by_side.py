@@ -15,6 +15,7 @@ from math import prod
 from typing import Final
 
 from ..adapters.file import Values
+from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView
@@ -44,15 +45,15 @@ def as_trained(
 
     `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
     """
-    dylora = (DYLORA,) if _is_dylora(patch) and not context.trained("lora").told else ()
+    dylora = (DYLORA,) if _is_dylora(patch) and not context.trained(LORA.name).told else ()
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
-    if patch.algorithm != "lora" or up is None or alpha is None or context.rules.of(patch.module.name).kind:
+    if patch.algorithm != LORA.name or up is None or alpha is None or context.rules.of(patch.module.name).kind:
         return patch, dylora
     fused = agreed(fused_in(patch.view))
     n = len(fused)
     if n < LEAST:
         return patch, dylora
-    rank, said = prod(up.shape[1:]), context.trained("lora").split
+    rank, said = prod(up.shape[1:]), context.trained(LORA.name).split
     if not said and not _may_be(up, fused, context.values):
         return patch, dylora
     split = rank % n == 0 and _is_split(up, fused, context.values)
@@ -66,7 +67,7 @@ def as_trained(
 def _is_dylora(patch: Patch) -> bool:
     """Whether the shapes are those that LyCORIS' DyLoRA has for a convolution."""
     shapes = patch.module.shapes
-    return patch.algorithm == "lora" and len(shapes.get("up", ())) == 2 < len(shapes.get("down", ()))
+    return patch.algorithm == LORA.name and len(shapes.get("up", ())) == 2 < len(shapes.get("down", ()))
 
 
 def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..adapters.file import Values
-from ..adapters.peft.kinds import STARTED
+from ..adapters.peft.methods import STARTED
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import apart
 from ..disk.files import StoredTensor

@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import Final
 
 from ..adapters.file import Module
-from ..adapters.peft.kinds import MLX
+from ..adapters.peft.methods import MLX
+from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError
 from ..job import Adapter
@@ -119,7 +120,7 @@ class AdapterPair:
 
     def _scale(self, module: Module) -> float:
         """What PEFT multiplies the factors with: each end has its own, whether they share these or not."""
-        return self.context.rules.of(module.name).numbers("lora", module.name, module.shapes).get("scale", 1.0)
+        return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, head: Module, table: Module) -> bool:
         """Whether the head's A is the transpose of the embeddings' B, the smaller two factors."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final
 
 from ..adapters.file import Module
@@ -16,6 +17,7 @@ from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import Rules
 from ..adapters.peft.target_parameters import is_layer
 from ..algorithms import flat
+from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..models.module_order import in_order, tables, type_of
 
@@ -34,12 +36,12 @@ def unstored(
     order = None if why else in_order([*found], type_of(config))
     if order is None:
         raise refuse(rules.kind, why or UNKNOWN_ORDER, AGAIN, rules.fields.where)
-    rank, starts, at = rules.fields.integer("r", 4), {}, 0
-    for name in order:
-        starts[name] = (at, found[name].dtype)
-        at += rank * sum(flat(found[name].shape))
-    named = [Module(name, "weight", {}, {}, ("unilora",)) for name in order]
-    return replace(rules, layers=tuple(order), ordered=True, starts=starts, total=at), named
+    rank = rules.fields.integer("r", 4)
+    *starts, total = accumulate((rank * sum(flat(found[name].shape)) for name in order), initial=0)
+    common = {"rank": rank, "shuffle": rules.fields.integer("proj_seed", 42), "total": total}
+    told = {name: {**common, "start": at, "dtype": found[name].dtype} for name, at in zip(order, starts, strict=True)}
+    named = [Module(name, "weight", {}, {}, (UNILORA.name,)) for name in order]
+    return replace(rules, layers=tuple(order), ordered=True, told=told), named
 
 
 def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

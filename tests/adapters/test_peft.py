@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters.peft.config import REFUSED, REFUSED_INIT, REFUSED_LORA
-from lora_merge.adapters.peft.numbers import COUNTS, SCALES, SETTINGS
-from lora_merge.adapters.peft.rules import KINDS, SHARED, Plain, Rules, rules
+from lora_merge.adapters.peft.config import REFUSED_INIT, REFUSED_LORA
+from lora_merge.adapters.peft.methods import METHODS
+from lora_merge.adapters.peft.rules import Plain, Rules, rules
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.files import pickles
@@ -43,7 +43,7 @@ def pair_scale(told: Rules, module: str, rank: int = 4) -> float:
 # What is refused
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    **{kind: ({"peft_type": kind}, kind) for kind in REFUSED},
+    **{kind: ({"peft_type": kind}, kind) for kind, method in METHODS.items() if method.refuses},
     "alora": ({**LORA, "alora_invocation_tokens": [1, 2]}, "aLoRA"),
     "arrow": ({**LORA, "arrow_config": {"top_k": 2}}, "Arrow"),
     "qalora": ({**LORA, "use_qalora": True}, "QALoRA"),
@@ -81,17 +81,21 @@ def test_every_refused_feature_has_a_test() -> None:
 def test_every_method_of_the_installed_peft_is_known_one_way_or_the_other() -> None:
     from peft import PeftType
 
-    assert {kind.value for kind in PeftType} - set(KINDS) - set(REFUSED) == set()
-    assert not set(KINDS) & set(REFUSED)
+    assert {kind.value for kind in PeftType} <= METHODS.keys()
+    assert not any(method.refuses and (method.algorithms or method.suffixes) for method in METHODS.values())
 
 
 def test_every_name_in_the_tables_is_a_row() -> None:
-    named = {name for names in KINDS.values() for name in names} | set(SCALES) | set(SETTINGS) | set(SHARED)
-    assert named <= set(ALGORITHMS)
-    for name, slots in SHARED.items():
-        assert set(slots) <= set(ALGORITHMS[name].slots)
-    for name in SCALES:
-        assert "scale" in ALGORITHMS[name].scalars
+    for method in METHODS.values():
+        rows = [ALGORITHMS[name] for name in method.algorithms]
+        assert method.counts.keys() <= set(method.algorithms)
+        for row in rows:
+            assert set(method.shared) <= set(row.slots)
+            assert method.scale is None or "scale" in row.scalars
+        assert all(any(name in row.settings for row in rows) for name in method.settings)
+        for told in method.suffixes.values():
+            slot, *names = (told,) if isinstance(told, str) else told
+            assert all(slot in ALGORITHMS[name].slots for name in names or method.algorithms)
 
 
 def test_tensors_of_another_method_are_refused(tmp_path: Path) -> None:
@@ -551,21 +555,17 @@ FIELDS = sorted(
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("a") | st.just("relu")
 ITEMS = SCALARS | st.just([]) | st.just({})  # st.recursive takes ten times as long, and nothing looks deeper
 JSON = SCALARS | st.lists(ITEMS, max_size=3) | st.dictionaries(st.text(max_size=4), ITEMS, max_size=3)
-SHAPES = {
-    name: {slot: (4, 4, 4, 4) for slot in row.slots}
-    for name, row in ALGORITHMS.items()
-    if name in {*SCALES, *SETTINGS, *COUNTS}
-}
+SHAPES = {name: {slot: (4, 4, 4, 4) for slot in row.slots} for name, row in ALGORITHMS.items()}
 
 
 @settings(max_examples=300)
-@given(kind=st.sampled_from(sorted(KINDS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+@given(kind=st.sampled_from(sorted(METHODS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config: dict[str, Any]) -> None:
     try:
         told = rules({"peft_type": kind, **config}, "c")
     except MergeError:
         return
-    for name in KINDS[told.kind]:
+    for name in METHODS[told.kind].algorithms:
         for ask in (
             lambda name=name: told.numbers(name, "a", SHAPES.get(name, {})),
             lambda name=name: told.settings(name),

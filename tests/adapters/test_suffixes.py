@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.adapters.file import group
-from lora_merge.adapters.peft.kinds import SHARED as SHARED_NAMES
+from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor

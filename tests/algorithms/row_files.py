@@ -13,7 +13,7 @@ from peft_examples import ALL_EXAMPLES
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_merge.adapters.peft.kinds import KINDS, SHARED
+from lora_merge.adapters.peft.methods import METHODS, MLX, SHARED
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.job import Job, make_job
@@ -78,7 +78,7 @@ def kind(row: str) -> str:
         return ""
     return str(
         PEFT.get(row, {}).get("peft_type")
-        or next((k for k, rows in KINDS.items() if row in rows and k.isupper() and k != "MLX"), "")
+        or next((m.name for m in METHODS.values() if row in m.algorithms and m.name != MLX), "")
     )
 
 

@@ -1,4 +1,4 @@
-"""Typed access to a PEFT configuration, and the tables of what cannot be merged and why. No torch.
+"""Typed access to a PEFT configuration, and what of LoRA cannot be merged and why. No torch.
 
 The JSON comes from strangers: a field of the wrong type is an InputError that names it, never a
 TypeError, and the regular expressions in it are only run if they are plain enough to finish."""
@@ -20,7 +20,6 @@ from ...module_patterns import Ends, Matching
 from ...patterns import STEPS_A_NAME, Refused
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
-NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
 TRAIN_AGAIN: Final = "keep it as a separate adapter at inference; it has no merged form"
 CHANGED_BASE: Final = (
@@ -31,26 +30,8 @@ RESAVE: Final = (
     "save it again with save_pretrained(…, path_initial_model_for_weight_conversion=…), which makes it a plain LoRA"
 )
 
-UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"  # 0.21.2
 UNKNOWN_ORDER: Final = "its layers share vectors in the order in which the model's code lists them, which no file tells"
 ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
-
-REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "MULTITASK_PROMPT_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "P_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "PREFIX_TUNING": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "ADAPTION_PROMPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "CPT": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "CARTRIDGE": (NOT_A_WEIGHT, TRAIN_AGAIN),
-        "XLORA": (NEEDS_INPUT, TRAIN_AGAIN),
-        "POLY": (NEEDS_INPUT, TRAIN_AGAIN),
-        "LILY": (NEEDS_INPUT, TRAIN_AGAIN),
-        "SHADOW": (NEEDS_INPUT, TRAIN_AGAIN),
-    }
-)
-"""peft_type → (why it cannot be merged, what to do instead)."""
 
 REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
     {

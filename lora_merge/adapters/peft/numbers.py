@@ -1,20 +1,61 @@
-"""What a PEFT configuration says in numbers: the scale of each algorithm, and its settings. No
-torch."""
+"""How numbers and settings are read from a PEFT configuration: what the rows of methods.py are made of. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
 
-from ...algorithms import SEED, DoesNotFit, Shapes
+from ...algorithms import ALGORITHMS, COUNT, Bounds, DoesNotFit, Shapes
 from ...errors import InputError
 from .config import RETAKE, Fields
 from .target_parameters import bare, parameters
 
 MHA_OUTPUT: Final = ".base_layer.out_proj"
-"""Only MultiheadAttention has a layer below its `base_layer`; PEFT adds that layer's delta twice
-(0.21.2)."""
+"""Only MultiheadAttention has a layer below its `base_layer`; PEFT adds that layer's delta twice (0.21.2)."""
+
+Scale: TypeAlias = Callable[[Fields, str, str, Shapes], float]
+"""(configuration, module, row of ALGORITHMS, fitted shapes) → what the change is multiplied by."""
+
+
+class Count(NamedTuple):
+    """A length that no other tensor confirms."""
+
+    slot: str
+    axis: int
+    field: str  # of the configuration, which says it too
+    pattern: str = ""  # the field that says it for single modules
+
+
+def flag(name: str, *, default: bool = False) -> Callable[[Fields], bool]:
+    """True or false."""
+    return lambda fields: fields.flag(name, default=default)
+
+
+def integer(name: str, default: int, allowed: Bounds = COUNT) -> Callable[[Fields], int]:
+    """A whole number inside of these bounds."""
+    return lambda fields: fields.integer(name, default, allowed)
+
+
+def text(name: str, default: str, *known: str) -> Callable[[Fields], str]:
+    """A string, one of these if any are known."""
+
+    def read(fields: Fields) -> str:
+        value = fields.text(name, default)
+        if known and value not in known:
+            raise fields.odd(name, " or ".join(known))
+        return value
+
+    return read
+
+
+def other(name: str, default: str, other: str) -> Callable[[Fields], bool]:
+    """Whether a field with two known values has the other one."""
+    return lambda fields: text(name, default, default, other)(fields) == other
+
+
+def number(name: str, default: float) -> Scale:
+    """A scale that is a field of its own."""
+    return lambda fields, _module, _row, _shapes: fields.number(name, default)
 
 
 def _numbers(fields: Fields, name: str, module: str, default: float) -> set[float]:
@@ -31,17 +72,33 @@ def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float
 
 
 def _shares(fields: Fields, module: str) -> bool:
-    """Whether PEFT gives this head the factors of the embeddings; its scale stays that of its own rank (0.21.2)."""
+    """Whether PEFT gives this head the factors of the embeddings; its scale stays that of its own rank."""
     return module.endswith("lm_head") and fields.flag("ensure_weight_tying", default=False)
 
 
-def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callable[[Fields, str, Shapes], float]:
-    """α / r by the patterns of the configuration, r from the tensors where `rank` finds it (√r for
-    rs-LoRA)."""
+def no_rank(_: str, __: Shapes) -> int:
+    """Return 0: the configured rank alone counts."""
+    return 0
 
-    def scale(fields: Fields, module: str, shapes: Shapes) -> float:
+
+def stored_rank(row: str, shapes: Shapes) -> int:
+    """The rank of a row's tensors; 0 where the configured one alone counts.
+
+    A start that was taken out of the weight is cut to all that the weight has, and PEFT scales it by the configured
+    rank all the same (0.21.2, `pissa_init`).
+    """
+    algorithm = ALGORITHMS[row]
+    rank = algorithm.rank(shapes) if algorithm.rank else 0
+    cut = algorithm.starts_in_base and rank >= min(shapes["up"][0], shapes["down"][1])
+    return 0 if cut else rank
+
+
+def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_rank) -> Scale:
+    """α / r by the patterns of the configuration (√r for rs-LoRA), r from the tensors where `rank` finds it."""
+
+    def scale(fields: Fields, module: str, row: str, shapes: Shapes) -> float:
         a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
-        found = 0 if _shares(fields, module) else rank(shapes)
+        found = 0 if _shares(fields, module) else rank(row, shapes)
         r = found or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
         if r <= 0:
             raise fields.odd("r", "a positive number")
@@ -51,7 +108,29 @@ def _ratio(alpha: str, default: float, rank: Callable[[Shapes], int]) -> Callabl
     return scale
 
 
-def _adalora(fields: Fields, _: str, __: Shapes) -> float:
+def rank_doubt(fields: Fields, row: str, module: str, shapes: Shapes) -> str:
+    """What the user should know if a LoRA's tensors have another rank than the configuration says; "" if not."""
+    rank = stored_rank(row, shapes)
+    if not rank or fields.get("r") is None or _shares(fields, module):
+        return ""
+    said = _numbers(fields, "rank_pattern", module, fields.number("r", 8))
+    if rank in said:
+        return ""
+    return f"the configuration says rank {min(said):g}, the tensors have {rank}, which is what counts"
+
+
+def check_count(fields: Fields, count: Count | None, module: str, shapes: Shapes) -> None:
+    """DoesNotFit if a length is another than the configuration's; nothing where the configuration does not tell."""
+    if count is None or fields.get(count.field) is None or fields.get("proportional_parameters"):
+        return
+    said = fields.number(count.field, 0)
+    said = fields.pattern(count.pattern, bare(module), said) if count.pattern else said
+    if shapes[count.slot][count.axis] != said:
+        raise DoesNotFit(f"{count.slot} is {list(shapes[count.slot])}, the configuration says {count.field} = {said:g}")
+
+
+def adalora(fields: Fields, _: str, __: str, ___: Shapes) -> float:
+    """α over the rank at the start, which is cut in training."""
     start = fields.number("init_r", 12)
     alpha = fields.number("lora_alpha", 8)
     if start <= 0:
@@ -59,143 +138,45 @@ def _adalora(fields: Fields, _: str, __: Shapes) -> float:
     return (alpha if alpha > 0 else start) / (start + 1e-5)
 
 
-def _gralora(fields: Fields, _: str, shapes: Shapes) -> float:
-    rank = shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
-    return fields.number("alpha", 64) / rank
+def gralora(fields: Fields, _: str, row: str, shapes: Shapes) -> float:
+    """α / r of all blocks and the plain pair."""
+    return fields.number("alpha", 64) / stored_rank(row, shapes)
 
 
-def _deft(fields: Fields, _: str, shapes: Shapes) -> float:
+def deft(fields: Fields, _: str, __: str, shapes: Shapes) -> float:
+    """α / r, 1 without an α."""
     return 1.0 if not fields.get("alpha") else fields.number("alpha", 1) / shapes["subspace"][1]
 
 
-def _supra(fields: Fields, _: str, shapes: Shapes) -> float:
-    rank = shapes["down"][0] if "down" in shapes else 0
+def supra(fields: Fields, _: str, row: str, shapes: Shapes) -> float:
+    """α / r of the pair beside the entries, 1 without it."""
+    rank = stored_rank(row, shapes)
     return fields.number("lora_alpha", rank) / rank if rank else 1.0
 
 
-def _started(shapes: Shapes) -> int:
-    """The rank of a start taken out of the weight; 0 where this is all the weight has and the configured one may be
-    larger: PEFT cuts the factors, and scales by the configured rank all the same (0.21.2, `pissa_init`)."""
-    rank: int = shapes["down"][0]
-    return rank if rank < min(shapes["up"][0], shapes["down"][1]) else 0
+def terms(*, told: bool) -> Callable[[Fields], int]:
+    """How many terms of its series Cayley's transform was trained with; 0 where it was exact. `told`: whether the
+    configuration has to say it, because its default has changed."""
+
+    def read(fields: Fields) -> int:
+        if told and fields.get("use_cayley_neumann") is None:
+            raise InputError("use_cayley_neumann is missing, and no tensor tells it", fields.where, RETAKE)
+        if not fields.flag("use_cayley_neumann", default=False):
+            return 0
+        terms = fields.integer("num_cayley_neumann_terms", 5)
+        if not 0 < terms <= 100:
+            raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
+        return terms
+
+    return read
 
 
-RANKS: Final[Mapping[str, Callable[[Shapes], int]]] = MappingProxyType(
-    {
-        **dict.fromkeys(("lora", "lora_embedding", "kasa", "lora_sparse"), lambda shapes: shapes["down"][0]),
-        **dict.fromkeys(("pissa", "olora"), _started),
-        **dict.fromkeys(("lora_experts", "lora_experts_transposed"), lambda shapes: shapes["down"][1]),
-        "bdlora": lambda shapes: shapes["down"][0] * shapes["down"][1],
-    }
-)
-"""Row → the rank of its tensors, which PEFT's field `r` says too; 0 where that alone counts."""
-
-SCALES: Final[Mapping[str, Callable[[Fields, str, Shapes], float]]] = MappingProxyType(
-    {
-        **{row: _ratio("lora_alpha", 8, rank) for row, rank in RANKS.items()},
-        "lora_bias": _ratio("lora_alpha", 8, lambda _: 0),
-        "loha": _ratio("alpha", 8, lambda _: 0),
-        "lokr": _ratio("alpha", 8, lambda _: 0),  # also where both factors are full; LyCORIS has 1 there
-        "randlora": _ratio("randlora_alpha", 640, lambda shapes: shapes["rank_scale"][0]),
-        "adalora": _adalora,
-        "gralora": _gralora,
-        "deft": _deft,
-        "supertuning": _supra,
-        "fourierft": lambda fields, _module, _shapes: fields.number("scaling", 150.0),
-        "waveft": lambda fields, _module, _shapes: fields.number("scaling", 25.0),
-        "peanut": lambda fields, _module, _shapes: fields.number("scaling", 1.0),
-    }
-)
-"""Row → its `scale`; rows that are not here have none, or their own."""
-
-COUNTS: Final[Mapping[str, tuple[str, int, str, str]]] = MappingProxyType(
-    {
-        "vera": ("rank_scale", 0, "r", ""),
-        "tinylora": ("vector", 0, "u", ""),
-        "hra": ("vectors", 1, "r", "rank_pattern"),
-        "miss": ("block", 0, "r", "rank_pattern"),
-        "miss_mini": ("block", 0, "r", "rank_pattern"),
-        "fourierft": ("spectrum", 0, "n_frequency", "n_frequency_pattern"),
-        "waveft": ("spectrum", 0, "n_frequency", "n_frequency_pattern"),
-    }
-)
-"""Row → the slot and axis whose length no other tensor confirms, and the field, perhaps with a pattern, that does."""
+def limit(name: str, default: float, switch: str) -> Callable[[Fields], float]:
+    """A number that counts where a switch is on; else 0."""
+    return lambda fields: fields.number(name, default) if fields.flag(switch, default=False) else 0.0
 
 
-def check_count(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> None:
-    """DoesNotFit if a length is another than the configuration's; nothing where the configuration does not tell."""
-    slot, axis, name, pattern = COUNTS.get(algorithm, ("", 0, "", ""))
-    if not name or fields.get(name) is None or fields.get("proportional_parameters"):
-        return
-    said = fields.pattern(pattern, bare(module), fields.number(name, 0)) if pattern else fields.number(name, 0)
-    if shapes[slot][axis] != said:
-        raise DoesNotFit(f"{slot} is {list(shapes[slot])}, the configuration says {name} = {said:g}")
-
-
-def rank_doubt(fields: Fields, algorithm: str, module: str, shapes: Shapes) -> str:
-    """What the user should know if the tensors have another rank than the configuration says; "" if not."""
-    if algorithm not in RANKS or fields.get("r") is None or _shares(fields, module):
-        return ""
-    said, rank = _numbers(fields, "rank_pattern", module, fields.number("r", 8)), RANKS[algorithm](shapes)
-    if not rank or rank in said:
-        return ""
-    return f"the configuration says rank {min(said):g}, the tensors have {rank}, which is what counts"
-
-
-CONFIGURED: Final = frozenset({"adalora", "randlora", "waveft", "peanut"})
-"""Rows whose scale follows from no tensor, and is 1 in no file."""
-
-
-def _oft(fields: Fields) -> Mapping[str, object]:
-    if fields.get("use_cayley_neumann") is None:
-        what = "use_cayley_neumann is missing, and no tensor tells it"
-        raise InputError(what, fields.where, RETAKE)
-    series = fields.flag("use_cayley_neumann", default=True)
-    terms = fields.integer("num_cayley_neumann_terms", 5) if series else 0
-    if series and not 0 < terms <= 100:
-        raise fields.odd("num_cayley_neumann_terms", "between 1 and 100")
-    old = fields.version("0.17") < (0, 18)
-    return {"terms": terms, "doubled_last": old, **_blocks(fields)}
-
-
-def _blocks(fields: Fields) -> Mapping[str, object]:
-    limit = fields.number("eps", 6e-5) if fields.flag("coft", default=False) else 0.0
-    return {"limit": limit, "shared": fields.flag("block_share", default=False)}
-
-
-def _random(fields: Fields) -> Mapping[str, object]:
-    return {"seed": fields.integer("projection_prng_key", 0, SEED)}
-
-
-def _deft_method(fields: Fields) -> Mapping[str, object]:
-    method = fields.text("decomposition_method", "relu")
-    if method not in ("relu", "qr"):
-        raise fields.odd("decomposition_method", "relu or qr")
-    return {"method": method}
-
-
-def _psoft(fields: Fields) -> Mapping[str, object]:
-    start, how = fields.text("ab_svd_init", "psoft_init"), fields.text("psoft_svd", "full")
-    if start not in ("psoft_init", "pissa_init"):
-        raise fields.odd("ab_svd_init", "psoft_init or pissa_init")
-    if how not in ("full", "lowrank"):
-        raise fields.odd("psoft_svd", "full or lowrank")
-    series = fields.flag("use_cayley_neumann", default=False)
-    terms = fields.integer("num_cayley_neumann_terms", 5) if series else 0
-    if series and not terms:
-        raise fields.odd("num_cayley_neumann_terms", "a positive number")
-    return {
-        "orthogonal": fields.flag("psoft_orth", default=True),
-        "terms": terms,
-        "limit": fields.number("cayley_neumann_eps", 0.0) if series else 0.0,
-        "balanced": start == "pissa_init",
-        "low_rank": how == "lowrank",
-        "rounds": fields.integer("psoft_svd_lowrank_niter", 10),
-        "seed": fields.integer("random_seed", 0),
-    }
-
-
-def _mlx(fields: Fields) -> Mapping[str, object]:
+def mlx_scale(fields: Fields) -> float | None:
     """c of mlx-lm is its `scale` alone. Early versions multiplied it by a field alpha over the rank, later ones leave
     that field unread; where it would make a difference the user has to say (mlx-lm, tuner/lora.py)."""
     table = fields.get("lora_parameters")
@@ -203,40 +184,4 @@ def _mlx(fields: Fields) -> Mapping[str, object]:
         raise fields.odd("lora_parameters", "an object")
     inner = Fields(table, f"{fields.where}: lora_parameters")
     told = inner.get("scale") is not None and inner.get("alpha") in (None, inner.get("rank"))
-    return {"over_rank": False, **({"lora_alpha": inner.number("scale", 0)} if told else {})}
-
-
-SETTINGS: Final[Mapping[str, Callable[[Fields], Mapping[str, object]]]] = MappingProxyType(
-    {
-        "peft_oft": _oft,
-        "peft_oft_embedding": _oft,
-        "peft_oft1": _blocks,
-        "peft_oft2": _blocks,
-        "lokr": lambda _: {"right_aligned": True},
-        "lora_transposed": _mlx,
-        "lora_switch": _mlx,
-        "vera": _random,
-        "pvera": _random,
-        "randlora": lambda fields: {
-            **_random(fields),
-            **{name: fields.flag(name, default=False) for name in ("sparse", "very_sparse")},
-        },
-        "waveft": lambda fields: {
-            "seed": fields.integer("random_loc_seed", 777, SEED),
-            "family": fields.text("wavelet_family", "db1"),
-            "transform": fields.flag("use_idwt", default=True),
-        },
-        "peanut": lambda fields: {
-            "depth": fields.integer("depth", 0),
-            "activation": fields.text("act_fn", "relu"),
-        },
-        "supertuning": lambda fields: {"top": fields.flag("select_top", default=True)},
-        "psoft": _psoft,
-        "adamss": lambda fields: {"seed": fields.integer("random_seed", 0)},
-        "fourierft": lambda fields: {"seed": fields.integer("random_loc_seed", 777, SEED)},
-        "hra": lambda fields: {"orthogonal": fields.flag("apply_GS", default=False)},
-        "road": lambda fields: {"group": fields.integer("group_size", 64)},
-        "vblora": lambda fields: {"top": fields.integer("topk", 2)},
-        "deft": _deft_method,
-    }
-)
+    return inner.number("scale", 0) if told else None

@@ -30,23 +30,22 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from ...algorithms import Shapes
+from ...algorithms import ALGORITHMS, Shapes
+from ...algorithms.lora import LORA
+from ...algorithms.whole import SET
 from ...errors import InputError
 from ...files.layouts import PEFT
 from ...json_text import from_json
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
-from .config import CONVERT, ORDER_OF, REFUSED, RESAVE, RETAKE, UNKNOWN_ORDER, UNTURNED, Fields, refuse, refuse_lora
-from .kinds import KINDS, MLX, OTHERS, SHARED, STARTED
-from .numbers import SCALES, SETTINGS, check_count, rank_doubt
-from .target_parameters import WRAPPER, bare, experts_row, is_layer, parameters, shared_kind
+from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, Fields, refuse
+from .methods import METHODS, MLX, OTHERS, SHARED, Method
+from .numbers import check_count, rank_doubt
+from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
 FINETRAINERS: Final = "lora_config"
-COUNTED: Final = ("TINYLORA",)
-"""Methods to which it matters which layer of the model one is."""
-
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
@@ -54,6 +53,8 @@ RENAMED: Final = "load the adapter with diffusers and save it again, or take `lo
 UNREAD: Final = (
     "scaled by the lora_config in its header, as it was trained; diffusers does not read that and takes scale 1"
 )
+
+NONE: Final = Method("")
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """A field of configurations without a peft_type → what they are."""
@@ -85,12 +86,15 @@ class Rules:
     kind: str = ""  # peft_type; empty where there is no configuration
     components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
     layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
-    starts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # layer → its first number, the weight's dtype
-    total: int = 0  # numbers of all layers
     ordered: bool = False  # whether they are in the order of the model's code
     relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → those that share what is rebuilt
-    joint: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # module → the settings for that
+    told: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # module → settings that its place gives
     borrowed: bool = False  # from the component that the names speak of in other words
+
+    @property
+    def method(self) -> Method:
+        """The row of METHODS; one that says nothing where there is no configuration."""
+        return METHODS[self.kind] if self.kind else NONE
 
     @property
     def fan_in_fan_out(self) -> bool:
@@ -105,7 +109,7 @@ class Rules:
 
     def counting(self, modules: Sequence[str], model: str) -> Rules:
         """The rules with the order of the modules in a model of this type, for the methods that count them."""
-        if self.kind not in COUNTED:
+        if not self.method.counted:
             return self
         paths = sorted({bare(name) for name in modules})
         order = in_order(paths, model)
@@ -136,21 +140,17 @@ class Rules:
         """
         if not self.kind and module.startswith(PEFT):  # PEFT's, without its configuration
             rows = [name for name in candidates if name not in OTHERS]
-            return next(iter(rows), "lora") if len(rows) < min(2, len(candidates)) else None
-        if not self.kind or tuple(candidates) == ("set",):  # whole values, which any method may save
+            return next(iter(rows), LORA.name) if len(rows) < min(2, len(candidates)) else None
+        if not self.kind or tuple(candidates) == (SET.name,):  # whole values, which any method may save
             return None
-        rows = [name for name in candidates if name in KINDS[self.kind]]
+        rows = [name for name in candidates if name in self.method.algorithms]
         if candidates and not rows and self.borrowed:
             return None
         if candidates and not rows:
             what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
             fix = "put the adapter_config.json of this adapter beside it"
             raise InputError(what, f"{self.fields.where}: {module}", fix)
-        if self.kind == "IA3":
-            return "peft_ia3_in" if self._feedforward(bare(module)) else "peft_ia3_out"
-        if "lora" in rows:
-            return self._lora_row(module, rows, weight, model)
-        return rows[0] if len(rows) == 1 else None
+        return self.method.choose(self.fields, module, rows, weight, model)
 
     def targets(self, module: str) -> tuple[str, ...]:
         """Parameters that the module may mean, best first; without PEFT's prefix and wrappers."""
@@ -163,43 +163,41 @@ class Rules:
         if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):
             where = f"{self.fields.where}: alpha_pattern does not tell of {module}"
             raise InputError("the file calls its modules by other names than its header does", where, RENAMED)
-        check_count(self.fields, algorithm, module, shapes)
-        make = None if self.kind in ("", "BEFT") else SCALES.get(algorithm)
-        return {} if make is None else {"scale": make(self.fields, module, shapes)}
+        method = self.method
+        check_count(self.fields, method.counts.get(algorithm), module, shapes)
+        if method.scale is None or algorithm not in method.algorithms:
+            return {}
+        return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
         """What the user should know of a configuration that says another rank than the tensors have, or that others
         do not read; or ""."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
-        return rank_doubt(self.fields, algorithm, module, shapes) if self.kind else ""
+        return rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
 
     def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
         """Settings of the row, for a module where they differ; `widest` is not among them."""
-        if algorithm == "tinylora" and self.kind and not self.fields.flag("save_projection", default=True):
-            return {"seed": self.fields.integer("projection_seed", 42) + self._number(module)}
-        if algorithm == "frod":
-            return self.joint.get(module, {})
-        if algorithm == "unilora" and module in self.starts:
-            start, dtype = self.starts[module]
-            whole = {"rank": self.fields.integer("r", 4), "shuffle": self.fields.integer("proj_seed", 42)}
-            return {"start": start, "dtype": dtype, "total": self.total, **whole}
-        make = SETTINGS.get(algorithm) if self.kind else None
-        return {} if make is None else make(self.fields)
+        if algorithm not in self.method.algorithms:
+            return {}
+        known = ALGORITHMS[algorithm].settings
+        found = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
+        if self.method.counted and not self.fields.flag("save_projection", default=True):
+            found["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
+        return {**{name: value for name, value in found.items() if value is not None}, **self.told.get(module, {})}
 
     def is_shared(self, module: str) -> bool:
         """Whether this is no module, but where the file keeps the tensors that all modules share."""
-        return f"{module}." == SHARED_PREFIX and any(name in SHARED for name in KINDS.get(self.kind, ()))
+        return f"{module}." == SHARED_PREFIX and bool(self.method.shared)
 
     def holds_for_all(self, key: str) -> bool:
         """Whether a key that no suffix knows is of a tensor that several modules share."""
-        names = {name for row in KINDS.get(self.kind, ()) for name in SHARED.get(row, {}).values()}
-        stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in names if "{" in name)
+        stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in self.method.shared.values() if "{" in name)
         return bool(stems) and key.startswith((*stems, f"{SHARED_PREFIX}frod_s_size."))
 
     def shared(self, algorithm: str, module: str = "") -> Mapping[str, str]:
         """Slot → key of the file, for tensors that all modules share, or all of the module's kind."""
-        group = self._group(module) if algorithm == "tinylora" else 0
+        group = self._group(module) if self.method.counted else 0
         told = {"kind": shared_kind(bare(module)), "group": group}
         return {slot: SHARED_PREFIX + name.format(**told) for slot, name in SHARED.get(algorithm, {}).items()}
 
@@ -228,29 +226,6 @@ class Rules:
             return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _lora_row(self, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
-        named = parameters(self.fields, module)
-        if named and weight is not None and len(weight.shape) == 3:
-            return experts_row(self.fields, weight.shape[1:], model, apart=len(weight.pieces) > 1)
-        if named and weight is None and not named[0].endswith(".weight"):
-            return "lora_experts"
-        start = self.fields.get("init_lora_weights")
-        if start == "olora" and weight is not None and any(piece.transposed for piece in weight.pieces):
-            raise refuse("OLoRA", UNTURNED, RESAVE, f"{self.fields.where}: {module}")
-        if isinstance(start, str) and start.lower() in STARTED:
-            return start.lower()
-        if self.fields.get("kasa_config") and "kasa" not in rows:
-            raise InputError("KaSA without its lora_diag", f"{self.fields.where}: {module}", "save the adapter again")
-        if self.fields.get("use_bdlora"):
-            return "bdlora"
-        return "lora" if named else None
-
-    def _feedforward(self, module: str) -> bool:
-        names = self.fields.get("feedforward_modules")
-        if isinstance(names, str):
-            return self.fields.matches(names, module, "feedforward_modules")
-        return self.fields.is_end("feedforward_modules", module)
-
     def _tokens(self, module: str) -> tuple[int, ...]:
         """Row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
@@ -276,16 +251,12 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
         return Rules(fields)
     given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
-    if kind in REFUSED:
-        raise refuse(kind, *REFUSED[kind], where)
-    if kind not in KINDS:
+    if kind not in METHODS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
         raise refuse(what, "this tool does not know it", CONVERT, where)
-    if kind in ("LORA", "ADALORA"):
-        refuse_lora(fields)
-    if kind == "FOURIERFT" and "random_loc_seed" in config and config["random_loc_seed"] is None:
-        why = "it was trained without a seed, so nobody knows its frequencies"
-        raise refuse("FOURIERFT", why, CONVERT, where)
+    if refusal := METHODS[kind].refuses:
+        raise refuse(kind, *refusal, where)
+    METHODS[kind].check(fields)
     return Rules(fields, kind)
 
 

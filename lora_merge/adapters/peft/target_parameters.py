@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ...algorithms import DoesNotFit
+from ...algorithms.lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from ...files.layouts import PEFT
 from ...models.prefixes import TRAINING
 from .config import Fields
@@ -131,14 +132,14 @@ def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bo
     nothing tells.
     """
     if len(set(sides)) > 1:
-        return "lora_experts"
+        return LORA_EXPERTS.name
     given, version = fields.text("peft_version", ""), fields.version()
     version = version if len(version) == 3 else ()
     in_out = False if apart else _in_out(fields, model)
     if in_out and version != (0, 19, 0):  # that release took it the other way round
-        return "lora_experts_transposed"
+        return LORA_EXPERTS_TRANSPOSED.name
     if in_out is False and version >= UPRIGHT_SINCE:
-        return "lora_experts"
+        return LORA_EXPERTS.name
     unknown = "the base's type" if in_out is None else f"peft_version {given!r} in adapter_config.json"
     raise DoesNotFit(SQUARE.format(unknown=unknown))
 
