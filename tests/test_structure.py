@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import lora_merge
+from lora_merge.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lora_merge"
@@ -138,6 +139,25 @@ def test_algorithms_see_torch_numpy_the_standard_library_and_themselves() -> Non
             else:
                 assert not name.startswith(".."), f"{path.name}: {name}"
         assert not any(n.partition(".")[0] in ("torch", "numpy") for n in imports(path, top_level=True)), path.name
+
+
+NAMING = ("adapters/suffixes.py", "adapters/peft/", "proof/examples.py", "proof/reference/")
+"""Tables that say which formula a name or a configuration means, and the proof's own."""
+
+WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("cli/text.py", "full"),
+         ("files/pickle_scan.py", "set"), ("proof/verify.py", "full")}  # fmt: skip
+"""Strings that are spelled like an algorithm and name something else: a file, a kind of proof, Python's set."""
+
+
+def test_outside_of_the_tables_no_algorithm_is_asked_for_by_its_name() -> None:
+    """What the rooms have to know of one is a fact of its row, or it is imported."""
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), node.value)
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in ALGORITHMS
+    }
+    assert {(place, name) for place, name in found if not place.startswith(NAMING)} == WORDS
 
 
 def test_plans_are_made_without_torch() -> None:

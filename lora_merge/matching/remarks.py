@@ -7,6 +7,11 @@ from types import MappingProxyType
 from typing import Final
 
 from ..algorithms import ALGORITHMS, Shapes
+from ..algorithms.adamss import ADAMSS
+from ..algorithms.frod import FROD
+from ..algorithms.psoft import PSOFT
+from ..algorithms.supertuning import SUPERTUNING
+from ..algorithms.unilora import UNILORA
 
 NO_ALPHA: Final = (
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
@@ -31,13 +36,13 @@ SAME_MACHINE: Final = "taken as PEFT takes them when it loads the adapter on a C
 
 REBUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "supertuning": "its places are not stored (save_precomputed_indices): those of the largest weights, "
+        SUPERTUNING.name: "its places are not stored (save_precomputed_indices): those of the largest weights, "
         + SAME_MACHINE,
-        "psoft": f"its factors are singular vectors of the base, {SAME_MACHINE}",
-        "unilora": "it is not stored (save_indices): taken for one of the layers that its configuration means, in the "
+        PSOFT.name: f"its factors are singular vectors of the base, {SAME_MACHINE}",
+        UNILORA.name: "it is not stored (save_indices): taken for one of the layers that its configuration means, in the "
         "order of the model's own class",
-        "frod": f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
-        "adamss": f"its groups of rows are clusters in the base, {SAME_MACHINE}",
+        FROD.name: f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
+        ADAMSS.name: f"its groups of rows are clusters in the base, {SAME_MACHINE}",
     }
 )
 """Row of ALGORITHMS that makes slots of the base (`Algorithm.rebuild`) → what to say of it."""
