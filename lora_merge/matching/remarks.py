@@ -39,8 +39,8 @@ REBUILT: Final[Mapping[str, str]] = MappingProxyType(
         SUPERTUNING.name: "its places are not stored (save_precomputed_indices): those of the largest weights, "
         + SAME_MACHINE,
         PSOFT.name: f"its factors are singular vectors of the base, {SAME_MACHINE}",
-        UNILORA.name: "it is not stored (save_indices): taken for one of the layers that its configuration means, in the "
-        "order of the model's own class",
+        UNILORA.name: "it is not stored (save_indices): taken for one of the layers that its configuration means, in "
+        "the order of the model's own class",
         FROD.name: f"its basis is not stored (save_projection), and made of the layers of its kind: {SAME_MACHINE}",
         ADAMSS.name: f"its groups of rows are clusters in the base, {SAME_MACHINE}",
     }

@@ -17,7 +17,6 @@ from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
-from lora_merge.matching.remarks import REBUILT
 
 
 @pytest.mark.parametrize("row", SUFFIXES, ids=lambda row: row.ending)
@@ -41,7 +40,7 @@ def test_every_slot_that_a_file_can_hold_has_a_spelling() -> None:
     unspelled = {name: SHARED_NAMES[name].keys() for name in ("frod", "tinylora")}  # whose keys end as the layers do
     for name, row in ALGORITHMS.items():
         if row.derive is None and name not in FROM_A_CONFIGURATION:
-            told = {*row.beside, row.value, *unspelled.get(name, ()), *REBUILT.get(name, ((), ""))[0]}
+            told = {*row.beside, row.value, *unspelled.get(name, ()), *row.rebuilds}
             assert {slot for slot in row.slots if (name, slot) not in spelled} - told == set(), name
 
 
