@@ -18,7 +18,6 @@ from ..adapters.peft.rules import Plain
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import apart
 from ..algorithms import ALGORITHMS, Shape
-from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..models.module_order import type_of
@@ -309,7 +308,7 @@ class MatchBuilder:
                 info, self.base[view.pieces[0].key], self.values
             ):
                 self.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
-            self._replace_whole(info, Module(name, parameter, {"diff": info}, {}, (SET.name,)), self.names.value(view))
+            self._replace_whole(info, value(name, parameter, info), self.names.value(view))
         elif not self.values.same(first, info):  # PEFT writes some parameters twice
             self.failures.append(twice(self.path, first, info))
         else:
@@ -328,7 +327,7 @@ class MatchBuilder:
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
-        module = Module(*apart(info.name), {"diff": info}, {}, (SET.name,))
+        module = value(*apart(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
