@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS, Shape
 from ..algorithms.lora_bias import LORA_BIAS
+from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
 from ..dtypes import FLOATS, TABLE, WHOLE
@@ -76,6 +77,11 @@ class Module:
     shared: Mapping[str, StoredTensor]
     algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
     repeated: tuple[tuple[str, StoredTensor], ...] = ()  # further tensors for slots of `shared`, which have to be equal
+
+    @classmethod
+    def of_value(cls, name: str, parameter: str, info: StoredTensor) -> Module:
+        """The module that puts a tensor of the adapter in the place of a parameter."""
+        return cls(name, parameter, {"diff": info}, {}, (SET.name,))
 
     @property
     def where(self) -> str:

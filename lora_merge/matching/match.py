@@ -304,11 +304,10 @@ class MatchBuilder:
         elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
                 self._untie(name, view)
-            if saved_inside(self.context.rules.of(name).fields, info.name) and not is_copy(
-                info, self.base[view.pieces[0].key], self.values
-            ):
+            inside = saved_inside(self.context.rules.of(name).fields, info.name)
+            if inside and not is_copy(info, self.base[view.pieces[0].key], self.values):
                 self.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
-            self._replace_whole(info, value(name, parameter, info), self.names.value(view))
+            self._replace_whole(info, Module.of_value(name, parameter, info), self.names.value(view))
         elif not self.values.same(first, info):  # PEFT writes some parameters twice
             self.failures.append(twice(self.path, first, info))
         else:
@@ -327,7 +326,7 @@ class MatchBuilder:
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
-        module = value(*apart(info.name), info)
+        module = Module.of_value(*apart(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:

@@ -64,11 +64,6 @@ def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
     return info.shape == own.shape and not values.differing(info, own)
 
 
-def value(name: str, parameter: str, info: StoredTensor) -> Module:
-    """The module that puts a tensor of the adapter in the place of a parameter."""
-    return Module(name, parameter, {"diff": info}, {}, (SET.name,))
-
-
 def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
     info = module.slots.get("diff")
@@ -140,7 +135,7 @@ def _beside(one: Match) -> Iterator[str]:
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     """The difference that puts a whole value in the place of what is there."""
     view = whole(key, info.shape)
-    module = value(*apart(key), info)
+    module = Module.of_value(*apart(key), info)
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
