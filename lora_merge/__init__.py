@@ -6,9 +6,14 @@ The names below are loaded on first use, so that `import lora_merge` and `--help
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
+
+if not (Path(__file__).parent / "algorithms").is_dir():
+    # Where git makes no symbolic links, as on Windows, the link to that folder is a text file: look beside the package.
+    __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
     from .api import merge, plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,3 +81,37 @@ def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> N
         assert size == 3 or size > 1000
     done = run(files / "base.safetensors", files / "style.safetensors", "-o", out, "--overwrite")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources as git leaves them where there are no symbolic links: the link to the formulas is a text file."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("lora_merge", "algorithms"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "tests").mkdir()
+    for name in ("__init__.py", "without_posix.py"):
+        shutil.copy(ROOT / "tests" / name, copy / "tests")
+    (copy / "lora_merge" / "algorithms").unlink()
+    (copy / "lora_merge" / "algorithms").write_text("../algorithms")
+    return copy
+
+
+def test_the_formulas_are_found_where_the_link_to_them_is_a_text_file(
+    checkout: Path, files: Path, tmp_path: Path
+) -> None:
+    find = "import lora_merge.algorithms.lora as a, lora_merge.api as b; print(a.__file__, b.__file__, sep='\\n')"
+    found = subprocess.run([sys.executable, "-c", find], cwd=checkout, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert [Path(line) for line in found.stdout.split()] == [
+        checkout / "algorithms" / "lora.py", checkout / "lora_merge" / "api.py",
+    ]  # fmt: skip
+    jobs = tmp_path / "jobs.json"
+    base, style = str(files / "base.safetensors"), str(files / "style.safetensors")
+    jobs.write_text(json.dumps({"version": 1, "jobs": [
+        {"base": base, "adapters": [{"path": style, "strength": s}], "output": f"{s}.safetensors"} for s in (0.5, 1)
+    ]}))  # fmt: skip
+    for arguments in (["batch", jobs, "--workers", "2"], [base, style, "-o", tmp_path / "o.safetensors"]):
+        done = subprocess.run(command(*arguments), cwd=checkout, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert (tmp_path / "o.safetensors").read_bytes()[-4096:] == (tmp_path / "1.safetensors").read_bytes()[-4096:]
