@@ -127,6 +127,7 @@ def test_a_room_says_what_happens_in_it() -> None:
         assert named <= there, f"{name}: {named - there}"
         direct = {p.name for p in (PACKAGE / name).glob("*.py")} - {"__init__.py"}
         assert direct <= named, f"{name}: its README does not tell of {direct - named}"
+        assert len(direct) <= 17, f"{name} has {len(direct)} modules"
 
 
 def test_algorithms_see_torch_numpy_the_standard_library_and_themselves() -> None:

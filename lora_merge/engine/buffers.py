@@ -49,12 +49,12 @@ class WindowTask:
 
     window: Window
     plan: int
-    base_bytes: WindowBuffers  # the base bytes, shared by the turns of the window
-    own: WindowBuffers  # where the output bytes are made; the last turn makes them in the image
+    base_bytes: WindowBuffers  # what was read, shared by the tasks of the window
+    own: WindowBuffers  # where the output bytes are made: for the last task, where the base bytes are
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
-    under_way: list[Future[Counter[str]]] = field(default_factory=list, compare=False)  # what is being folded
+    under_way: list[Future[Counter[str]]] = field(default_factory=list, compare=False)  # blocks that are being merged
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
     @property

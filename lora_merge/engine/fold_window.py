@@ -25,11 +25,9 @@ class WindowMerger:
         self.plans, job = plans, plans[0].job
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
-        self.factors = TensorCache(
-            reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
-        )
+        self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.folder = BlockMerger.of(job, at, PatchTensors(self.factors.fetch, plans[0].weights), self.pool)
+        self.blocks = BlockMerger.of(job, at, PatchTensors(self.cache.fetch, plans[0].weights), self.pool)
         self.saturated: list[Counter[str]] = [Counter() for _ in plans]
         """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
 
@@ -44,13 +42,13 @@ class WindowMerger:
             name, cols = c.target.name, max(c.target.matrix[1], 1)
             shape = (c.count // cols, cols) if c.target.by_rows else (c.count,)
             numbers = packed(base[c.source : c.source + c.source_bytes], c.target.weight.packing, shape)
-            values = decoded(numbers, c.target.weight, c.first // cols, self.factors.fetch)
-            values = encoded(values, c.target.packing, c.first // cols, self.factors.fetch)
+            values = decoded(numbers, c.target.weight, c.first // cols, self.cache.fetch)
+            values = encoded(values, c.target.packing, c.first // cols, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, shape)
             if not convert(values, into):
-                task.saturated[name] += settle(name, values, into, saturate=self.folder.saturate)
-        kept = None if task.last else base_bytes  # the last turn folds where the base values lie
-        for future in self.folder.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
+                task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
+        kept = None if task.last else base_bytes  # the last task merges where the base values lie
+        for future in self.blocks.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
             task.under_way.append(future)
 
     def settle(self, task: WindowTask) -> None:
@@ -59,14 +57,14 @@ class WindowMerger:
 
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""
-        self.factors.forget()
-        self.folder.tensors.kept.clear()
+        self.cache.forget()
+        self.blocks.tensors.kept.clear()
 
     def close(self) -> None:
         """End the threads, and give back what they have used: other streams than theirs could not use it again."""
         self.pool.shutdown()
         self.forget()
-        release(self.folder.at)
+        release(self.blocks.at)
 
 
 def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:

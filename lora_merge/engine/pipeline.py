@@ -1,7 +1,7 @@
-"""Writes the outputs of plans that share a base: reader, hasher, folder and writer work on different windows at a time.
+"""Writes the outputs of plans that share a base: four stages read, hash, merge and write different windows at a time.
 
-The base is read once. Each window makes one turn per plan: its base bytes, the image, are folded and written plan
-by plan, the last one in place. With one plan, every turn is the last.
+The base is read once. Each window becomes one task per plan: each merges the window's base bytes into memory of its own
+and writes them, the last task in place. With one plan, every task is the last.
 
 Importing torch takes a second or more. The disk does not wait for it: what the merge leaves as it is goes out first.
 """
@@ -65,7 +65,7 @@ class Pipeline:
         beyond the busiest of them."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether untouched bytes need not be copied; until the system says that they do."""
-        self.image_used: list[Future[Counter[str]]] = []  # folds that read the image at hand
+        self.readers: list[Future[Counter[str]]] = []  # blocks under way that read the base bytes at hand
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on."""
 
@@ -80,7 +80,7 @@ class Pipeline:
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="start") as starter:
                 self._made = starter.submit(self._make)
-                drive(self._turns(), stages, self._give_back)
+                drive(self._tasks(), stages, self._give_back)
             self._made.result()  # also where no window asked for it: there may be no such device
             for number in self._alive():
                 self._alone(number, self._finish)
@@ -91,13 +91,13 @@ class Pipeline:
             self.opened.close()
 
     def _written(self, number: int) -> Written:
-        plan, merger = self.plans[number], self.making
+        plan, merger = self.plans[number], self.merger
         return Written(
             plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
-            self.seconds, dict(sorted(merger.saturated[number].items())), tuple(merger.folder.notes),
+            self.seconds, dict(sorted(merger.saturated[number].items())), tuple(merger.blocks.notes),
         )  # fmt: skip
 
-    def _turns(self) -> Iterator[WindowTask]:
+    def _tasks(self) -> Iterator[WindowTask]:
         limit = min(window_bytes(p) for p in self.plans)
         for window in self._ordered(windows(self.plans, limit)):
             deliver_pending()
@@ -133,7 +133,7 @@ class Pipeline:
         return [n for n in range(len(self.plans)) if n not in self.failed]
 
     @property
-    def making(self) -> WindowMerger:
+    def merger(self) -> WindowMerger:
         """What works on the numbers; waits until it is there."""
         return self._made.result()
 
@@ -145,7 +145,7 @@ class Pipeline:
         return made
 
     def read(self, task: WindowTask) -> None:
-        """Base bytes into the image."""
+        """Read the base bytes, once for all tasks of a window."""
         if task.first and (self.digests.hashing or not task.shared):
             out, base = task.base_bytes.views(task.window)
             for view, reads in ((out, task.window.direct), (base, task.window.apart)):
@@ -168,20 +168,20 @@ class Pipeline:
     def fold(self, task: WindowTask) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
         if task.last:
-            wait(self.image_used)  # it is folded in place, where earlier turns take their base values
-            self.image_used.clear()
+            wait(self.readers)  # it merges in place, where earlier tasks take their base values
+            self.readers.clear()
         if task.plan not in self.failed and not task.ready:
-            self._alone(task.plan, lambda _: self.making.begin(task))
+            self._alone(task.plan, lambda _: self.merger.begin(task))
         if not task.last:
-            self.image_used += task.under_way
+            self.readers += task.under_way
 
     def settle(self, task: WindowTask) -> None:
-        """The turn's folds complete."""
+        """Wait until the task's blocks are merged."""
         if task.ready:
             return
-        self._alone(task.plan, lambda _: self.making.settle(task))
+        self._alone(task.plan, lambda _: self.merger.settle(task))
         if task.last:
-            self.making.forget()
+            self.merger.forget()
 
     def write(self, task: WindowTask) -> None:
         """The finished window to the disk."""

@@ -178,7 +178,7 @@ def folding(device: str, base: Path, adapter: Path, way: str, *, rounds: int, ra
         try:
             seconds = median([work.seconds() for _ in range(rounds + 1)][-max(1, rounds) :])
             spent = tally(spans(work.seconds)) if torch.device(device.split(",")[0]).type == "cuda" else {}
-            return shares(work.sizes(), seconds, spent, rate) | {"notes": work.making.folder.notes}
+            return shares(work.sizes(), seconds, spent, rate) | {"notes": work.making.blocks.notes}
         finally:
             work.making.close()
 
