@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +20,13 @@ from lora_merge.adapters.peft.rules import Rules, bare, rules
 from lora_merge.adapters.suffixes import split
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Loaded
 from lora_merge.algorithms.dora import rescale
+from lora_merge.disk.reader import Reader
 from lora_merge.engine.rebuilding import cast
+from lora_merge.job import make_job
+from lora_merge.planning.cache import CheckpointCache
+from lora_merge.planning.make_plan import make_plan
+from lora_merge.proof.account import account
+from lora_merge.proof.second_reading import read_again
 
 
 class Layers(nn.Module):
@@ -233,5 +239,16 @@ def assert_close(got: Tensor, wanted: Tensor, what: str, bound: float = 1e-5) ->
 def assert_tool_agrees(base: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
     """The tool itself, given PEFT's folder, writes the same."""
     done = lora_merge.merge_state_dict(base.state_dict(), folder, compute_dtype="fp64")
+    assert_read_again(base, folder)
     for name, value in state.items():
         assert_close(done[name], value, f"{name}: tool", bound=1e-6)
+
+
+def assert_read_again(base: nn.Module, folder: Path) -> None:
+    """The proof's own reading of PEFT's files contradicts the plan nowhere, and every tensor is accounted for."""
+    path = folder.with_name(f"{folder.name}-base.safetensors")
+    save_file({name: value.contiguous() for name, value in base.state_dict().items()}, path)
+    plan = make_plan(make_job(path, [folder], folder.with_name("never-written")), CheckpointCache())
+    with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
+        read_again(plan, reader)
+        account(plan, reader)

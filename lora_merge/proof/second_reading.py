@@ -81,7 +81,7 @@ def compare(
             known.update(found)
     modules = {id(p): p.name for p in planned.values()}
     whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
-    others = [name for name, key in whole if name.removeprefix(PEFT) != key]  # than under the base's own names
+    others = [name for name, key in whole if name.removeprefix(PEFT).replace(".set_weight", ".weight") != key]
     alone = [name for at, name in modules.items() if at not in known] + others
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
 
@@ -124,12 +124,18 @@ def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
     if patch.algorithm != claim.kind:
         raise _disagreement(claim, path, "the formula of an adapter's module", patch.algorithm, claim.kind)
     ours = {ROLES.get(role, role): name for role, name in claim.tensors.items()}
+    ours |= claim.shared
     theirs = {slot: info.name for slot, info in patch.module.slots.items()}
     if ours != theirs:
         raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(theirs), str(ours))
     scale = patch.numbers.get("scale", 1.0)
     if not isclose(scale, claim.scale, rel_tol=CLOSE):
         raise _disagreement(claim, path, "the scale of an adapter's module", f"{scale:g}", f"{claim.scale:g}")
+    stated = {**dict(patch.settings), **patch.numbers}
+    for name, value in claim.told.items():
+        if name in stated and stated[name] != value:
+            what = f"{name} of an adapter's module"
+            raise _disagreement(claim, path, what, str(stated[name]), str(value))
     axis = patch.magnitude[0] if patch.magnitude else ""
     if axis != claim.axis:
         raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")

@@ -60,6 +60,7 @@ ENDINGS: Mapping[tuple[str, str], str] = {
         for row in ("pissa", "olora", "kasa", "bdlora", "lora_experts_transposed")
         for slot, x in (("up", "B"), ("down", "A"))
     },
+    ("lora_bias", "diff"): ".beft_bias",
     **{("full_rank", slot): ending for slot, ending in {"down": ".lora_down.weight"}.items()},
     **{("lora_switch", slot): f".lora_{x}" for slot, x in (("up", "b"), ("down", "a"))},
     **{("lora_transposed", slot): f".lora_{x}" for slot, x in (("up", "b"), ("down", "a"))},

@@ -6,16 +6,18 @@ out; what it says must be what the plan says (second_reading.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
+from .kinds import fits, kind_of
+from .methods import METHODS, Known
 from .numbers import Number, Numbers, strength
-from .places import Place, Places, rows_of
+from .places import PEFT, Place, Places, rows_of
 from .reading import NUMBERS, Group, groups, shapes
 
 Shape = tuple[int, ...]
@@ -56,6 +58,8 @@ class Claim:
     spans: Mapping[Span, float]  # where → strength, which is not 0
     scale: float
     axis: str = ""  # of DoRA's norm: out or in; "" without
+    shared: Mapping[str, str] = field(default_factory=dict)  # role → name of a tensor that several modules have
+    told: Mapping[str, Any] = field(default_factory=dict)  # further numbers and settings
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wa
         if place is not None:
             found.append((group, place))
     if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
-        found = [(g, p) for g, p in found if _is_told(base) or not (_fits(g, p.shape) and _fits(g, p.shape[::-1]))]
+        found = [(g, p) for g, p in found if _is_told(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken: dict[object, int] = {}
     for group, place in found:
         mark = (_family(group.kind), place.rows)
@@ -108,13 +112,35 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wa
     for group, place in found:
         if taken[_family(group.kind), place.rows] == 1:
             claim = _claim(group, place, numbers, base, wanted)
+            if claim is not None and group.kind in METHODS:
+                claim = _of_method(claim, group, place, numbers, tensors)
             if claim is not None:
                 yield claim
 
 
+def _of_method(
+    claim: Claim, group: Group, place: Place, numbers: Numbers, tensors: Mapping[str, StoredTensor]
+) -> Claim | None:
+    """The claim with what its method's row tells; None where other numbers may hold."""
+    method, config = METHODS[group.kind], (numbers.configuration(group.stem) or ({}, ""))[0]
+    alpha = numbers.limit(group)
+    if alpha is None or (alpha and method.type):
+        return None
+    known = Known(shapes(group), place.shape, config, alpha)
+    shared = {
+        s: key
+        for s, key in method.shared_keys(group.stem.removeprefix(PEFT)).items()
+        if s not in claim.tensors and key in tensors
+    }
+    scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
+    return replace(
+        claim, scale=scale, told=method.told(known) if not claim.kind.startswith("onetrainer") else {}, shared=shared
+    )
+
+
 def _lies_across(group: Group, place: Place) -> bool:
     """Whether the base has a weight the other way round, as its shape shows."""
-    return len(place.shape) == 2 and not _fits(group, place.shape) and _fits(group, place.shape[::-1])
+    return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
 
 
 def _is_told(base: Base) -> bool:
@@ -171,11 +197,11 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, wanted: Str
     scale = numbers.scale(group)
     if turned is None or scale is None or _contradicts(group, numbers):
         return None
-    kind, axis = _kind(group, numbers), _axis(group, place, turned=turned)
+    kind, axis = kind_of(group, place.shape, numbers), _axis(group, place, turned=turned)
     if kind is None or axis is None:
         return None
     rows = list(_spans(place, turned=turned))
-    if kind == "peft_ia3_out":
+    if kind == "peft_ia3_out" or (group.kind in METHODS and METHODS[group.kind].bias):
         rows += _bias(place, base)
     spans: dict[Span, float] = {}
     for span in rows:
@@ -184,7 +210,11 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, wanted: Str
             return None
         if factor:
             spans[span] = factor
-    tensors = {role.removeprefix("kron_"): info.name for role, info in group.roles.items() if role not in NUMBERS}
+    tensors = {
+        role.rpartition("/")[2].removeprefix("kron_"): info.name
+        for role, info in group.roles.items()
+        if role not in NUMBERS
+    }
     return Claim(group.stem, kind, tensors, spans, scale, axis)
 
 
@@ -221,7 +251,7 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
 
     The shapes tell, but for square ones: there the type of the model does.
     """
-    upright, across = _fits(group, place.shape), _fits(group, place.shape[::-1])
+    upright, across = fits(group, place.shape), fits(group, place.shape[::-1])
     if len(place.shape) != 2 or len(place.rows) > 1 or not across:
         return False if upright else None
     name = place.rows[0].key.split(".")[-2:-1]
@@ -231,69 +261,6 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
     if upright and not (conv1d or said or numbers.turns or (name and name[0] in base.across)):
         return False
     return True if conv1d and _is_told(base) and group.kind == "lora" else None
-
-
-def _fits(group: Group, shape: Shape) -> bool:
-    """Whether the tensors have the sizes that a weight of this shape needs."""
-    return bool(shape) and FITS[group.kind](shapes(group), shape)
-
-
-def _fits_lora(s: Stored, shape: Shape) -> bool:
-    inputs = s["down"][1:2] + (s["mid"][2:] if "mid" in s else s["down"][2:])
-    plain = len(shape) == 2 or len(inputs) == len(shape) - 1
-    product = prod(s["up"]) == shape[0] * s["down"][0]
-    return plain and s["up"][:1] == shape[:1] and prod(inputs) == prod(shape[1:]) and product
-
-
-def _fits_lokr(s: Stored, shape: Shape) -> bool:
-    left = s.get("kron_w1") or s["kron_w1_a"]
-    right = s.get("kron_w2") or (s["kron_w2_a"][::-1] if "kron_t2" in s else s["kron_w2_a"])
-    return left[0] * right[0] == shape[0] and len(shape) > 1
-
-
-def _fits_loha(s: Stored, shape: Shape) -> bool:
-    return "t1" in s or (s["w1_a"][:1] == shape[:1] and prod(s["w1_b"][1:]) == prod(shape[1:]))
-
-
-def _fits_glora(s: Stored, shape: Shape) -> bool:
-    sides = s["a1"][:1] == shape[1:2] and s["b1"][:1] == shape[:1]
-    return len(shape) > 1 and sides and s["a2"][:1] == s["b1"][1:2]
-
-
-def _fits_table(s: Stored, shape: Shape) -> bool:
-    return shape == (*s["table_down"][1:], s["table_up"][0])
-
-
-def _fits_full(s: Stored, shape: Shape) -> bool:
-    return s["diff"][:1] == shape[:1] and prod(s["diff"]) == prod(shape)
-
-
-def _fits_vector(s: Stored, shape: Shape) -> bool:
-    return len(shape) > 1 and prod(s.get("bare") or s.get("factor") or ()) in shape[:2]
-
-
-FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
-    **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker"), _fits_lora),
-    "lora_embedding": _fits_table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
-    "full": _fits_full, "ia3": _fits_vector, "peft_ia3": _fits_vector,
-}  # fmt: skip
-"""Kind → whether its tensors have the sizes for a weight."""
-
-
-def _kind(group: Group, numbers: Numbers) -> str | None:
-    """The row of ALGORITHMS; None where the shapes leave two open, or the configuration is of another method."""
-    kind, found = group.kind, numbers.method(group.stem)
-    if kind in ("full", "ia3"):
-        return kind
-    if kind == "peft_ia3":
-        inputs = numbers.inputs_scaled(group.stem) if found == "IA3" else None
-        return None if inputs is None else "peft_ia3_in" if inputs else "peft_ia3_out"
-    if found is None or (found and found not in (kind.upper(), "LORA" if kind.startswith("lora") else "")):
-        return None
-    if kind == "glora":
-        s = shapes(group)
-        return None if s["a1"][0] == s["a1"][1] or s["a1"][0] == s["a2"][0] else kind
-    return kind
 
 
 def _axis(group: Group, place: Place, *, turned: bool) -> str | None:

@@ -13,8 +13,9 @@ from math import isfinite
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
+from .methods import METHODS as FAMILIES
 from .places import PEFT
-from .reading import Group
+from .reading import NUMBERS, Group
 
 Number = Callable[[StoredTensor], float]
 
@@ -30,14 +31,16 @@ TELLING: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "block_size", "byp
 METHODS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
 """peft_type → its field for α."""
 
-OTHER_METHODS: Final = ("use_bdlora", "kasa_config", "arrow_config", "use_qalora", "layer_replication",
+TYPES: Final = {*METHODS, "BONE", *(m.type for m in FAMILIES.values())}
+
+OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication",
                         "target_parameters", "ensure_weight_tying", "alora_invocation_tokens", "monteclora_config",
                         "velora_config", "runtime_config")  # fmt: skip
 """Fields of a LoRA configuration that make it more than α / r · B A."""
 
-PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "pissa", "olora")
 RANKS: Final = {"lora": "down", "lora_sparse": "down", "lora_sparse_tucker": "down", "lora_embedding": "table_down",
-                "loha": "w1_b"}  # fmt: skip
+                "loha": "w1_b", "kasa": "down"}  # fmt: skip
 """Kind → the role whose first axis is the rank."""
 
 SIMPLE: Final = re.compile(r"\^?(?:[\w.-]|\\\.|\\d\+?)+\$?")
@@ -93,7 +96,7 @@ class Numbers:
             return None
         config = found[0]
         kind = str(config.get("peft_type", "LORA" if "lora_alpha" in config else "")).rpartition(".")[2].upper()
-        odd = config and (kind not in METHODS or any(config.get(name) for name in OTHER_METHODS))
+        odd = config and (kind not in TYPES or any(config.get(name) for name in OTHER_METHODS))
         odd = odd or config.get("init_lora_weights") not in PLAIN_STARTS or _is_tower(config)
         return None if odd or "base_layer" in stem else kind
 
@@ -101,14 +104,24 @@ class Numbers:
         """What the product of the factors is multiplied with; None where that is not known here."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
-        if kind in ("full", "ia3", "peft_ia3"):
+        if kind in ("full", "ia3", "peft_ia3") or (
+            kind in FAMILIES and kind != "lora_bias"
+        ):  # of which methods.py tells
             return 1.0
         if method is None or (self._told and kind != "loha"):
             return None
+        if kind == "lora_bias":
+            return self._configured(group, method, 0) if method else None
         if "override" in group.roles:
             return self._number(group.roles["override"])
         rank = self._rank(group)
         return self._configured(group, method, rank) if method else self._plain(group, rank)
+
+    def limit(self, group: Group) -> float | None:
+        """The α of a method that takes it for no scale; 0 without one, None where something else may change it."""
+        if self._told or group.roles.keys() & NUMBERS - {"alpha"}:
+            return None
+        return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
         """By the file alone: α / r; 1 without an α, and for the product of two whole factors."""
@@ -130,7 +143,7 @@ class Numbers:
         if group.kind == "lokr":
             shape = roles.get("kron_w2_b") or roles.get("kron_w1_b") or ()
         elif group.kind == "glora":
-            shape = roles["a2"]  # the old layout is not known here
+            shape = (min(roles["a1"][:2]),)  # in which order depends on the layout
         else:
             shape = roles[RANKS[group.kind]]
         return shape[0] if shape else 0
@@ -139,7 +152,9 @@ class Numbers:
         """By PEFT's configuration: the rank is that of the tensors for LoRA, and configured for the others."""
         config, path = self.configuration(group.stem) or ({}, "")
         alpha = _by_pattern(config, "alpha_pattern", path, config.get(METHODS[method], 8))
-        if method != "LORA":
+        started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
+        whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
+        if method != "LORA" or whole:  # PEFT may have cut the factors
             patterned = _by_pattern(config, "rank_pattern", path, config.get("r", 8))
             if patterned is None:
                 return None

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ...disk.files import StoredTensor
+from .methods import LETTER, METHODS
 
 LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
                "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),
@@ -29,11 +30,24 @@ ENDINGS: Final = MappingProxyType({
     "ia3_l": "factor", "on_input": "on_input", "weight": "bare",
     "lora_embedding_A": "table_down", "lora_embedding_B": "table_up",
     "alpha": "alpha", "lora_alpha": "alpha", "lora.alpha": "alpha", "scale": "override",
+    **{f"glora_{x}.{name}": f"bias:glora/{x}{part}" for x in "CDE" for name, part in LETTER.items()},
+    **{ending: ("bias:" if m.parameter == "bias" else "") + f"{family}/{slot}"
+       for family, m in METHODS.items() for ending, slot in m.endings.items()},
+    "lora_diag": "values",
     "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 })  # fmt: skip
 """The last one or two parts of a key → the role of the tensor. `bias:` changes the module's bias."""
 
-NAMED: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "ia3_l")
+NAMED: Final = (
+    "lora_A",
+    "lora_B",
+    "lora_E",
+    "lora_diag",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+    "ia3_l",
+)
 """Parts behind which PEFT may put the adapter's own name, which is `default` unless told otherwise."""
 
 NUMBERS: Final = frozenset({"alpha", "override", "magnitude"})
@@ -44,6 +58,7 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ("lora",            {"up", "down"},                                    {"mid"}),
     ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
     ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
+    ("kasa",            {"up", "down", "values"},                          set()),
     ("lora_embedding",  {"table_up", "table_down"},                        set()),
     ("loha",            {"w1_a", "w1_b", "w2_a", "w2_b"},                  {"t1", "t2"}),
     ("lokr",            {"kron_w1", "kron_w2"},                            set()),
@@ -54,6 +69,8 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ("full",            {"diff"},                                          set()),
     ("ia3",             {"bare", "on_input"},                              set()),
     ("peft_ia3",        {"factor"},                                        set()),
+    *((family, {f"{family}/{slot}" for slot in {*m.endings.values()} - m.may}, {f"{family}/{slot}" for slot in m.may})
+      for family, m in METHODS.items()),
 )  # fmt: skip
 """A module is of a kind if its roles are exactly those."""
 
@@ -110,7 +127,7 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
     if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
         stem = name[: -len(".".join(parts[-3:])) - 1]
         return (stem, ENDINGS[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
-    if len(parts) > 2 and parts[-2] in NAMED and parts[-1] != "weight":  # `.ia3_l.default`
+    if len(parts) > 2 and parts[-2] in NAMED and parts[-1] not in ("weight", "bias"):  # `.ia3_l.default`
         return name[: -len(parts[-2]) - len(parts[-1]) - 2], ENDINGS.get(parts[-2], ""), None
     if len(parts) > 3 and parts[-3] in NAMED and parts[-1] == "weight":  # `.lora_A.default.weight`
         stem = name[: -len(".".join(parts[-3:])) - 1]
@@ -134,4 +151,4 @@ def _above(name: str) -> list[str]:
 
 def shapes(group: Group) -> Mapping[str, tuple[int, ...]]:
     """Role → stored shape."""
-    return {role: info.shape for role, info in group.roles.items()}
+    return {role.rpartition("/")[2]: info.shape for role, info in group.roles.items()}

@@ -1,0 +1,111 @@
+"""Which formula a module is for, by the second reading: by the sizes of its tensors and the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Final
+
+from .methods import METHODS, Shape, Stored
+from .numbers import Numbers
+from .places import PEFT
+from .reading import Group, shapes
+
+
+def fits(group: Group, shape: Shape) -> bool:
+    """Whether the tensors have the sizes that a weight of this shape needs."""
+    fit = METHODS[group.kind].fits if group.kind in METHODS else FITS[group.kind]
+    return bool(shape) and fit(shapes(group), shape)
+
+
+def _fits_lora(s: Stored, shape: Shape) -> bool:
+    inputs = s["down"][1:2] + (s["mid"][2:] if "mid" in s else s["down"][2:])
+    plain = len(shape) == 2 or len(inputs) == len(shape) - 1
+    product = prod(s["up"]) == shape[0] * s["down"][0]
+    return plain and s["up"][:1] == shape[:1] and prod(inputs) == prod(shape[1:]) and product
+
+
+def _fits_lokr(s: Stored, shape: Shape) -> bool:
+    left = s.get("kron_w1") or s["kron_w1_a"]
+    right = s.get("kron_w2") or (s["kron_w2_a"][::-1] if "kron_t2" in s else s["kron_w2_a"])
+    return left[0] * right[0] == shape[0] and len(shape) > 1
+
+
+def _fits_loha(s: Stored, shape: Shape) -> bool:
+    return "t1" in s or (s["w1_a"][:1] == shape[:1] and prod(s["w1_b"][1:]) == prod(shape[1:]))
+
+
+def _fits_glora(s: Stored, shape: Shape) -> bool:
+    new = s["a1"][:1] == shape[1:2] and s["b1"][:1] == shape[:1] and s["a2"][:1] == s["b1"][1:2]
+    old = s["a1"][1:2] == s["b1"][1:2] == shape[1:2] and s["b2"][:1] == shape[:1] and len(shape) == 2
+    return len(shape) > 1 and (new or old)
+
+
+def _fits_table(s: Stored, shape: Shape) -> bool:
+    return shape == (*s["table_down"][1:], s["table_up"][0])
+
+
+def _fits_full(s: Stored, shape: Shape) -> bool:
+    return s["diff"][:1] == shape[:1] and prod(s["diff"]) == prod(shape)
+
+
+def _fits_vector(s: Stored, shape: Shape) -> bool:
+    return len(shape) > 1 and prod(s.get("bare") or s.get("factor") or ()) in shape[:2]
+
+
+LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa")
+
+
+def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
+    """The row of a LoRA of PEFT, by how its factors began; None where only the plan knows."""
+    config = (numbers.configuration(stem) or ({}, ""))[0]
+    start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
+    if config.get("use_bdlora") or kasa != (kind == "kasa"):
+        return None
+    if start in ("pissa", "olora"):
+        return start if kind == "lora" and not kasa else None
+    return kind
+
+
+FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
+    **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker", "kasa"), _fits_lora),
+    "lora_embedding": _fits_table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
+    "full": _fits_full, "ia3": _fits_vector, "peft_ia3": _fits_vector,
+}  # fmt: skip
+"""Kind → whether its tensors have the sizes for a weight."""
+
+
+def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
+    """The row of ALGORITHMS for a weight of this shape; None where the shapes leave two open, or the configuration is
+    of another method."""
+    kind, found = group.kind, numbers.method(group.stem)
+    if kind in METHODS:
+        return _of_method(group, shape, found)
+    if kind in ("full", "ia3"):
+        return kind
+    if kind == "peft_ia3":
+        inputs = numbers.inputs_scaled(group.stem) if found == "IA3" else None
+        return None if inputs is None else "peft_ia3_in" if inputs else "peft_ia3_out"
+    if found is None or (found and found not in (kind.upper(), "LORA" if kind in LOW_RANK else "")):
+        return None
+    if found == "LORA":
+        return _started(kind, numbers, group.stem)
+    return _glora(shapes(group), shape) if kind == "glora" else kind
+
+
+def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
+    """The row of a method's family; of those that two trainers write, the one that has a configuration or not."""
+    method, stored = METHODS[group.kind], shapes(group)
+    if found == "" and method.plain is not None and not group.stem.startswith(PEFT):
+        return method.plain(stored, shape)
+    if found != method.type and not (found == "BONE" and method.type == "MISS"):
+        return None
+    return method.kind(stored, shape) if method.kind else group.kind
+
+
+def _glora(s: Stored, shape: Shape) -> str | None:
+    """Which of its two layouts, in which the outer sizes and the ranks change places; None where it may be both."""
+    rank = min(s["a1"][:2])
+    if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
+        return None
+    return "glora" if s["a1"][1] == rank else "glora_old"
