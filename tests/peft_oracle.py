@@ -24,7 +24,7 @@ from lora_merge.disk.reader import Reader
 from lora_merge.engine.rebuilding import cast
 from lora_merge.job import make_job
 from lora_merge.planning.cache import CheckpointCache
-from lora_merge.planning.make_plan import make_plan
+from lora_merge.planning.make_plan import plan_job
 from lora_merge.proof.account import account
 from lora_merge.proof.second_reading import read_again
 
@@ -248,7 +248,7 @@ def assert_read_again(base: nn.Module, folder: Path) -> None:
     """The proof's own reading of PEFT's files contradicts the plan nowhere, and every tensor is accounted for."""
     path = folder.with_name(f"{folder.name}-base.safetensors")
     save_file({name: value.contiguous() for name, value in base.state_dict().items()}, path)
-    plan = make_plan(make_job(path, [folder], folder.with_name("never-written")), CheckpointCache())
+    plan = plan_job(make_job(path, [folder], folder.with_name("never-written")), CheckpointCache())
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         read_again(plan, reader)
         account(plan, reader)

@@ -16,7 +16,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
 from lora_merge.matching.patch import PatchPart
 from lora_merge.planning.cache import CheckpointCache
-from lora_merge.planning.make_plan import make_plan
+from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
 from lora_merge.proof.second_reading import Reading, read_again
 
@@ -35,7 +35,7 @@ def read(plan: Plan) -> Reading:
 
 
 def planned(job: Job) -> Plan:
-    return make_plan(job, CheckpointCache())
+    return plan_job(job, CheckpointCache())
 
 
 def changed(plan: Plan, change: Callable[[OutputTensor, PatchPart], PatchPart]) -> Plan:

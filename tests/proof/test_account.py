@@ -24,7 +24,7 @@ from lora_merge.planning import cache, make_plan
 from lora_merge.proof.replay import prove
 
 from ..planner_scenes import parted_scene
-from ..support import Tensors, rand, save
+from ..support import TLORA, Tensors, rand, save, tlora
 
 BASE = {f"{name}.weight": rand(8, 8, seed=n) for n, name in enumerate(("m.a", "m.b", "m.lm_head"))}
 
@@ -78,15 +78,14 @@ def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
-        merged(tmp_path, {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")})
+        merged(tmp_path, tlora("m.a", 8, 8) | tlora("m.b", 8, 8, seed=5), **TLORA)
 
 
 def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of OFT, of which the second reading may know nothing: the factors of the second module are its own."""
+    """Of a method of which the second reading knows nothing: the factors of the second module are its own."""
     monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: "m.b" in patch.module.name)
-    blocks = {f"m.{n}.oft_blocks": rand(2, 4, 4, seed=i) for i, n in enumerate("ab")}
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
-        merged(tmp_path, blocks)
+        merged(tmp_path, tlora("m.a", 8, 8) | tlora("m.b", 8, 8, seed=5), **TLORA)
 
 
 def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +97,12 @@ def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypa
         return replace(result, uses={k: v for k, v in result.uses.items() if k != lost})
 
     base = parted_scene(tmp_path).base
-    adapter = save({"lora_unet_double_blocks_0_img_attn_qkv.oft_blocks": rand(12, 4, 4)}, tmp_path / "oft.safetensors")
+    adapter = save(tlora("lora_unet_double_blocks_0_img_attn_qkv", 48, 16), tmp_path / "tlora.safetensors")
     paths = base, adapter
-    lora_merge.merge(*paths, tmp_path / "right.safetensors")
+    lora_merge.merge(*paths, tmp_path / "right.safetensors", **TLORA)
     monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="loses a part of an adapter's module"):
-        lora_merge.merge(*paths, tmp_path / "wrong.safetensors")
+        lora_merge.merge(*paths, tmp_path / "wrong.safetensors", **TLORA)
     assert not (tmp_path / "wrong.safetensors").exists()
 
 

@@ -103,7 +103,7 @@ def _letters(s: Stored, shape: Shape) -> bool:
             sizes = prod(s[letter])
             if sizes not in (1, shape[0], prod(shape)):
                 return False
-        elif s[f"{letter}_up"][:1] != shape[:1] or s[f"{letter}_down"][1:] != shape[1:]:
+        elif s.get(f"{letter}_up", ())[:1] != shape[:1] or s.get(f"{letter}_down", ())[1:] != shape[1:]:
             return False
     return len(shape) == 2
 

@@ -97,7 +97,7 @@ class Group:
     def kind(self) -> str:
         """What it is, once all its tensors are there; "" if its roles are those of nothing known."""
         own = self.roles.keys() - NUMBERS
-        return next((kind for kind, needs, may in KINDS if needs <= own <= needs | may), "")
+        return next((kind for kind, needs, may in KINDS if own and needs <= own <= needs | may), "")
 
 
 def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
