@@ -8,7 +8,7 @@ import pytest
 
 from lora_merge.models.fused import OUTPUTS, agreed, splits
 
-H, Q, KV = 24, 16, 4
+H, Q, KV = 20, 16, 4
 ROWS = Q + 2 * KV
 GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2, "hidden_size": H}
 NAME = "m.attn.qkv_proj.weight"
