@@ -51,6 +51,13 @@ class AdapterContext:
         return {m.name: m for m in self.adapter.modules if m.parameter == "weight"}
 
     @cached_property
+    def dylora(self) -> bool:
+        """Whether a convolution of it has the shapes that LyCORIS' DyLoRA saves, so that its linear layers are such
+        too, of which no tensor tells."""
+        pairs = (m.shapes for m in self.adapter.modules if LORA.name in m.algorithms)
+        return any(len(shapes.get("up", ())) == 2 < len(shapes.get("down", ())) for shapes in pairs)
+
+    @cached_property
     def orientation(self) -> Orientation:
         """Which way round the weights of its layers are."""
         return Orientation(self.rules, self.weights.values(), self._fits, self.base, self.given.get(SETTING))

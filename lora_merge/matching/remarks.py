@@ -28,7 +28,7 @@ TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its m
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 DYLORA: Final = (
-    "its up factor has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells of that: scaled by "
+    "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells: scaled by "
     "alpha / rank, as LyCORIS loads DyLoRA; it trains its last block with alpha / number of blocks"
 )
 

@@ -45,7 +45,8 @@ def as_trained(
 
     `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
     """
-    dylora = (DYLORA,) if _is_dylora(patch) and not context.trained(LORA.name).told else ()
+    blocks = patch.algorithm == LORA.name and context.dylora and not context.trained(LORA.name).told
+    dylora = (DYLORA,) if blocks else ()
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
     if patch.algorithm != LORA.name or up is None or alpha is None or context.rules.of(patch.module.name).kind:
         return patch, dylora
@@ -62,12 +63,6 @@ def as_trained(
     if not (said and split) or context.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
         return patch, remarks
     return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n}), remarks
-
-
-def _is_dylora(patch: Patch) -> bool:
-    """Whether the shapes are those that LyCORIS' DyLoRA has for a convolution."""
-    shapes = patch.module.shapes
-    return patch.algorithm == LORA.name and len(shapes.get("up", ())) == 2 < len(shapes.get("down", ()))
 
 
 def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:

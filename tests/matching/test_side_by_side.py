@@ -139,6 +139,17 @@ def test_dylora_without_metadata_is_what_lycoris_loads(monkeypatch: pytest.Monke
     torch.testing.assert_close(got["lin.weight"], wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_linear_layers_beside_a_convolution_of_dylora_are_such_too(tmp_path: Path) -> None:
+    base = {"conv.weight": rand(6, 4, 3, 3), "lin.weight": rand(8, 8)}
+    pair = {"lin.lora_up.weight": rand(8, 4), "lin.lora_down.weight": rand(4, 8), "lin.alpha": torch.tensor(2.0)}
+    conv = {"conv.lora_up.weight": rand(6, 8), "conv.lora_down.weight": rand(8, 4, 3, 3)}
+    for adapter, told in ((pair, False), (pair | conv, True)):
+        got, notes = merged(base, adapter, {}, tmp_path)
+        assert any("DyLoRA" in note and "lin" in note for note in notes) == told
+        change = 0.5 * pair["lin.lora_up.weight"].double() @ pair["lin.lora_down.weight"].double()
+        torch.testing.assert_close(got["lin.weight"].double(), base["lin.weight"].double() + change, rtol=0, atol=1e-6)
+
+
 def test_dylora_of_a_convolution_is_known_by_its_shapes(tmp_path: Path) -> None:
     base = {"conv.weight": rand(6, 4, 3, 3), "lin.weight": rand(8, 8)}
     dylora = {
