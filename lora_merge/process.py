@@ -1,8 +1,9 @@
-"""Signals that ask a process to stop, and when it is too late to."""
+"""What a process is asked and allowed: signals that stop it, when it is too late to, and its limit on memory."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -10,10 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import FrameType
 from typing import Final, TypeAlias
 
+from .errors import ResourceError
+from .text import size
+
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
+
+TORCH_ROOM: Final = 768 << 20
+"""Bytes of addresses that torch and a small merge take beside torch's libraries: modules, stacks of threads, arenas."""
 
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
@@ -137,6 +146,39 @@ def command(module: str, function: str) -> list[str]:
     """
     path = [p for p in sys.path if isinstance(p, str)]
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!a}; from {module} import {function}; {function}()"]
+
+
+class LimitCheck:
+    """Import hook: raises ResourceError before torch is loaded where the limit on addresses (ulimit -v) is too low.
+
+    Without room its libraries hang or abort the process while they are loaded, and say nothing of memory.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Find nothing; torch's own finder comes after this one."""
+        if name == "torch":
+            sys.meta_path.remove(self)
+            check_room()
+        return None
+
+
+def check_room() -> None:
+    """Raise ResourceError where the process may not have the addresses that torch and a small merge take."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    if sys.platform == "win32" or (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) == resource.RLIM_INFINITY:
+        return
+    found = PathFinder.find_spec("torch")
+    folders = (found and found.submodule_search_locations) or ()
+    needed = TORCH_ROOM + sum(p.stat().st_size for folder in folders for p in Path(folder, "lib").glob("*.so*"))
+    try:
+        mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
+    except (OSError, MemoryError) as e:
+        what = "not enough memory to load torch"
+        where = f"the limit of this process is {size(limit)}; {size(needed)} more are needed than are in use"
+        raise ResourceError(what, where, "raise the limit (ulimit -v)") from e
 
 
 def collect_rarely() -> None:

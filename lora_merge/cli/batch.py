@@ -12,6 +12,7 @@ import typer
 
 from ..errors import BatchFailed, UsageError, error_dict
 from ..lines import Lines, one_line, shown
+from ..process import check_room
 from ..text import size as _size
 from .text import bar, echo, leave_lost_folder, remarks
 from .values import whole_number
@@ -67,6 +68,7 @@ def batch(
     if dry_run:
         _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
         return
+    check_room()  # once, as it holds for every worker
     leave_lost_folder()
     ended: list[JobReport] = []
     with bar(made.size, "batch", quiet=quiet) as progress:

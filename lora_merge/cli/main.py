@@ -18,7 +18,7 @@ from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, err
 from ..job import exists
 from ..lines import Lines, one_line
 from ..options import OPTIONS
-from ..process import collect_rarely, heeding, on_stop
+from ..process import LimitCheck, collect_rarely, heeding, on_stop
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .parameters import read, take_text, with_options
@@ -217,6 +217,7 @@ def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
     collect_rarely()
+    sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         with heeding():
