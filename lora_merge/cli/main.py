@@ -217,7 +217,8 @@ def main() -> None:
     """Entry point; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
     collect_rarely()
-    sys.meta_path.insert(0, LimitCheck())
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         with heeding():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import FitError
+from lora_merge.cli.main import main
+from lora_merge.errors import FitError, InputError
 
 from ..support import Tensors, flux_control, load, rand, save
 
@@ -68,6 +69,36 @@ def test_what_shrinks_or_only_looks_wider_is_refused() -> None:
     wider = {k: v for k, v in flux_control(12).items() if "norm" not in k}
     with pytest.raises(FitError):
         lora_merge.merge_state_dict(flux(), wider)
+
+
+NO_SIZES = {
+    "NaN": torch.tensor([float("nan"), 5.0]),
+    "infinite": torch.tensor([8.0, float("inf")]),
+    "infinite, below zero": torch.tensor([float("-inf"), 5.0], dtype=torch.float64),
+    "NaN in bf16": torch.tensor([8.0, float("nan")], dtype=torch.bfloat16),
+    "a part of a row": torch.tensor([8.5, 5.0]),
+    "below zero": torch.tensor([-8, 5]),
+    "larger than any whole number": torch.tensor([1e300, 5.0], dtype=torch.float64),
+    "more axes than a tensor has": torch.ones(1000, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("kind", NO_SIZES)
+def test_a_reshape_weight_that_is_no_list_of_sizes_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a state dict and as a file, with one error each and nothing written."""
+    base = {"m.a.weight": rand(6, 4)}
+    lora = {"m.a.lora_up.weight": rand(8, 2), "m.a.lora_down.weight": rand(2, 5), "m.a.reshape_weight": NO_SIZES[kind]}
+    with pytest.raises(InputError, match="reshape_weight is no list of sizes"):
+        lora_merge.merge_state_dict(base, lora)
+    files = save(base, tmp_path / "b.safetensors"), save(lora, tmp_path / "a.safetensors")
+    monkeypatch.setattr("sys.argv", ["lora-merge", *map(str, files), "-o", str(tmp_path / "o.safetensors")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 3
+    assert capsys.readouterr().err.startswith("error: reshape_weight is no list of sizes\n  where: ")
+    assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
 def test_two_adapters_that_disagree_about_the_size_are_refused() -> None:
