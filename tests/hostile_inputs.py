@@ -1,6 +1,7 @@
 """Small inputs that are built to take long, or much memory: files by name, and what to do with the folder they are in.
 
-`python -m tests.hostile_inputs FOLDER` makes and opens all of them in one process, and prints one JSON line for each.
+`python -m tests.hostile_inputs FOLDER` makes all of them and gives them to the command line, in one process, and prints
+one JSON line for each.
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ def jobs() -> Iterator[tuple[str, bytes]]:
     )
     wrong = {"base": 1, "adaptors": ["a"], "output": "", "dtype": "fp61", "unmatched": "maybe"}
     yield "mistakes in every job", yaml({"version": 1, "jobs": [wrong] * (LIMIT // 100)})
+    yield "as many names as letters", matrix({f"x{n}": ["a", "b"] for n in range(LIMIT // 20)})
+    yield "thousands of adapters", yaml({"version": 1, "jobs": [{**job, "adapters": ["a"] * (LIMIT // 6)}]})
+    yield "a template of templates", matrix({"x": ["b" * (LIMIT // 2)]}).replace(b"o-{x}", b"{x}" * (LIMIT // 8))
+    for glob in ("/**/no-such-name", "/**/" * 900 + "x", "[" * (LIMIT // 2), "../" * (LIMIT // 4) + "*"):
+        yield f"a glob of {glob[:20]}", matrix({"x": {"glob": glob}})  # type: ignore[dict-item]
     yield "a number of 5000 digits", b"version: " + b"9" * 5000
     yield (
         "numbers of other scripts",
@@ -277,6 +283,9 @@ def adapters() -> Iterator[tuple[str, Files]]:
         "patterns": {"peft_type": "LORA", "r": 2, "rank_pattern": {f"(a|b)*{i}": i for i in range(LIMIT // 20)}},
         "a pattern of alternatives": {"peft_type": "LORA", "r": 2, "rank_pattern": {"|".join(["(a?)*x"] * 10_000): 2}},
         "targets": {"peft_type": "LORA", "r": 2, "target_parameters": [f"m{i}" for i in range(LIMIT // 12)], "target_modules": "(a|a)*" * 30},
+        "a regular expression for each of many": {"peft_type": "LORA", "r": 2, "alpha_pattern": {rf"m\.{i}\.(q|k)": i for i in range(LIMIT // 20)}},
+        "a name for each of many": {"peft_type": "LORA", "r": 2, "alpha_pattern": {f"m.{i}.q": i for i in range(LIMIT // 12)}},
+        "ends": {"peft_type": "LORA", "modules_to_save": [f"m{i}" for i in range(LIMIT // 10)], "exclude_modules": [f"m{i}" for i in range(LIMIT // 10)]},
         "tokens": {"peft_type": "TRAINABLE_TOKENS", "token_indices": [2**63]}, "kind": {"peft_type": [1]}, "no kind": {"r": 1},
         "topk": {"peft_type": "VBLORA", "topk": -1}, "group": {"peft_type": "ROAD", "group_size": 0},
     }  # fmt: skip
@@ -288,44 +297,48 @@ def adapters() -> Iterator[tuple[str, Files]]:
         )
 
 
-def looked_at(folder: Path) -> None:
-    """As `inspect` and `merge --dry-run` do, each by itself."""
-    import lora_merge
-    from lora_merge.cli.inspect import inspect, lines
-    from lora_merge.errors import MergeError
+def command(*arguments: object) -> int:
+    """The exit code of the program in this process; AssertionError unless a failure is told as one error of ours."""
+    from lora_merge.cli.main import main
 
-    told: MergeError | None = None
-    for name in ("m", "a", "base"):
-        if (folder / name).exists():
-            try:
-                list(lines(inspect(folder / name)))
-            except MergeError as e:
-                told = e
+    sys.argv = ["lora-merge", *map(str, arguments)]
+    told = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    if code:
+        assert "\n  where: " in told.getvalue(), told.getvalue()[:300]
+        assert "\n  fix:   " in told.getvalue(), told.getvalue()[:300]
+        assert "Traceback" not in told.getvalue()
+        assert len(told.getvalue()) < 20_000
+    return code
+
+
+def looked_at(folder: Path) -> int:
+    """`inspect` of each file, and a merge."""
+    codes = [command("inspect", folder / name) for name in ("m", "a", "base") if (folder / name).exists()]
     if not (folder / "base").exists():
         (folder / "base").write_bytes(tensors({"x.weight": [4, 4]}))
     base = folder / ("m" if (folder / "m").exists() else "base")
-    adapter = folder / "a"
-    if not adapter.exists():
+    if not (folder / "a").exists():
         (folder / "a").write_bytes(tensors(pair()))
-    table = folder / "map.yaml"
-    lora_merge.merge(base, [adapter], folder / "out", device="cpu", map=table if table.exists() else None)
-    if told is not None:
-        raise told
+    table = ["--map", folder / "map.yaml"] if (folder / "map.yaml").exists() else []
+    codes.append(command(base, folder / "a", "-o", folder / "out", "--device", "cpu", *table))
+    return max(codes)
 
 
-def loaded(folder: Path) -> None:
-    from lora_merge.batch.jobs_file import load
-
-    load(folder / "jobs.yaml")
+def loaded(folder: Path) -> int:
+    return command("batch", folder / "jobs.yaml", "--dry-run")
 
 
 # ------------------------------------------------------------------ all
 
 
-def opened(folder: Path) -> None:
-    from lora_merge.files.checkpoint import open_checkpoint
-
-    open_checkpoint(folder / "x.pt")
+def opened(folder: Path) -> int:
+    return command("inspect", folder / "x.pt")
 
 
 def inputs() -> Iterator[tuple[str, Files, Callable[[Path], Any]]]:
@@ -354,8 +367,9 @@ def run(root: Path) -> None:
     import torch
     import torch._subclasses.fake_tensor
 
-    import lora_merge
-    from lora_merge.errors import MergeError
+    import lora_merge.batch.run
+    import lora_merge.engine.merge
+    import lora_merge.proof.replay
 
     torch.set_num_threads(1)
     assert lora_merge.__version__
@@ -369,10 +383,7 @@ def run(root: Path) -> None:
             Path("/proc/self/clear_refs").write_text("5")
         before, started = peak(), time.process_time()
         try:
-            act(folder)
-            told: Any = 0
-        except MergeError as e:
-            told = e.exit_code
+            told: Any = act(folder)
         except Exception as e:  # noqa: BLE001  # one that is none of ours is what is looked for
             told = repr(e)[:300]
         spent = time.process_time() - started

@@ -20,7 +20,8 @@ SECONDS, MEGABYTES = 5, 500
 
 
 def test_small_inputs_take_little_time_and_memory(tmp_path: Path) -> None:
-    """One process opens them all; what it used for each is what it says."""
+    """One process gives them all to the command line, which answers each with an exit code and one error; what it used
+    for each is what it says."""
     command = [sys.executable, "-m", "tests.hostile_inputs", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
