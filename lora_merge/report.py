@@ -15,7 +15,7 @@ class Report:
     output: str
     base: str
     architecture: str
-    coverage: Mapping[str, Any]  # adapter → matched, total, components, skipped, ignored, notes
+    coverage: Mapping[str, Any]  # adapter → matched, total, components, strengths, patterns, skipped, ignored, notes
     tensors: int
     changed: int
     written: int  # bytes

@@ -20,7 +20,7 @@ from ..models.names import Names, guess, names
 from ..models.prefixes import PREFIXES
 from ..options import is_finite
 from ..planning.recipe import KEY
-from ..text import listed, size
+from ..text import by_reason, listed, size
 from .text import COUNT
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
@@ -200,8 +200,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
 def _match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     parts = ", ".join(f"{name} {n}" for name, n in match.get("components", {}).items())
     yield f"{'match':<13} {match['matched']} of {match['total']} modules" + (f" ({parts})" if parts else "")
-    for name, reason in match.get("unmatched", {}).items():
-        yield f"  no place: {name}: {reason}"
+    for left, reason in by_reason(match.get("unmatched", {})):
+        yield f"  no place: {left}: {reason}"
     if match["why"]:
         yield f"  why: {match['why']}"
 

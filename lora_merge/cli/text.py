@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..lines import shown
-from ..text import listed, size
+from ..text import by_pattern, by_reason, counted, listed, size
 
 if TYPE_CHECKING:
     from ..engine.merge import Progress
@@ -42,8 +42,11 @@ def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
         what = ", ".join(m.algorithms) or "nothing"
         how = applied(m.strengths) or f"{ref.strength:g}×"
         say(f"adapter  {ref.path.name}: {what}, {m.modules} of {m.total} modules matched: {how}")
-        for name, why in {**m.unmatched, **m.adapter.ignored}.items():
-            say(f"  left out: {name}: {why}")
+        matched = by_pattern(m.placed)
+        for line in matched if verbose else ():
+            say(f"  {line} × {len(matched[line])}")
+        for names, why in by_reason({**m.unmatched, **m.adapter.ignored}):
+            say(f"  left out: {names}: {why}")
         for note in (*m.adapter.notes, *m.notes):
             say(f"  note: {note}")
     say(f"output   {plan.job.output}: {size(plan.size)}, dtype {plan.job.dtype}, {plan.changed} tensors change")
@@ -106,7 +109,7 @@ def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
     yield from (f"note: {note}" for note in notes)
     for name, found in coverage.items():
         if left := [*found["skipped"], *found["ignored"]]:
-            yield f"{name}: left out {len(left)}: {listed(left)}"
+            yield f"{name}: left out {len(left)}: {counted(by_pattern(left))}"
         yield from (f"{name}: note: {note}" for note in found["notes"])
 
 

@@ -19,7 +19,7 @@ from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
 from ..options import Unmatched
-from ..text import listed
+from ..text import by_pattern, counted, listed
 from .patch import Match
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -193,25 +193,26 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         why = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
         others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
         raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
+    left = counted(by_pattern(result.unmatched))
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
-        raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {listed(result.unmatched)}", what[1])
+        raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total})",
-            f"{path}: {listed(result.unmatched)}; the base is {names.architecture}",
+            f"{path}: {left}; the base is {names.architecture}",
             reason,
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
-            f"{path}: {listed(result.unmatched)}: neither a parameter of the base nor a tensor of any known method",
+            f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
             f"{reason.replace(f'{NO_NAMES}; {OWN_BASE}', LOOK)}; or leave them out with --unmatched skip",
         )
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(
             f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base",
-            f"{path}: {listed(result.unmatched)}; the base is {names.architecture}",
+            f"{path}: {left}; the base is {names.architecture}",
             f"{reason}; or leave them out with --unmatched skip",
         )
 

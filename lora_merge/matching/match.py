@@ -99,7 +99,7 @@ class MatchBuilder:
         self.components: Counter[str] = Counter()
         self.strengths: Counter[tuple[str, float]] = Counter()
         self.unused: dict[str, str] = {}
-        self.modules = 0
+        self.placed: list[str] = []
         self.notes: list[str] = []
         self.remarks: dict[str, dict[str, None]] = {}  # what the user should know → modules, each once
         self.settings: set[str] = set()  # those that the user states and a formula asked for
@@ -119,7 +119,7 @@ class MatchBuilder:
             raise refusal
         made = Match(
             self.context.adapter, self.uses, self.replaced, self.stored.copies, self.stored.bases, self.created,
-            self.grown, self.modules, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
+            self.grown, self.placed, self.unmatched, self.components, self.unused, (*notes, *self.notes, *resized),
             frozenset(self.settings), self.strengths,
         )  # fmt: skip
         refuse(made, self.names, self.failures, unmatched)
@@ -159,7 +159,7 @@ class MatchBuilder:
             return
         if self.pair.as_one(module.name) and self._repeats(module.name, [m.name for m in self.context.adapter.modules]):
             self._leave_unused(module, COPY)
-            self._count({self.names.component(view.pieces[0].key)})
+            self._count(module.where, {self.names.component(view.pieces[0].key)})
             return
         slot = self.lacking.get(module.where)
         if slot and not (slot == "alpha" and ALPHA in self.context.given):
@@ -229,7 +229,7 @@ class MatchBuilder:
             if left_out and isinstance(e, ShapeMismatch):
                 self._remark(LEFT_OUT, module)
                 self._leave_unused(module, OFF)
-                self._count(set(places.values()))
+                self._count(module.where, set(places.values()))
             else:
                 self.failures.append(e)
             return None
@@ -244,14 +244,14 @@ class MatchBuilder:
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
         self._leave_unused(module, ZEROS)
-        self._count({self.names.component(piece.key) for piece in weight.pieces})
+        self._count(module.where, {self.names.component(piece.key) for piece in weight.pieces})
         return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.duplicates.repeats(patch):
             self._remark(TWICE, patch.module)
             self._leave_unused(patch.module, COPY)
-            self._count({self.names.component(key or piece.key) for piece in patch.view.pieces})
+            self._count(patch.module.where, {self.names.component(key or piece.key) for piece in patch.view.pieces})
             return
         found = set()
         for piece, start in patch.view.addresses():
@@ -263,11 +263,11 @@ class MatchBuilder:
             else:  # the tensor stays untouched, byte for byte
                 self._leave_unused(patch.module, OFF)
         self.strengths.update(found)
-        self._count({component for component, _ in found})
+        self._count(patch.module.where, {component for component, _ in found})
 
-    def _count(self, components: Collection[str]) -> None:
+    def _count(self, name: str, components: Collection[str]) -> None:
         """One more module has its place, in these parts of the model."""
-        self.modules += 1
+        self.placed.append(name)
         self.components.update(components)
 
     def _new_bias(self, module: Module) -> WeightView | None:
@@ -296,7 +296,7 @@ class MatchBuilder:
             self._leave(info, meant, view)
         elif meant is not None and meant.rows is not None and self._repeats(name, self.pair.trained(meant.rows)):
             self.unused[info.name] = COPY
-            self._count({"model"})
+            self._count(info.name, {"model"})
         elif (view := view or self._of_head(info, name, parameter, rows=bool(meant and meant.rows))) is None:
             self.unmatched[info.name] = STRANGE
         elif meant is not None and meant.rows is not None:
@@ -319,7 +319,7 @@ class MatchBuilder:
         all_of_it = len(view.pieces) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
-            self.modules += 1
+            self.placed.append(info.name)
             self.replaced[piece.key] = info
         elif (patch := self._patch(module, self.pair.origin(view))) is not None:
             self._add(patch, self.pair.key(view))

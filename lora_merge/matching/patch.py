@@ -80,7 +80,7 @@ class Match:
     bases: Mapping[str, StoredTensor]  # those of them that differ, and stand for the base's
     created: Mapping[str, tuple[Shape, str]]  # tensors the base lacks → shape, sibling
     grown: Mapping[str, Shape]  # base key → its larger shape
-    modules: int  # how many modules found their place
+    placed: Sequence[str]  # modules that found their place
     unmatched: Mapping[str, str]  # module → reason
     components: Mapping[str, int]  # component → modules
     unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
@@ -103,6 +103,11 @@ class Match:
         for (component, strength), count in sorted(self.applied.items(), key=lambda item: -item[0][1]):
             found.setdefault(component, {})[strength] = count
         return found
+
+    @property
+    def modules(self) -> int:
+        """How many modules found their place."""
+        return len(self.placed)
 
     @property
     def total(self) -> int:

@@ -19,6 +19,7 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
+from ..text import by_pattern
 
 
 class OutputTensor(NamedTuple):
@@ -192,6 +193,7 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
         found[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),
             "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in m.strengths.items()},
+            "patterns": {pattern: len(names) for pattern, names in by_pattern(m.placed).items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
     return found
