@@ -23,6 +23,7 @@ from lora_merge.disk.writer import Writer
 
 HEADERS: Final = Path(__file__).parents[1] / "headers"
 ITEM: Final = {"F16": 2, "BF16": 2, "F32": 4}
+SMALL: Final = 2**20
 POOL: Final = 2**22  # numbers; few, because a child's peak memory counts from that of its parent
 
 Shape = tuple[int, ...]
@@ -202,11 +203,26 @@ def write(path: Path, tensors: Table, metadata: Mapping[str, str] | None = None,
     with Writer(part, total) as writer:
         writer.write(memoryview(header), 0)
         at = len(header)
-        for chunk in _bytes(tensors.values(), scale, seed):
+        for chunk in _joined(_bytes(tensors.values(), scale, seed)):
             writer.write(chunk, at)
             at += len(chunk)
         writer.finish()
     return part.rename(path)
+
+
+def _joined(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes; those of many small tensors at once."""
+    some = bytearray()
+    for chunk in chunks:
+        if some and len(some) + len(chunk) > SMALL:
+            yield memoryview(some)
+            some = bytearray()
+        if len(chunk) > SMALL:
+            yield chunk
+        else:
+            some += chunk
+    if some:
+        yield memoryview(some)
 
 
 def _bytes(tensors: Iterable[tuple[str, Shape]], scale: float, seed: int) -> Iterator[memoryview]:

@@ -1,6 +1,6 @@
 """The suite `many`: what 25 000 to 200 000 nearly empty tensors cost, and 100 to 1000 shards: all of it bookkeeping.
 
-The names are those of DeepSeek-V3: 256 experts a layer, with an adapter on the attention. Two runs each: the plan
+The names are those of DeepSeek-V3: 256 experts a layer, with an adapter on the attention, or on all experts. Two runs each: the plan
 alone, and the whole merge with its proof. The exponent tells the growth from the row before: 1 is linear.
 """
 
@@ -28,8 +28,9 @@ PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 CASES: Final = {
     "tensors": ((25_000, 25), (50_000, 50), (100_000, 100), (200_000, 200)),
     "shards": ((20_000, 100), (20_000, 300), (20_000, 1000)),
+    "modules": ((25_000, 25), (50_000, 50), (100_000, 100)),
 }
-"""What grows → (tensors, shards) of every row."""
+"""What grows → (tensors, shards) of every row; where it is modules, the adapter is one on all experts."""
 
 PLAN: Final = (
     "import sys; from lora_merge.process import collect_rarely; collect_rarely(); "
@@ -49,13 +50,13 @@ def _layer(number: int) -> Iterator[str]:
     yield from (f"{layer}.mlp.experts.{e}.{name}.weight" for e in range(EXPERTS) for name in PROJECTIONS)
 
 
-def model(folder: Path, tensors: int, shards: int) -> tuple[Path, Path]:
-    """A base of weights of four numbers each, and an adapter on its attention; made unless they are there."""
-    base, adapter = folder / f"many-{tensors}-{shards}", folder / f"many-{tensors}-lora.safetensors"
+def model(folder: Path, tensors: int, shards: int, part: str = "self_attn") -> tuple[Path, Path]:
+    """A base of weights of four numbers each, and an adapter on a part of its layers; made unless they are there."""
+    base, adapter = folder / f"many-{tensors}-{shards}", folder / f"many-{tensors}-{part}.safetensors"
     weights = names(tensors)
     of_adapter: inputs.Table = {}
     for name in weights:
-        if ".self_attn." in name:
+        if f".{part}." in name:
             stem = name.removesuffix(".weight")
             of_adapter[f"{stem}.lora_A.weight"] = ("BF16", (1, 2))
             of_adapter[f"{stem}.lora_B.weight"] = ("BF16", (2, 1))
@@ -81,21 +82,22 @@ def suite(b: Bench) -> None:
         print(f"\nmany {grows}, least of {max(1, b.rounds)}\n  {'tensors':>9}{'shards':>8}"
               f"{'plan s':>9}{'cpu s':>7}{'MiB':>6}{'growth':>8}{'merge s':>10}{'cpu s':>7}{'MiB':>6}{'growth':>8}")  # fmt: skip
         before: dict[str, tuple[int, float]] = {}
+        part = "experts" if grows == "modules" else "self_attn"
         for tensors, shards in cases:
-            line, size = f"  {tensors:9}{shards:8}", tensors if grows == "tensors" else shards
-            for name, one in _measured(b, tensors, shards).items():
+            line, size = f"  {tensors:9}{shards:8}", shards if grows == "shards" else tensors
+            for name, one in _measured(b, tensors, shards, part).items():
                 growth = exponent(*before[name], size, one.cpu) if name in before else None
                 before[name] = size, one.cpu
                 line += f"{one.seconds:{9 if name == 'plan' else 10}.2f}{one.cpu:7.2f}{one.peak / MIB:6.0f}"
                 line += f"{growth:8.2f}" if growth is not None else " " * 8
-                b.results.append({"suite": "many", "name": f"{name}, {tensors} in {shards}", "seconds": one.seconds,
+                b.results.append({"suite": "many", "name": f"{name}, {tensors} in {shards}, {part}", "seconds": one.seconds,
                                   "cpu": one.cpu, "peak": one.peak, "growth": growth})  # fmt: skip
             print(line, flush=True)
 
 
-def _measured(b: Bench, tensors: int, shards: int) -> dict[str, Run]:
+def _measured(b: Bench, tensors: int, shards: int, part: str) -> dict[str, Run]:
     """The best of every kind of run, in turn."""
-    base, lora = model(b.data, tensors, shards)
+    base, lora = model(b.data, tensors, shards, part)
     out = b.file("many-out")
     plan = [sys.executable, "-c", PLAN, str(base), str(lora), str(out)]
     merge = [sys.executable, "-m", "lora_merge", str(base), f"{lora}:0.7", "-o", str(out), "--json"]

@@ -17,6 +17,7 @@ from ..bench import many
 from ..bench.measure import Run
 
 MOST = 200  # calls for one more tensor, planned, written and proven: 150 today, 597 with a table of all names
+MOST_FOR_MODULE = 600  # calls for one more module on one more tensor, planned: 530 today
 MOST_FOR_SHARD = 5000  # calls for one more shard: 3800 today
 
 
@@ -51,6 +52,19 @@ def test_one_more_tensor_costs_the_same_however_many_there_are(tmp_path: Path) -
     assert (large - middle) / 1600 < MOST
 
 
+def planned(folder: Path, tensors: int) -> int:
+    """The calls of a plan with an adapter on all experts."""
+    base, lora = many.model(folder, tensors, 2, "experts")
+    return calls(lambda: lora_merge.plan(base, lora, output=folder / "out"))
+
+
+def test_one_more_module_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    planned(tmp_path, 900)
+    small, middle, large = (planned(tmp_path, n) for n in (800, 1600, 3200))
+    assert large - middle < 1.2 * 2 * (middle - small)
+    assert (large - middle) / 1600 < MOST_FOR_MODULE
+
+
 def test_one_more_shard_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     merged(tmp_path, 900, 2)
     small, middle, large = (merged(tmp_path, 1000, n) for n in (10, 20, 40))
@@ -64,10 +78,10 @@ def test_the_bench_tells_growth(
     from ..bench.__main__ import Bench
 
     assert many.exponent(10, 1.0, 20, 4.0) == pytest.approx(2)
-    monkeypatch.setattr(many, "CASES", {"tensors": ((400, 2), (800, 2))})
+    monkeypatch.setattr(many, "CASES", dict.fromkeys(("tensors", "modules"), ((400, 2), (800, 2))))
     monkeypatch.setattr(many, "run", lambda command, known: Run(1.0, len(command) * 1.0, 2**20, ""))
     b = Bench(tmp_path, 1, ("warm",), "sd1", (), keep=False)
     many.suite(b)
-    assert [r["growth"] for r in b.results] == [None, None, 0.0, 0.0]
+    assert [r["growth"] for r in b.results] == [None, None, 0.0, 0.0] * 2
     assert "800       2" in capsys.readouterr().out
     assert not list(tmp_path.glob("many-*"))
