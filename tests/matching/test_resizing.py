@@ -9,6 +9,7 @@ import torch
 
 import lora_merge
 from lora_merge.cli.main import main
+from lora_merge.engine import blocks
 from lora_merge.errors import FitError, InputError
 
 from ..support import Tensors, flux_control, load, rand, save
@@ -118,3 +119,26 @@ def test_a_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path
     v += up.double() @ down.double()
     exact = magnitude * v / v.norm(dim=1, keepdim=True)
     torch.testing.assert_close(load(tmp_path / "o.safetensors")["m.a.weight"].double(), exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("largest", [1, 12, 40])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_larger_weight_is_cut_into_blocks_as_all_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int, dtype: torch.dtype, *, dora: bool
+) -> None:
+    """A convolution with more outputs, more channels and a wider kernel; blocks end inside and behind what is stored."""
+    base, up, down = {"m.a.weight": rand(6, 4, 2, 1).to(dtype)}, rand(9, 2, 1, 1), rand(2, 5, 2, 3)
+    lora = {"m.a.lora_up.weight": up, "m.a.lora_down.weight": down, "m.a.reshape_weight": torch.tensor([9, 5, 2, 3])}
+    lora |= {"m.a.dora_scale": rand(9, 1, 1, 1, seed=4).abs() + 1} if dora else {}
+    at_once = lora_merge.merge_state_dict(base, lora, device="cpu")["m.a.weight"]
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", largest)
+    in_blocks = lora_merge.merge_state_dict(base, lora, device="cpu")["m.a.weight"]
+    torch.testing.assert_close(in_blocks, at_once)
+    paths = save(base, tmp_path / "b.safetensors"), save(lora, tmp_path / "a.safetensors")
+    lora_merge.merge(*paths, tmp_path / "o.safetensors", device="cpu", verify=True)
+    assert torch.equal(load(tmp_path / "o.safetensors")["m.a.weight"], in_blocks)
+    if not dora:
+        padded = torch.zeros(9, 5, 2, 3)
+        padded[:6, :4, :2, :1] = base["m.a.weight"]
+        torch.testing.assert_close(in_blocks, (padded + torch.einsum("or,rikl->oikl", up[:, :, 0, 0], down)).to(dtype))
