@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
 from ..matching.patch import Patch
-from ..models.weights import Weight, WeightView
+from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .devices import precise
 from .fold import RULES, StackedPatch
 from .placement import DeviceStream, Placement, move, numbers, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
-from .tensors import DeviceCache, Fetch, weight_values
+from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
@@ -37,7 +37,7 @@ class PatchTensors:
     kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
 
     def whole(self, key: str) -> Tensor:
-        """All that is stored of a weight of the base, as its numbers."""
+        """All numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
     def stacks(self, blocks: Sequence[Block], at: Placement, lane: DeviceStream) -> list[StackedPatch]:
@@ -127,16 +127,15 @@ class PatchTensors:
     def _view(self, s: BlockPart, view: WeightView, at: Placement, lane: DeviceStream) -> Tensor:
         """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
         the adapters before have made of it where adapters act in turn."""
-        parts = []
-        for piece in view.pieces:
-            weight, target = self.weights[piece.key], s.target
-            rows = weight_values(weight, self.fetch).reshape(-1, piece.cols)
+        target = s.target
+
+        def whole(piece: RowSlice) -> Tensor:
+            rows, weight = self.whole(piece.key).reshape(-1, piece.cols), self.weights[piece.key]
             before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
-            if before:
-                rows = self._changed(rows, target._replace(name=piece.key, weight=weight, uses=before), at, lane)
-            rows = rows[piece.start : piece.stop]
-            parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
-        return torch.cat(parts)
+            earlier = target._replace(name=piece.key, weight=weight, uses=before)
+            return self._changed(rows, earlier, at, lane) if before else rows
+
+        return gathered(view, whole, at)
 
     def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
         """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""

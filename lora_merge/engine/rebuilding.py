@@ -18,7 +18,7 @@ from ..matching.patch import Patch
 from ..matching.relatives import kin
 from ..models.weights import Weight, WeightView
 from .placement import TORCH_DTYPES, Placement, host, stage
-from .tensors import weight_values
+from .tensors import gathered, weight_values
 
 Kin: TypeAlias = MutableMapping[tuple[WeightView, ...], Mapping[str, Tensor]]
 """The weights of all layers of a kind → what is rebuilt from them."""
@@ -38,9 +38,8 @@ def from_base(
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
         wide = any(base[piece.key].stored.dtype == "F64" for piece in view.pieces)
-        found = [(weight_values(base[p.key], fetch).reshape(-1, p.cols)[p.start : p.stop], p) for p in view.pieces]
         at = WIDE if wide else AS_LOADED
-        return torch.cat([stage([rows.t() if p.transposed else rows], at)[0] for rows, p in found])
+        return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
 
     of = kin(patch)
     if of and of in kept:

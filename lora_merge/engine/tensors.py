@@ -15,8 +15,8 @@ from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
 from ..errors import InputError
 from ..files.codecs.base import Packing
-from ..models.weights import Weight
-from .placement import TORCH_DTYPES, odd
+from ..models.weights import RowSlice, Weight, WeightView
+from .placement import TORCH_DTYPES, Placement, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """A stored tensor by its header entry, as stored."""
@@ -85,8 +85,22 @@ def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
-    """All that is stored of a weight, as its numbers."""
-    return decoded(fetch(weight.stored), weight, 0, fetch)
+    """All numbers of a weight, with zeros where nothing of it is stored."""
+    values = decoded(fetch(weight.stored), weight, 0, fetch)
+    if not weight.padded:
+        return values
+    padded = values.new_zeros(weight.shape)
+    padded[tuple(map(slice, values.shape))] = values
+    return padded
+
+
+def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placement) -> Tensor:
+    """[rows, cols] a view at the placement; `whole` gives all rows of a piece's weight, `piece.cols` wide."""
+    parts = []
+    for piece, _ in view.addresses():
+        rows = whole(piece)[piece.start : piece.stop]
+        parts.append(stage([rows.t() if piece.transposed else rows], at)[0])
+    return torch.cat(parts)
 
 
 def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:

@@ -427,7 +427,9 @@ def test_views_shared_and_strewn_tensors_of_torch_files(tmp_path: Path, zipped: 
             info, want = index.tensors[name], tensor.detach().contiguous().numpy().tobytes()
             buffer = bytearray(info.nbytes)
             reader.read_into(memoryview(buffer), info.source, info.offset)
-            assert bytes(buffer) == read_bytes(info) == want
+            assert bytes(buffer) == read_bytes(info) == bytes(reader.view(info)) == want
+            inner = max(info.nbytes - 5, 0)
+            assert reader.read(info, 3, inner) == read_bytes(info, 3, inner) == want[3 : 3 + inner]
 
 
 class Evil:
