@@ -1,4 +1,4 @@
-"""Where passes run: a table of executors. Each gives the reports of all jobs, in the order in which they end."""
+"""Where groups of jobs run: a table of executors. Each returns every job's report, as the job ends."""
 
 from __future__ import annotations
 
@@ -19,42 +19,41 @@ from ..errors import MergeError, UsageError
 from ..options import shown
 from ..planning.cache import CheckpointCache
 from ..process import command
-from .groups import Pass, carry_out
-from .jobs_file import Entry
+from .groups import JobGroup, carry_out
+from .jobs_file import BatchJob
 from .report import JobReport, failed
 
 LIVES: Final = 2  # how many workers a job may take down with it before it is given up
 
 
 @dataclass(frozen=True)
-class Crew:
-    """How many work, and where."""
+class Workers:
+    """How many processes or tasks work at a time, and where."""
 
-    workers: int | None = None  # default: one process here, on Ray as many tasks as there is room for
+    count: int | None = None  # default: one process here, on Ray as many tasks as there is room for
     ray_address: str | None = None
 
 
-Run: TypeAlias = Callable[[Sequence[Pass], Crew, Progress], Iterator[JobReport]]
+Run: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
 
 
 @dataclass(frozen=True)
 class Executor:
-    """A way to run passes; `shared` if all workers share one machine and thus one memory bound."""
+    """A way to run groups of jobs."""
 
     run: Run
-    shared: bool
-    check: Callable[[], None] = lambda: None
-    """UsageError where it is not installed."""
+    shared: bool  # whether all workers share one machine, and thus the bounds on its memory
+    check: Callable[[], None] = lambda: None  # raises UsageError where what it needs is not installed
 
 
-def local(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:
-    """In this process, or in several others on this machine."""
-    if crew.workers in (None, 1):
+def local(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> Iterator[JobReport]:
+    """Run groups in this process, or in several others on this machine."""
+    if workers.count in (None, 1):
         opened = CheckpointCache()
-        for this in passes:
-            yield from carry_out(this, opened, progress)
+        for group in groups:
+            yield from carry_out(group, opened, progress)
     else:
-        yield from _Local(passes, crew.workers or 1).reports(progress)
+        yield from _Local(groups, workers.count or 1).reports(progress)
 
 
 RAY: Final = (2, 60)
@@ -72,11 +71,11 @@ def _check_ray() -> None:
                          "pip install -U 'lora-merge[ray]'")  # fmt: skip
 
 
-def on_ray(passes: Sequence[Pass], crew: Crew, progress: Progress) -> Iterator[JobReport]:
-    """On a Ray cluster; needs the extra `lora-merge[ray]`."""
+def on_ray(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> Iterator[JobReport]:
+    """Run groups on a Ray cluster; needs the extra `lora-merge[ray]`."""
     from .ray import reports
 
-    yield from reports(passes, crew.workers, crew.ray_address, progress)
+    yield from reports(groups, workers.count, workers.ray_address, progress)
 
 
 EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
@@ -85,7 +84,7 @@ EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
 
 
 def executor(name: str) -> Executor:
-    """The row of the table; UsageError if there is none, or if it cannot be used here."""
+    """Return the row of the table; UsageError if there is none, or if it cannot be used here."""
     if not isinstance(name, str) or name not in EXECUTORS:
         raise UsageError(f"no executor is called {shown(name)!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
     EXECUTORS[name].check()
@@ -94,42 +93,44 @@ def executor(name: str) -> Executor:
 
 @dataclass
 class _Worker:
-    """A child process and the pass it is at."""
+    """A child process and the group that it works at."""
 
     number: int
     process: subprocess.Popen[bytes]
     listener: threading.Thread
-    left: dict[int, Entry] = field(default_factory=dict)  # jobs of its pass that have no report yet
-    this: Pass | None = None
+    left: dict[int, BatchJob] = field(default_factory=dict)  # jobs of its group without a report
+    group: JobGroup | None = None
 
     def close(self) -> int:
-        """Close the pipes of a process that has ended or is about to; returns its exit code."""
+        """Close the pipes of a process that has ended or is about to; return its exit code."""
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):  # what was not sent is of no use any more
                 if pipe is not None:
                     pipe.close()
         return self.process.wait()
 
-    def give(self, this: Pass) -> None:
+    def give(self, group: JobGroup) -> None:
+        """Send it a group to work at."""
         from .worker import Task
 
-        self.this, self.left = this, {e.number: e for e in this.entries}
+        self.group, self.left = group, {e.number: e for e in group.entries}
         assert self.process.stdin is not None, "made with a pipe"
-        pickle.dump(Task(this, self.number), self.process.stdin)
+        pickle.dump(Task(group, self.number), self.process.stdin)
         self.process.stdin.flush()
 
 
 class _Local:
-    """Passes over child processes. A child that dies costs its pass one life, and nobody else anything."""
+    """Distributes groups over child processes. Another child does the jobs of one that dies."""
 
-    def __init__(self, passes: Sequence[Pass], workers: int) -> None:
-        self.queue = deque(passes)
-        self.count = min(workers, len(passes))
+    def __init__(self, groups: Sequence[JobGroup], workers: int) -> None:
+        self.queue = deque(groups)
+        self.count = min(workers, len(groups))
         self.workers: dict[int, _Worker] = {}
         self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.deaths: dict[int, int] = {}  # job → workers that died over it
 
     def reports(self, progress: Progress) -> Iterator[JobReport]:
+        """Return every job's report as it ends."""
         try:
             for number in range(self.count):
                 self._hire(number)
@@ -155,18 +156,18 @@ class _Local:
         self._next(worker)
 
     def _next(self, worker: _Worker) -> None:
-        """The next pass, or the end of its stdin, on which it ends."""
-        worker.this, worker.left = None, {}
+        """Give it the next group, or close its stdin, on which it ends."""
+        worker.group, worker.left = None, {}
         try:
             if self.queue:
                 worker.give(self.queue.popleft())
             elif worker.process.stdin is not None:
                 worker.process.stdin.close()
         except BrokenPipeError:
-            pass  # it died; its listener says so next, and its pass is run again
+            pass  # it died; its listener says so next, and its jobs are run again
 
     def _listen(self, number: int, stdout: IO[bytes]) -> None:
-        """Puts what a worker says into the inbox; the last word is the exception that ended it."""
+        """Put what a worker says into the inbox; last, the exception that ended the reading."""
         while True:
             try:
                 message = pickle.load(stdout)
@@ -176,9 +177,9 @@ class _Local:
             self.inbox.put((number, message))
 
     def _bury(self, worker: _Worker) -> Iterator[JobReport]:
-        """The worker has ended: its jobs without a report go to another one, or have failed."""
+        """Give the jobs of a worker that has ended to another one; report those that have failed for good."""
         code = worker.close()
-        if worker.this is not None and worker.left:
+        if worker.group is not None and worker.left:
             again = []
             for entry in worker.left.values():
                 self.deaths[entry.number] = self.deaths.get(entry.number, 0) + 1
@@ -188,12 +189,12 @@ class _Local:
                     yield failed(entry, _death(entry, code), tries=LIVES)
             if again:
                 # One by one, so that a job that takes its worker down takes no other with it.
-                self.queue.extend(replace(worker.this, entries=(e,)) for e in again)
+                self.queue.extend(replace(worker.group, entries=(e,)) for e in again)
         if self.queue:
             self._hire(worker.number)
 
     def _dismiss(self) -> None:
-        """End what still runs; a worker removes its unfinished outputs first."""
+        """End the workers that still run; each removes its unfinished outputs first."""
         for worker in self.workers.values():
             worker.process.terminate()
         for worker in self.workers.values():
@@ -205,7 +206,7 @@ def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command("lora_merge.batch.worker", "main"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def _death(entry: Entry, code: int) -> MergeError:
+def _death(entry: BatchJob, code: int) -> MergeError:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return MergeError(f"the worker died of {how}, twice", entry.where,
                       "if it ran out of memory, use fewer --workers or a smaller --max-memory")  # fmt: skip

@@ -1,4 +1,4 @@
-"""One pass: jobs that share a base, claimed, made together, tried again where the disk stumbled."""
+"""Makes one group of jobs: claims their outputs, merges them together, tries again where the disk stumbled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..planning.outputs import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..report import Report
-from .jobs_file import Entry
+from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
 from .resume import Hashes, done
 
@@ -36,29 +36,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Jobs for one read of a base, and the share of the machine they get."""
+class JobGroup:
+    """Jobs that are made in one read of their base, and the share of the machine that they get."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BatchJob, ...]
     workers: int = 1  # how many share the machine
     wait: bool = False  # for jobs that another process is at; otherwise they come back as `taken`
 
 
-def carry_out(this: Pass, opened: CheckpointCache, progress: Progress = lambda _: None) -> Iterator[JobReport]:
-    """Every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the pass."""
-    entries = [_bounded(e, this.workers) for e in this.entries]
+def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = lambda _: None) -> Iterator[JobReport]:
+    """Return every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the group."""
+    entries = [_bounded(e, group.workers) for e in group.entries]
     with ExitStack() as claims:
         held: dict[int, ExitStack] = {}
-        left: list[Entry] = []
+        left: list[BatchJob] = []
         for e in entries:
             held[e.number] = claims.enter_context(ExitStack())
-            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=this.wait)))
+            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
             if ours is True:
                 left.append(e)
             else:
                 yield failed(e, ours) if isinstance(ours, Exception) else _ended(e, "taken")
         for attempt in range(1, TRIES + 1):
-            again: list[Entry] = []
+            again: list[BatchJob] = []
             for entry, report in _once(left, opened, progress, attempt):
                 if attempt < TRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
@@ -72,18 +72,18 @@ def carry_out(this: Pass, opened: CheckpointCache, progress: Progress = lambda _
             time.sleep(PAUSE * attempt)
 
 
-def _bounded(entry: Entry, workers: int) -> Entry:
-    """With a worker's share of both memory bounds: they may all be at one GPU."""
+def _bounded(entry: BatchJob, workers: int) -> BatchJob:
+    """Return the job with a worker's share of both bounds on memory: all workers may be at one GPU."""
     vram = entry.job.max_vram
     share = None if vram is None else vram // workers
     return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers, max_vram=share))
 
 
 def _once(
-    entries: Sequence[Entry], opened: CheckpointCache, progress: Progress, tries: int
-) -> Iterator[tuple[Entry, JobReport]]:
-    """Each job's outcome of one try."""
-    groups: dict[object, list[tuple[Entry, Plan]]] = {}
+    entries: Sequence[BatchJob], opened: CheckpointCache, progress: Progress, tries: int
+) -> Iterator[tuple[BatchJob, JobReport]]:
+    """Try each job once; return its report."""
+    groups: dict[object, list[tuple[BatchJob, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
         plan = _caught(partial(_needed, e.job, opened, hashes))
@@ -96,12 +96,14 @@ def _once(
 
 
 def _needed(job: Job, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
-    """The plan for a job; None if its output is there."""
+    """Return the plan for a job; None if its output is there."""
     plan = plan_job(job, opened)
     return None if done(job, contents(plan), opened, hashes) else plan
 
 
-def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: int) -> Iterator[tuple[Entry, JobReport]]:
+def _together(
+    group: Sequence[tuple[BatchJob, Plan]], progress: Progress, tries: int
+) -> Iterator[tuple[BatchJob, JobReport]]:
     started = time.monotonic()
     left = dict(enumerate(group))
     with closing(run_together([plan for _, plan in group], progress)) as outcomes:
@@ -118,12 +120,12 @@ def _together(group: Sequence[tuple[Entry, Plan]], progress: Progress, tries: in
                     yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
 
 
-def _ended(entry: Entry, status: Status, **more: Any) -> JobReport:
+def _ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
     return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
 
 
 def _caught(act: Callable[[], T]) -> T | Exception:
-    """What the act returns, or what it raises, whatever that is: it becomes the report of one job."""
+    """Return what the act returns, or what it raises, whatever that is: it becomes the report of one job."""
     try:
         return act()
     except Exception as e:  # noqa: BLE001
@@ -131,7 +133,7 @@ def _caught(act: Callable[[], T]) -> T | Exception:
 
 
 def _transient(error: BaseException | None) -> bool:
-    """Whether an I/O error that may pass stands behind a failure."""
+    """Return whether an I/O error that may pass stands behind a failure."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             return True

@@ -1,4 +1,4 @@
-"""A jobs file as a list of jobs: read, checked, every matrix multiplied out. All mistakes are reported at once.
+"""Turns a jobs file into a list of jobs: reads it, checks it, multiplies every matrix out, tells all mistakes at once.
 
 No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
 """
@@ -38,16 +38,16 @@ Entered = TypeVar("Entered", Defaults, JobEntry)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One job and where it was asked for."""
+class BatchJob:
+    """One job of a batch, and where it was asked for."""
 
     number: int  # from 1, in the order of the file
     job: Job
     where: str  # "jobs.yaml:12 (jobs[3])"
 
 
-def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[Entry, ...]:
-    """The jobs of a file, of its content as plain data, or of a list of Job objects or of its `jobs`.
+def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[BatchJob, ...]:
+    """Return the jobs of a file, of its content as plain data, or of a list of Job objects or of its `jobs`.
 
     UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
     `overwrite` holds for all jobs.
@@ -58,13 +58,13 @@ def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = 
         ).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
         jobs = [validated(replace(j, overwrite=j.overwrite or overwrite)) for j in source]
-        return tuple(Entry(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
+        return tuple(BatchJob(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
     return _Loader(_plain(data), "jobs", expand("."), overwrite).entries()
 
 
 def _plain(value: Any) -> Any:
-    """Data as in a file, where a program has given paths as such."""
+    """Return data as a file holds it, where a program has given paths as such."""
     if isinstance(value, PathLike):
         return str(value)
     if isinstance(value, Mapping):
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Loader:
-    """One source on its way to entries; gathers mistakes."""
+    """Turns one source into jobs, and gathers its mistakes."""
 
     def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, overwrite: bool) -> None:  # noqa: FBT001
         self.document = source if isinstance(source, Document) else None
@@ -83,9 +83,9 @@ class _Loader:
         self.search = Search(folder)
         self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
 
-    def entries(self) -> tuple[Entry, ...]:
-        """Every job, or one error with every mistake."""
-        found: list[Entry] = []
+    def entries(self) -> tuple[BatchJob, ...]:
+        """Return every job, or raise one error with every mistake."""
+        found: list[BatchJob] = []
         defaults, jobs = self._validated()
         axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
         counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
@@ -105,7 +105,7 @@ class _Loader:
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
-                    found.append(Entry(len(found) + 1, job, self._where(place)))
+                    found.append(BatchJob(len(found) + 1, job, self._where(place)))
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
@@ -113,7 +113,7 @@ class _Loader:
         return tuple(found)
 
     def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
-        """What is right of the file, by the number of each job; the rest is noted."""
+        """Return what is right in the file, with the number of each job; note the rest."""
         try:
             file = JobsFile.model_validate(self.value)
         except ValidationError as e:
@@ -130,7 +130,7 @@ class _Loader:
         return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
 
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
-        """A table without the fields that are wrong, so that its other mistakes are told as well."""
+        """Return a table without the fields that are wrong, so that its other mistakes are told as well."""
         bad = self._wrong[place]
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
@@ -143,7 +143,7 @@ class _Loader:
 
     @contextmanager
     def _noting(self, place: Place) -> Iterator[None]:
-        """What is wrong inside becomes a mistake at `place`; the job goes on, for its other mistakes."""
+        """Note what is wrong inside as a mistake at `place`, and go on, for the job's other mistakes."""
         try:
             yield
         except NoSuchName as e:
@@ -152,7 +152,7 @@ class _Loader:
             self._note(place, f"{e.what} ({e.where}); {e.fix}")
 
     def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
-        """Every name of the matrix with its values, as they are written in the file."""
+        """Return every name of the matrix with its values, as they are written in the file."""
         if entry.matrix is None:
             return {}
         axes: dict[str, Axis] = entry.matrix.__pydantic_extra__ or {}
@@ -172,7 +172,7 @@ class _Loader:
     def _combinations(
         self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]], *, first: bool
     ) -> Iterator[dict[str, str]]:
-        """All combinations that are not excluded; or only the first, excluded or not, where there are too many."""
+        """Return all combinations that are not excluded; only the first, excluded or not, where there are too many."""
         excluded = self._excluded((*place, "matrix", "exclude"), entry, axes)
         work = prod(map(len, axes.values())) * (len(axes) + len(excluded))
         if first or work > LOOKS:
@@ -192,7 +192,7 @@ class _Loader:
     def _excluded(
         self, place: Place, entry: JobEntry, axes: Mapping[str, list[str]]
     ) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-        """Names that rows of `exclude` speak of → what values of these they exclude."""
+        """Return the names that rows of `exclude` speak of → the values of these that they exclude."""
         rows: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         known = {name: set(values) for name, values in axes.items()}
         for n, row in enumerate(entry.matrix.exclude if entry.matrix is not None else ()):
@@ -209,7 +209,7 @@ class _Loader:
         return rows
 
     def _job(self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]) -> Job | None:
-        """One combination as a job; None, or something of no use, where a mistake was noted."""
+        """Return one combination as a job; None, or something of no use, where a mistake was noted."""
         base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
         if base is None or adapters is None:
             self._note((*place, "base" if base is None else "adapters"), "required, here or under defaults")
@@ -232,7 +232,7 @@ class _Loader:
         return None
 
     def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
-        """Path, strength and parts; `path:0.8` as on the command line."""
+        """Return path, strength and parts; `path:0.8` is read as on the command line."""
         path, tail = self.folder, None
         with self._noting((*place, "path")):
             written = render(entry.path, values)
@@ -267,7 +267,7 @@ class _Loader:
         return self.folder / home(text)
 
     def _where(self, place: Place) -> str:
-        """ "jobs.yaml:12 (jobs[3].output)"."""
+        """Return where a field stands: "jobs.yaml:12 (jobs[3].output)"."""
         line = f":{self.document.line(place)}" if self.document is not None else ""
         field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
         return f"{self.name}{line}" + (f" ({field})" if field else "")
@@ -285,5 +285,5 @@ class _Loader:
 
 
 def _given(options: Options) -> dict[str, Any]:
-    """The options of a job or of the defaults that were given."""
+    """Return the options of a job, or of the defaults, that were given."""
     return {name: value for name in Options.model_fields if (value := getattr(options, name)) is not None}

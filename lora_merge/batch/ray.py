@@ -1,4 +1,4 @@
-"""Passes as tasks on a Ray cluster. Jobs and reports travel; weights stay on the disk that all nodes share."""
+"""Runs groups as tasks on a Ray cluster. Jobs and reports travel; weights stay on the disk that all nodes share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 from ..engine.merge import Progress
 from ..errors import MergeError, ResourceError, UsageError
 from ..planning.cache import CheckpointCache
-from .groups import Pass, carry_out
-from .jobs_file import Entry
+from .groups import JobGroup, carry_out
+from .jobs_file import BatchJob
 from .report import JobReport, failed
 
 RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
@@ -24,9 +24,9 @@ GRACE: Final = 20.0  # seconds that a cancelled task has to remove what it has n
 
 
 def reports(
-    passes: Sequence[Pass], workers: int | None, address: str | None, progress: Progress
+    groups: Sequence[JobGroup], workers: int | None, address: str | None, progress: Progress
 ) -> Iterator[JobReport]:
-    """Every job's report as it ends, at most `workers` passes at a time (default: as the cluster has room).
+    """Return every job's report as it ends, with at most `workers` groups at a time (default: as the cluster has room).
 
     ResourceError if no cluster answers; UsageError if a local one would let everybody in. Each task may use the memory
     bound of its jobs, as it may have a machine of its own.
@@ -40,12 +40,12 @@ def reports(
                 stack.enter_context(token_demanded())
             _connect(ray, address, **({"include_dashboard": False} if local else {}))
             stack.callback(ray.shutdown)
-        yield from _Ray(ray, progress).reports(list(passes), workers or len(passes))
+        yield from _Ray(ray, progress).reports(list(groups), workers or len(groups))
 
 
 @contextmanager
 def token_demanded() -> Iterator[None]:
-    """An environment in which a cluster that is started here asks everybody for a token.
+    """Have a cluster that is started here ask everybody for a token, by its environment.
 
     Its processes listen on all interfaces, whatever address they are given, and run any code that they are sent. Ray
     asks for a token unless it is told not to; UsageError if the user has told it so. The token is made for this
@@ -69,7 +69,7 @@ def token_demanded() -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """One token for the life of the process: Ray reads it once."""
+    """Return one token for the life of the process: Ray reads it once."""
     return secrets.token_hex(32)
 
 
@@ -85,7 +85,7 @@ def _connect(ray: Any, address: str | None, **more: Any) -> None:
 
 
 class _Inbox:
-    """An actor: what the tasks tell while they run, until the driver takes it."""
+    """An actor that holds what the tasks tell while they run, until the driver takes it."""
 
     def __init__(self) -> None:
         self.messages: list[JobReport | int] = []
@@ -99,17 +99,17 @@ class _Inbox:
 
 
 class _Ray:
-    """Tasks under way. Reports come through the inbox at once, and with the end of their task for certain."""
+    """Starts tasks and takes their reports: through the inbox at once, and for certain when their task ends."""
 
     def __init__(self, ray: Any, progress: Progress) -> None:
         self.ray, self.progress = ray, progress
         self.inbox = ray.remote(_Inbox).options(num_cpus=0, max_restarts=-1).remote()
         self.gpus = max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0)  # of a node
-        self.running: dict[Any, Pass] = {}
-        self.left: dict[int, Entry] = {}  # jobs without a report
+        self.running: dict[Any, JobGroup] = {}
+        self.left: dict[int, BatchJob] = {}  # jobs without a report
 
-    def reports(self, waiting: list[Pass], limit: int) -> Iterator[JobReport]:
-        self.left = {e.number: e for this in waiting for e in this.entries}
+    def reports(self, waiting: list[JobGroup], limit: int) -> Iterator[JobReport]:
+        self.left = {e.number: e for group in waiting for e in group.entries}
         try:
             while waiting or self.running:
                 while waiting and len(self.running) < limit:
@@ -121,15 +121,15 @@ class _Ray:
         finally:
             self._stop()
 
-    def _start(self, this: Pass) -> None:
-        """What needs more GPUs than any node has goes to one with most, and fails there by its own name."""
-        wanted = max(len(named_gpus(e.job.device)) for e in this.entries)
-        sent = this
+    def _start(self, group: JobGroup) -> None:
+        """Start a group as a task. One that needs more GPUs than any node has fails on a node with most of them."""
+        wanted = max(len(named_gpus(e.job.device)) for e in group.entries)
+        sent = group
         if wanted <= self.gpus:
-            sent = replace(this, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
-                                               for e in this.entries))  # fmt: skip
+            sent = replace(group, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
+                                               for e in group.entries))  # fmt: skip
         task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(wanted, self.gpus), max_retries=RETRIES)
-        self.running[task.remote(sent, self.inbox)] = this
+        self.running[task.remote(sent, self.inbox)] = group
 
     def _news(self) -> Iterator[JobReport]:
         try:
@@ -142,17 +142,17 @@ class _Ray:
             else:
                 yield from self._seen(message)
 
-    def _end(self, task: Any, this: Pass) -> Iterator[JobReport]:
-        """What is still unknown of a task that has ended, or failed."""
+    def _end(self, task: Any, group: JobGroup) -> Iterator[JobReport]:
+        """Return the reports of a task that has ended, or failed, that the inbox has not brought."""
         try:
             found = self.ray.get(task)
         except self.ray.exceptions.RayError as e:
-            found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in this.entries]
+            found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in group.entries]
         for report in found:
             yield from self._seen(report)
 
     def _seen(self, report: JobReport) -> Iterator[JobReport]:
-        """The first report of each job; an output that cannot be seen from here is a failure."""
+        """Return the first report of each job; an output that cannot be seen from here is a failure."""
         entry = self.left.pop(report.number, None)
         if entry is not None and report.ok and not os.path.lexists(report.output):
             yield failed(entry, _unseen(report.output, f"made on {report.worker}"))
@@ -171,36 +171,36 @@ class _Ray:
 
 
 def named_gpus(device: str) -> list[str]:
-    """The different GPUs of a job's device list; `auto` and `cuda` are one, whichever it is."""
+    """Return the different GPUs of a job's device list; `auto` and `cuda` are one, whichever it is."""
     return [] if device in ("cpu", "mps") else list(dict.fromkeys(d.strip() for d in device.split(",")))
 
 
 def granted(device: str) -> str:
-    """The device list as a task has to write it: Ray shows it its own GPUs alone, counted from 0."""
+    """Return the device list as a task has to write it: Ray shows it its own GPUs alone, counted from 0."""
     if ":" not in device:
         return device
     number = {name: n for n, name in enumerate(named_gpus(device))}
     return ",".join(f"{d.strip().partition(':')[0]}:{number[d.strip()]}" for d in device.split(","))
 
 
-def _task(this: Pass, inbox: Any) -> list[JobReport]:
-    """Runs on a node. Inputs that were there for the plan but are not here are on no shared disk."""
+def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
+    """Make a group on a node. Inputs that the plan found but this node does not see are on no shared disk."""
     found: list[JobReport] = []
-    for report in _here(this, inbox.put.remote):
+    for report in _here(group, inbox.put.remote):
         inbox.put.remote(report)
         found.append(report)
     return found
 
 
-def _here(this: Pass, progress: Progress) -> Iterator[JobReport]:
-    present: list[Entry] = []
-    for entry in this.entries:
+def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:
+    present: list[BatchJob] = []
+    for entry in group.entries:
         missing = [p for p in (entry.job.base, *(a.path for a in entry.job.adapters)) if not p.exists()]
         if missing:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
             present.append(entry)
-    yield from carry_out(replace(this, entries=tuple(present)), CheckpointCache(), progress)
+    yield from carry_out(replace(group, entries=tuple(present)), CheckpointCache(), progress)
 
 
 def _unseen(path: str, where: str) -> MergeError:
@@ -208,7 +208,7 @@ def _unseen(path: str, where: str) -> MergeError:
                          "put base, adapters and outputs on a disk mounted at one place on every node")  # fmt: skip
 
 
-def _lost(entry: Entry, e: Exception) -> MergeError:
+def _lost(entry: BatchJob, e: Exception) -> MergeError:
     lines = [line for line in str(e).splitlines() if line.strip()]
     return MergeError(f"the Ray task was lost: {lines[-1] if lines else type(e).__name__}", entry.where,
                       "see that every node has lora-merge and the memory it needs; `ray logs` tells more")  # fmt: skip

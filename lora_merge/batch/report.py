@@ -1,4 +1,4 @@
-"""What became of one job of a batch."""
+"""The report of one job of a batch: what became of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import MergeError, as_resource_error, error_dict
 from ..lines import Lines
 from ..process import here
 from ..report import Report
-from .jobs_file import Entry
+from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
 """`skipped`: the output is there already, by the same recipe. `taken`: another process is at it."""
@@ -19,7 +19,7 @@ Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
 
 @dataclass(frozen=True)
 class JobReport:
-    """One job's end; `to_json` is a line of `--report`."""
+    """What became of one job; `to_json` is a line of `--report`."""
 
     number: int  # from 1, in the order of the file
     where: str  # the line that asked for it
@@ -33,11 +33,11 @@ class JobReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the output is there."""
+        """Return whether the output is there."""
         return self.status in ("merged", "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the report as plain data, for JSON."""
         return {
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
@@ -46,12 +46,12 @@ class JobReport:
         }  # fmt: skip
 
     def to_json(self) -> str:
-        """One JSON object on one line."""
+        """Return the report as one JSON object on one line."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
-def failed(entry: Entry, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
-    """The report of a job that failed; a failure that is none of ours is told with its traceback."""
+def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
+    """Return the report of a job that failed; a failure that is none of ours is told with its traceback."""
     if isinstance(error, Exception):
         error = as_resource_error(error) or error
     if not isinstance(error, MergeError):

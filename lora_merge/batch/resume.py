@@ -1,6 +1,6 @@
-"""Is an output there already, complete and by the same recipe?
+"""Finds out whether an output is there already, complete and by the same recipe.
 
-By what the metadata of its weights says, the inputs' sizes and SHA-256, and the bytes of all other files.
+It compares the metadata of the weights, the sizes and SHA-256 of the inputs, and the bytes of all other files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hashes:
         self._remembered = Known()
 
     def of(self, path: Path) -> str:
-        """The hex digest; InputError if the file cannot be read."""
+        """Return the hex digest; InputError if the file cannot be read."""
         key, before = (path, FileState.at(path)), state(path)
         if key not in self._known and (digest := self._remembered.digest(path)):
             self._known[key] = digest
@@ -46,7 +46,7 @@ class Hashes:
 
 
 def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
-    """Whether the output holds what this job would write. Hashes the inputs only if all else agrees.
+    """Return whether the output holds what this job would write. Hashes the inputs only if all else agrees.
 
     UsageError if something else is there and may not be replaced.
     """
@@ -61,7 +61,7 @@ def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) ->
 
 
 def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> str:
-    """What is wrong with an output; empty if nothing is."""
+    """Return what is wrong with an output; empty if nothing is."""
     try:
         there = open_checkpoint(job.output)
     except MergeError as e:
@@ -95,7 +95,7 @@ def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: 
 
 
 def _essence(value: Any, dropped: frozenset[str]) -> Any:
-    """The recipe without some of its fields, as JSON would give it back."""
+    """Return the recipe without some of its fields, as JSON would give it back."""
     if isinstance(value, dict):
         return {k: _essence(v, dropped) for k, v in value.items() if k not in dropped}
     return [_essence(v, dropped) for v in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Many merges: all planned first, those that share a base made together, each ending with a report of its own."""
+"""Runs many merges: plans all of them first, makes those that share a base together, reports each."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from ..errors import MergeError, UsageError
 from ..job import expand
 from ..options import shown, switch
 from ..process import deliver_pending, interruptible
-from .executors import Crew, Executor
+from .executors import Executor, Workers
 from .executors import executor as find
-from .groups import Pass
-from .jobs_file import Entry, load
+from .groups import JobGroup
+from .jobs_file import BatchJob, load
 from .report import JobReport, failed
-from .survey import TOGETHER, Sketch, check_space, survey
+from .survey import TOGETHER, PlannedJob, check_space, survey
 
 
 @dataclass(frozen=True)
 class Batch:
     """Jobs, planned."""
 
-    sketches: tuple[Sketch, ...]
+    planned: tuple[PlannedJob, ...]
 
     @property
     def size(self) -> int:
-        """Bytes that will be written."""
-        return sum(s.size for s in self.sketches if s.runs)
+        """Return the bytes that will be written."""
+        return sum(s.size for s in self.planned if s.runs)
 
     def run(
-        self, crew: Crew | None = None, *, name: str = "local", fail_fast: bool = False,
+        self, workers: Workers | None = None, *, name: str = "local", fail_fast: bool = False,
         progress: Progress = lambda _: None,
     ) -> Generator[JobReport, None, None]:  # fmt: skip
-        """Every job's report as it ends; what needs no running comes first. Nothing is raised for a single job.
+        """Return every job's report as it ends, those that need no running first. Nothing is raised for a single job.
 
         With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
         The call itself raises where the disk cannot hold all outputs.
         """
-        crew, by = crew or Crew(), find(name)
-        check_space(self.sketches, crew.workers or 1)
-        reports = self._run(crew, by, progress)
+        workers, by = workers or Workers(), find(name)
+        check_space(self.planned, workers.count or 1)
+        reports = self._run(workers, by, progress)
         return _until_failure(reports) if fail_fast else reports
 
-    def _run(self, crew: Crew, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
+    def _run(self, workers: Workers, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
         lost: set[int] = set()  # jobs without an output
-        for s in self.sketches:
+        for s in self.planned:
             if s.error is not None:
                 lost.add(s.entry.number)
                 yield failed(s.entry, s.error)
         self._clean()
-        for s in self.sketches:
+        for s in self.planned:
             if s.done:
                 yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
-        runs = sorted((s for s in self.sketches if s.runs), key=lambda s: s.level)
+        runs = sorted((s for s in self.planned if s.runs), key=lambda s: s.level)
         for _, some in groupby(runs, lambda s: s.level):
             ready = []
             for s in some:
@@ -70,14 +70,14 @@ class Batch:
                     yield failed(s.entry, _unmade(s.entry))
                 else:
                     ready.append(s)
-            for report in _level(ready, crew, progress, by):
+            for report in _level(ready, workers, progress, by):
                 if report.status == "failed":
                     lost.add(report.number)
                 yield report
 
     def _clean(self) -> None:
         """Remove what killed runs left beside the outputs."""
-        for folder in {s.entry.job.output.parent for s in self.sketches}:
+        for folder in {s.entry.job.output.parent for s in self.planned}:
             with suppress(OSError):  # a folder that cannot be read is the failure of its own jobs
                 if folder.is_dir():
                     remove_stale(folder)
@@ -91,37 +91,37 @@ def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, N
             return
 
 
-def _level(ready: Sequence[Sketch], crew: Crew, progress: Progress, by: Executor) -> Iterator[JobReport]:
-    """Jobs that wait for nobody; those that another process is at come last, when it has ended with them."""
+def _level(ready: Sequence[PlannedJob], workers: Workers, progress: Progress, by: Executor) -> Iterator[JobReport]:
+    """Run jobs that wait for nobody. Those that another process works at come last, when it has ended with them."""
     taken: set[int] = set()
-    for report in by.run(passes(ready, crew.workers, by), crew, progress) if ready else ():
+    for report in by.run(grouped(ready, workers.count, by), workers, progress) if ready else ():
         if report.status == "taken":
             taken.add(report.number)
         else:
             yield report
     left = [s for s in ready if s.entry.number in taken]
     if left:
-        yield from by.run([replace(p, wait=True) for p in passes(left, crew.workers, by)], crew, progress)
+        yield from by.run([replace(p, wait=True) for p in grouped(left, workers.count, by)], workers, progress)
 
 
-def passes(sketches: Sequence[Sketch], workers: int | None, by: Executor) -> list[Pass]:
-    """Jobs that can share a read of their base, some at a time, so that every worker has something to do."""
-    groups: dict[Any, list[Entry]] = {}
-    for s in sketches:
+def grouped(planned: Sequence[PlannedJob], workers: int | None, by: Executor) -> list[JobGroup]:
+    """Return groups of jobs that can share a read of their base, small enough that every worker has something to do."""
+    groups: dict[Any, list[BatchJob]] = {}
+    for s in planned:
         groups.setdefault(s.together, []).append(s.entry)
-    found, share = [], _share(len(sketches), workers, by)
+    found, share = [], _share(len(planned), workers, by)
     for group in groups.values():
         step = min(TOGETHER, ceil(len(group) / (workers or 1)))
-        found += [Pass(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
+        found += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
     return found
 
 
 def _share(jobs: int, workers: int | None, by: Executor) -> int:
-    """How many share the memory bound of a job: no more than there are jobs, one where each has its own machine."""
+    """Return how many share the memory bound of a job: at most as many as jobs; one where each has its own machine."""
     return min(workers or 1, jobs) if by.shared else 1
 
 
-def _unmade(entry: Entry) -> MergeError:
+def _unmade(entry: BatchJob) -> MergeError:
     return UsageError("the base was not made, as its job failed", f"{entry.where}: {entry.job.base}",
                       "see the failure of that job")  # fmt: skip
 
@@ -133,7 +133,7 @@ def make_batch(
     executor: str = "local",
     overwrite: bool = False,
 ) -> Batch:
-    """The jobs of a file, or of data as in a file, planned from headers; UsageError names all mistakes at once."""
+    """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once."""
     switch(overwrite, "--overwrite")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
@@ -193,7 +193,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     ended: list[JobReport] = []
     with interruptible():
         batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite)
-        with closing(batch.run(Crew(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:
+        with closing(batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:
             for report in reports:
                 ended.append(report)
                 try:

@@ -34,7 +34,7 @@ class _Strict(BaseModel):
 
 
 def _strength(value: Any) -> Any:
-    """A finite number, or a text with a template in it; "1e-1" is a number too."""
+    """Return a finite number, or a text with a template in it; "1e-1" is a number too."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("should be a number, or a template such as '{s}'")
     if isinstance(value, str) and "{" in value:
@@ -219,7 +219,7 @@ NEAR: Final = 200  # mistakes that come with the nearest right name
 
 
 def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
-    """Where each mistake is, and what it is in one sentence, with the nearest right name."""
+    """Return where each mistake is, and what it is in one sentence, with the nearest right name."""
     for n, e in enumerate(error.errors(include_url=False)):
         place: Place = e["loc"]
         if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":
@@ -240,14 +240,14 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
 
 
 def _model(place: Place) -> type[BaseModel]:
-    """The model that an unknown field at `place` was meant for."""
+    """Return the model that an unknown field at `place` was meant for."""
     if len(place) <= 3:
         return (JobsFile, Defaults, JobEntry)[len(place) - 1]
     return Glob if place[2] == "matrix" else AdapterEntry
 
 
 def nearest(word: str, known: Iterable[str], *, every: bool = True) -> str:
-    """ "; did you mean X?", or what there is; empty where nothing helps."""
+    """Return "; did you mean X?", or what there is; empty where nothing helps."""
     names = [k for k in known if k != word]
     found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if found:

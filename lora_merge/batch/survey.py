@@ -1,4 +1,4 @@
-"""All jobs planned from headers before the first byte is written: errors, order, what is done, bytes needed.
+"""Plans all jobs from headers before the first byte is written: errors, order, what is done, bytes needed.
 
 Jobs that differ in output and strength alone have one plan between them, so that ten thousand take seconds.
 """
@@ -22,18 +22,18 @@ from ..options import OPTIONS
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
-from .jobs_file import Entry
+from .jobs_file import BatchJob
 from .resume import Hashes, done
 
 SHOWN: Final = 20  # clashes that are listed one by one
-TOGETHER: Final = 8  # jobs at most in one pass over a base; more would save little and lose more when killed
+TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
 @dataclass(frozen=True)
-class Sketch:
-    """What is known of a job before anything runs."""
+class PlannedJob:
+    """One job of a batch, with what is known of it before anything runs."""
 
-    entry: Entry
+    entry: BatchJob
     level: int = 0  # 0: all inputs are there; n: some input is the output of a job of level n − 1
     needs: int | None = None  # number of the job whose output is its base, where that has to be made first
     size: int = 0  # bytes of its output
@@ -45,12 +45,12 @@ class Sketch:
 
     @property
     def runs(self) -> bool:
-        """Whether there is something to do."""
+        """Return whether there is something to do."""
         return not self.done and self.error is None
 
 
-def survey(entries: Sequence[Entry], *, workers: int = 1) -> tuple[Sketch, ...]:
-    """Every job as a sketch, in the order of the file; what is wrong with one job stands in its sketch.
+def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob, ...]:
+    """Return every job planned, in the order of the file. What is wrong with one job is its `error`.
 
     UsageError where jobs get in each other's way.
     """
@@ -58,17 +58,17 @@ def survey(entries: Sequence[Entry], *, workers: int = 1) -> tuple[Sketch, ...]:
     surveyor = _Surveyor(outputs, workers)
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
-            surveyor.sketch(entry, level)
-    return tuple(surveyor.sketches[e.number] for e in entries)
+            surveyor.plan(entry, level)
+    return tuple(surveyor.planned[e.number] for e in entries)
 
 
 class _Outputs:
-    """All outputs by their real paths, and who makes an input. UsageError if two are one, or one lies in another."""
+    """All outputs by their real paths. UsageError if two of them are one, or one lies in another."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._by_path: dict[str, Entry] = {}
-        folded: dict[str, Entry] = {}
-        self._makers: dict[Path, Entry | None] = {}
+    def __init__(self, entries: Sequence[BatchJob]) -> None:
+        self._by_path: dict[str, BatchJob] = {}
+        folded: dict[str, BatchJob] = {}
+        self._makers: dict[Path, BatchJob | None] = {}
         clashes = []
         for e in entries:
             real = os.path.realpath(e.job.output)
@@ -86,14 +86,14 @@ class _Outputs:
             raise UsageError(f"outputs in the place of another job's: {len(clashes)}", _listed(clashes),
                              "give every job an output of its own")  # fmt: skip
 
-    def maker(self, path: Path) -> Entry | None:
-        """The job whose output an input is, or is inside of."""
+    def maker(self, path: Path) -> BatchJob | None:
+        """Return the job whose output an input is, or is inside of."""
         if path not in self._makers:
             real = os.path.realpath(path)
             self._makers[path] = self._by_path.get(real) or self._around(real)
         return self._makers[path]
 
-    def _around(self, real: str) -> Entry | None:
+    def _around(self, real: str) -> BatchJob | None:
         while (above := os.path.dirname(real)) != real:  # noqa: PTH120  # ten times as fast as Path, per job
             real = above
             if real in self._by_path:
@@ -101,9 +101,9 @@ class _Outputs:
         return None
 
 
-def _levels(entries: Sequence[Entry], makers: Mapping[int, Entry | None]) -> Iterator[list[Entry]]:
-    """The jobs in the order in which they can run; UsageError for those that wait for each other."""
-    waiting: dict[int | None, list[Entry]] = {}
+def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) -> Iterator[list[BatchJob]]:
+    """Return the jobs in the order in which they can run; UsageError for those that wait for each other."""
+    waiting: dict[int | None, list[BatchJob]] = {}
     for e in entries:
         maker = makers[e.number]
         waiting.setdefault(None if maker is None else maker.number, []).append(e)
@@ -139,14 +139,14 @@ class _Surveyor:
         self.outputs, self.workers = outputs, workers
         self.opened, self.hashes = CheckpointCache(), Hashes()
         self.outlines: dict[Any, _Outline | MergeError] = {}
-        self.sketches: dict[int, Sketch] = {}
+        self.planned: dict[int, PlannedJob] = {}
         self.grounded: dict[int, Job] = {}
         self.shares: dict[tuple[Path, Path], bool] = {}
 
-    def sketch(self, entry: Entry, level: int) -> None:
-        """Plan one job; those whose outputs it reads have been sketched."""
+    def plan(self, entry: BatchJob, level: int) -> None:
+        """Plan one job, after those whose outputs it reads."""
         job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
-        blank = Sketch(entry, level, None if maker is None else maker.number)
+        blank = PlannedJob(entry, level, None if maker is None else maker.number)
         try:
             self.grounded[entry.number] = self._grounded(job)
             outline = self._outline(self.grounded[entry.number])
@@ -156,31 +156,31 @@ class _Surveyor:
                 spared=outline.spared,
             )  # fmt: skip
         except MergeError as e:
-            self.sketches[entry.number] = replace(blank, error=e)
+            self.planned[entry.number] = replace(blank, error=e)
             return
         shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.together)
         together = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
-        self.sketches[entry.number] = replace(
+        self.planned[entry.number] = replace(
             blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
             done=complete,
         )  # fmt: skip
 
     def _shares(self, folder: Path, base: Path) -> bool:
-        """Asked once for thousands of jobs."""
+        """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""
         if (folder, base) not in self.shares:
             self.shares[folder, base] = share_blocks(folder, base)
         return self.shares[folder, base]
 
-    def _running(self, maker: Entry | None) -> Entry | None:
-        return maker if maker is not None and not self.sketches[maker.number].done else None
+    def _running(self, maker: BatchJob | None) -> BatchJob | None:
+        return maker if maker is not None and not self.planned[maker.number].done else None
 
     def _grounded(self, job: Job) -> Job:
-        """The job on a base that is there: on what the output that it reads will be made from."""
+        """Return the job on a base that is there: the one from which the output that it reads will be made."""
         maker = self._running(self.outputs.maker(job.base))
         if maker is None:
             return job
-        error = self.sketches[maker.number].error
+        error = self.planned[maker.number].error
         if error is not None:
             raise UsageError("the base is the output of a job that cannot run", f"{job.base}, made by {maker.where}",
                              "correct that job first")  # fmt: skip
@@ -188,7 +188,10 @@ class _Surveyor:
         return replace(job, base=made.base, dtype=made.dtype if job.dtype == "keep" else job.dtype)
 
     def _outline(self, job: Job) -> _Outline:
-        """Planned once for all jobs of a kind. Strengths 0 and 1 are kinds of their own: they may copy as a whole."""
+        """Return the outline of a job, planned once for all jobs of a kind.
+
+        Strengths 0 and 1 are kinds of their own: they may copy a tensor as a whole.
+        """
         for path in (*(ref.path for ref in job.adapters), *([job.map] if job.map else [])):
             maker = self.outputs.maker(path)
             if maker is not None:
@@ -221,11 +224,14 @@ class _Surveyor:
         )
 
 
-def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path, int]]:
-    """A path on every disk that is written to, and the bytes needed there; what is replaced stays until it is."""
-    by_disk: dict[int, list[Sketch]] = {}
+def disk_needs(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Path, int]]:
+    """Return a path on every disk that is written to, and the bytes needed there.
+
+    What is replaced takes its space until it is.
+    """
+    by_disk: dict[int, list[PlannedJob]] = {}
     disks: dict[Path, int] = {}
-    for s in (s for s in sketches if s.runs):
+    for s in (s for s in planned if s.runs):
         folder = s.entry.job.output.parent
         if folder not in disks:
             disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
@@ -235,14 +241,14 @@ def disk_needs(sketches: Sequence[Sketch], workers: int) -> Iterator[tuple[Path,
         yield some[0].entry.job.output, sum(s.needs_disk - s.replaces for s in some) + sum(kept)
 
 
-def check_space(sketches: Sequence[Sketch], workers: int) -> None:
+def check_space(planned: Sequence[PlannedJob], workers: int) -> None:
     """ResourceError unless every disk can hold all that will be written."""
-    for path, size in disk_needs(sketches, workers):
+    for path, size in disk_needs(planned, workers):
         require_space(path, size)
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     files = [path / name for name in files_under(path)] if path.is_dir() else [path]
     return sum(p.stat().st_size for p in files if p.exists())
 

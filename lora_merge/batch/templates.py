@@ -1,4 +1,4 @@
-"""`{name}` in a jobs file: filled in with one value of the matrix, in one pass.
+"""Fills `{name}` in the texts of a jobs file with one value of the matrix.
 
 A value may not lead an output out of the place that the file names: `..`, an absolute path or `~` counts only where
 it is written in the template itself.
@@ -23,7 +23,7 @@ class NoSuchName(ValueError):
 
 
 def render(template: str, values: Mapping[str, str]) -> str:
-    """The text with every `{name}` replaced; `{{` and `}}` are braces. NoSuchName if it cannot be."""
+    """Return the text with every `{name}` replaced; `{{` and `}}` are braces. NoSuchName if it cannot be."""
     room = LONGEST_PATH
 
     def fill(match: re.Match[str]) -> str:
@@ -42,7 +42,7 @@ def render(template: str, values: Mapping[str, str]) -> str:
 
 
 def render_output(template: str, values: Mapping[str, str]) -> str:
-    """As `render`, for a path that is written to; NoSuchName if a value leads it elsewhere."""
+    """Return what `render` does, for a path that is written to; NoSuchName if a value leads it elsewhere."""
     path = render(template, values)
     literal = render(template, dict.fromkeys(values, "x"))
     if "\0" in literal:

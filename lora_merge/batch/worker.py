@@ -1,4 +1,4 @@
-"""A worker process of a batch: takes passes on stdin, gives reports on stdout, both pickled; see executors.py.
+"""Runs as a worker process of a batch: takes groups on stdin, gives reports on stdout, both pickled; see executors.py.
 
 Started anew (see process.py), and not forked: torch and CUDA do not survive a fork, and a program that
 calls `run_batch` need not guard its main module.
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from ..process import collect_rarely, deliver_pending, heeding, on_stop
 
 if TYPE_CHECKING:
-    from .groups import Pass
-    from .jobs_file import Entry
+    from .groups import JobGroup
+    from .jobs_file import BatchJob
 
 
 @dataclass(frozen=True)
 class Task:
-    """A pass for a certain worker of several."""
+    """A group, and the worker that is to make it."""
 
-    this: Pass
+    group: JobGroup
     number: int  # of the worker, from 0
 
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _work() -> None:
-    """What anything prints goes to stderr, so that stdout carries reports alone."""
+    """Make groups until stdin ends. What anything prints goes to stderr: stdout carries reports alone."""
     from ..engine.torch_preload import preload
     from ..planning.cache import CheckpointCache
     from .groups import carry_out
@@ -58,24 +58,24 @@ def _work() -> None:
         _send(reports, None)
 
 
-def spread(task: Task) -> Pass:
-    """The pass with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
-    if task.this.workers > 1:
+def spread(task: Task) -> JobGroup:
+    """Return the group with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
+    if task.group.workers > 1:
         from ..engine.devices import share_cores
 
-        share_cores(task.this.workers)
-    entries = tuple(_on_gpu(e, task.number) for e in task.this.entries)
-    return replace(task.this, entries=entries)
+        share_cores(task.group.workers)
+    entries = tuple(_on_gpu(e, task.number) for e in task.group.entries)
+    return replace(task.group, entries=entries)
 
 
-def _on_gpu(entry: Entry, number: int) -> Entry:
+def _on_gpu(entry: BatchJob, number: int) -> BatchJob:
     from ..engine.devices import nth_device
 
     return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
 
 
 def _send(reports: BinaryIO, message: Any) -> None:
-    """To the parent; when it is gone, that ends the pass and with it this process, which removes what it has begun."""
+    """Send a message to the parent. Where it is gone, end this process, which removes what it has begun."""
     try:
         pickle.dump(message, reports)
         reports.flush()

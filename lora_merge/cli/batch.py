@@ -20,7 +20,7 @@ from .values import whole_number
 if TYPE_CHECKING:
     from ..batch.report import JobReport
     from ..batch.run import Batch
-    from ..batch.survey import Sketch
+    from ..batch.survey import PlannedJob
     from .streams import ReportFile
 
 
@@ -52,7 +52,7 @@ def batch(
         return
     if jobs is None:
         raise UsageError("no jobs file was given", "lora-merge batch", "lora-merge batch JOBS.yaml")
-    from ..batch.executors import Crew
+    from ..batch.executors import Workers
     from ..batch.executors import executor as find
     from ..batch.run import make_batch
     from .streams import ReportFile
@@ -72,14 +72,14 @@ def batch(
     leave_lost_folder()
     ended: list[JobReport] = []
     with bar(made.size, "batch", quiet=quiet) as progress:
-        for one in made.run(Crew(number, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
+        for one in made.run(Workers(number, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
             ended.append(one)
             if told is not None:
                 told.append(one.to_json())
             if as_json:
                 echo(one.to_json())
             elif not quiet or not one.ok:
-                _write(_line(one, len(made.sketches)), *_remarks(one))
+                _write(_line(one, len(made.planned)), *_remarks(one))
             else:
                 _write(*(f"{one.output}: {remark.strip()}" for remark in _remarks(one)), to=sys.stderr)
     _conclude(made, ended, sys.stderr if as_json else sys.stdout)
@@ -90,15 +90,15 @@ def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     from ..job import expand
     from ..planning.plan import sources
 
-    asked = [s.entry.job for s in made.sketches]
+    asked = [s.entry.job for s in made.planned]
     return {expand(jobs), *(p for j in asked for p in sources(j))}, {j.output for j in asked}
 
 
 def _announce(made: Batch, *, quiet: bool) -> None:
     if not quiet:
-        runs = [s for s in made.sketches if s.runs]
-        echo(f"{len(made.sketches)} jobs: {len(runs)} to run ({_size(made.size)} to write), "
-                   f"{sum(s.done for s in made.sketches)} done already, {_broken(made)} that cannot run")  # fmt: skip
+        runs = [s for s in made.planned if s.runs]
+        echo(f"{len(made.planned)} jobs: {len(runs)} to run ({_size(made.size)} to write), "
+                   f"{sum(s.done for s in made.planned)} done already, {_broken(made)} that cannot run")  # fmt: skip
 
 
 def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
@@ -106,37 +106,37 @@ def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: boo
     from ..batch.survey import check_space, disk_needs
     from ..disk.volumes import free_bytes
 
-    for s in made.sketches:
-        line = json.dumps(_sketch(s), ensure_ascii=False)
+    for s in made.planned:
+        line = json.dumps(_facts(s), ensure_ascii=False)
         if told is not None:
             told.append(line)
         if as_json:
             echo(line)
         elif not quiet or s.error is not None:
-            echo(f"[{s.entry.number}/{len(made.sketches)}] {_fate(s)}  {s.entry.job.output}  {_recipe(s)}")
+            echo(f"[{s.entry.number}/{len(made.planned)}] {_fate(s)}  {s.entry.job.output}  {_recipe(s)}")
             if s.error is not None:
                 echo(_indented(s.error))
     if not (as_json or quiet):
         _announce(made, quiet=False)
-        for path, size in disk_needs(made.sketches, workers):
+        for path, size in disk_needs(made.planned, workers):
             echo(f"disk     {path.parent}: {_size(size)} needed, {_size(free_bytes(path))} free")
     if _broken(made):
-        raise _failure(_broken(made), len(made.sketches), "planned")
-    check_space(made.sketches, workers)
+        raise _failure(_broken(made), len(made.planned), "planned")
+    check_space(made.planned, workers)
 
 
-def _recipe(s: Sketch) -> str:
+def _recipe(s: PlannedJob) -> str:
     job = s.entry.job
     return " + ".join([job.base.name, *(f"{a.strength:g} × {a.path.name}" for a in job.adapters)])
 
 
-def _fate(s: Sketch) -> str:
+def _fate(s: PlannedJob) -> str:
     if s.error is not None:
         return "cannot run"
     return "done already" if s.done else f"would write {_size(s.size)}"
 
 
-def _sketch(s: Sketch) -> dict[str, Any]:
+def _facts(s: PlannedJob) -> dict[str, Any]:
     job = s.entry.job
     return {
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
@@ -166,7 +166,7 @@ def _indented(error: Exception) -> Lines:
 def _conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
     """The table, and BatchFailed if any job has no output."""
     counts = Counter(one.status for one in ended)
-    not_run = len(made.sketches) - len(ended)
+    not_run = len(made.planned) - len(ended)
     written = sum(one.report.written for one in ended if one.report is not None)
     print(f"\n{'merged':>8} {'skipped':>8} {'failed':>8} {'not run':>8} {'written':>10}", file=to)
     print(
@@ -177,11 +177,11 @@ def _conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
         what = one.error.what if one.error is not None else one.status
         print(one_line(f"  failed  {one.where}  {one.output}: {what}"), file=to)
     if bad or not_run:
-        raise _failure(len(bad), len(made.sketches), "run")
+        raise _failure(len(bad), len(made.planned), "run")
 
 
 def _broken(made: Batch) -> int:
-    return sum(s.error is not None for s in made.sketches)
+    return sum(s.error is not None for s in made.planned)
 
 
 def _failure(count: int, total: int, what: str) -> BatchFailed:

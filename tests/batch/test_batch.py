@@ -27,8 +27,7 @@ import torch
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge.batch import groups as passes
-from lora_merge.batch import survey
+from lora_merge.batch import groups, survey
 from lora_merge.batch.report import JobReport
 from lora_merge.batch.run import make_batch
 from lora_merge.cli.main import app
@@ -117,7 +116,7 @@ def test_jobs_made_together_are_byte_for_byte_what_each_is_alone(models: Path, d
         job(models, "e", "oil.safetensors", "ink.safetensors:0.3", dtype=dtype),
     ]  # fmt: skip
     assert fates(run(jobs)) == ["merged"] * 5
-    for one, entry in zip(jobs, make_batch(jobs).sketches, strict=True):
+    for one, entry in zip(jobs, make_batch(jobs).planned, strict=True):
         alone = replace(entry.entry.job, output=models / "alone", overwrite=True)
         lora_merge.merge(alone.base, list(alone.adapters), alone.output, dtype=dtype, overwrite=True)
         assert Path(one["output"]).read_bytes() == (models / "alone").read_bytes()
@@ -314,7 +313,7 @@ def test_shards_cost_one_descriptor_each_however_many_jobs(tmp_path: Path) -> No
 
 
 def test_the_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "PAUSE", 0)
+    monkeypatch.setattr(groups, "PAUSE", 0)
     write, left = Writer.write, Counter({"1.safetensors": 2, "2.safetensors": 9})
 
     def stumbling(self: Writer, data: memoryview, at: int) -> None:
@@ -362,7 +361,7 @@ def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [job(models, "one"), job(models, "ONE")]
-    assert len(make_batch(jobs).sketches) == 2
+    assert len(make_batch(jobs).planned) == 2
     monkeypatch.setattr(survey, "ignores_case", lambda _: True)
     with pytest.raises(UsageError, match="place of another"):
         make_batch(jobs)
@@ -382,9 +381,9 @@ def test_outputs_that_are_inputs_are_made_first(models: Path) -> None:
 
 def test_a_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
     jobs = [job(models, str(n), base=str(models / "out" / str(n - 1))) for n in range(1, 1050)]
-    sketches = make_batch([job(models, "0", dtype="fp32"), *jobs]).sketches
-    assert [s.level for s in sketches] == list(range(1050))  # more than Python calls within calls
-    assert len({s.size for s in sketches}) == 1 and all(s.error is None for s in sketches)
+    planned = make_batch([job(models, "0", dtype="fp32"), *jobs]).planned
+    assert [s.level for s in planned] == list(range(1050))  # more than Python calls within calls
+    assert len({s.size for s in planned}) == 1 and all(s.error is None for s in planned)
 
 
 def test_a_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,8 +451,8 @@ def test_planning_a_job_takes_few_steps(models: Path, monkeypatch: pytest.Monkey
             "dtype": dtype, "matrix": {"a": ["ink", "oil"], "s": [n / 1000 for n in range(count // 4)]},
             "output": str(models / f"out/{dtype}" / "{a}-{s}"),
         } for dtype in ("keep", "bf16")]})  # fmt: skip
-        assert len(planned.sketches) == count
-        assert all(s.runs for s in planned.sketches)
+        assert len(planned.planned) == count
+        assert all(s.runs for s in planned.planned)
         assert opened == {"base.safetensors": 1, "ink.safetensors": 1, "oil.safetensors": 1}
 
     few, many = (steps(lambda count=count: plan(count)) for count in (100, 400))

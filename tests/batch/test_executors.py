@@ -22,12 +22,11 @@ from typing import Any, BinaryIO
 import pytest
 
 import lora_merge
-from lora_merge.batch import executors
-from lora_merge.batch import groups as passes
+from lora_merge.batch import executors, groups
 from lora_merge.batch import ray as on_ray
 from lora_merge.batch import run as batch
-from lora_merge.batch.executors import EXECUTORS, Crew, executor
-from lora_merge.batch.groups import Pass
+from lora_merge.batch.executors import EXECUTORS, Workers, executor
+from lora_merge.batch.groups import JobGroup
 from lora_merge.batch.report import JobReport
 from lora_merge.batch.run import make_batch
 from lora_merge.batch.worker import Task
@@ -168,8 +167,8 @@ def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Begun:
     log = models / "log"
     pid = nursery.start([], models, log=str(log), code=textwrap.dedent(code))
     tasks, reports = (models / "tasks").open("wb"), (models / "reports").open("rb")
-    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
-    pickle.dump(Task(Pass(entries), 0), tasks)
+    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
+    pickle.dump(Task(JobGroup(entries), 0), tasks)
     tasks.flush()
     nursery.stopped(pid, log.read_text)
     assert list(models.glob("out/.*.part"))
@@ -184,8 +183,8 @@ def test_a_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nurse
 
 
 def test_a_task_that_is_cut_off_is_the_end(models: Path) -> None:
-    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).sketches)
-    text = pickle.dumps(Task(Pass(entries), 0))
+    entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
+    text = pickle.dumps(Task(JobGroup(entries), 0))
     done = subprocess.run(
         [sys.executable, "-m", "lora_merge.batch.worker"], input=text[: len(text) // 2], capture_output=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -253,7 +252,9 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     thread.start()
     reports, written, alone = [], [0], 0
     planned = make_batch(mine, workers=2)
-    for report in planned.run(Crew(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)):
+    for report in planned.run(
+        Workers(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)
+    ):
         reports.append(report)
         alone += planned.size > written[0] > 0
     thread.join()
@@ -292,11 +293,11 @@ def test_a_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, c
 
 def test_a_path_that_a_node_does_not_see_is_told(models: Path) -> None:
     """The task as it runs on a node, and the driver's look at what a node has made."""
-    entries = [s.entry for s in make_batch(jobs(models, 3)).sketches]
+    entries = [s.entry for s in make_batch(jobs(models, 3)).planned]
     ink, told = entries[1].job.adapters[0].path, list[Any]()
     inbox = SimpleNamespace(put=SimpleNamespace(remote=told.append))
     elsewhere = replace(entries[1], job=replace(entries[1].job, adapters=(Adapter(ink.with_name("local")),)))
-    found = {r.number: r for r in on_ray._task(Pass((entries[0], elsewhere)), inbox)}
+    found = {r.number: r for r in on_ray._task(JobGroup((entries[0], elsewhere)), inbox)}
     assert found[1].status == "merged"
     assert isinstance(found[2].error, ResourceError)
     assert f"local, missing on the node {socket.gethostname()}" in found[2].error.where
@@ -315,7 +316,7 @@ class FakeRay:
     """What the driver asks Ray for; nothing runs."""
 
     def __init__(self, *gpus: int) -> None:
-        self.on_nodes, self.asked, self.sent = gpus, list[dict[str, Any]](), list[Pass]()
+        self.on_nodes, self.asked, self.sent = gpus, list[dict[str, Any]](), list[JobGroup]()
         self.task = SimpleNamespace(options=self.options)
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -343,10 +344,10 @@ class FakeRay:
 def test_a_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
     models: Path, device: str, nodes: tuple[int, ...], asked: int, sent: str
 ) -> None:
-    entries = tuple(s.entry for s in make_batch([j | {"device": device} for j in jobs(models, 2)]).sketches)
+    entries = tuple(s.entry for s in make_batch([j | {"device": device} for j in jobs(models, 2)]).planned)
     ray = FakeRay(*nodes)
     driver = on_ray._Ray(ray, lambda _: None)
-    driver._start(Pass(entries))
+    driver._start(JobGroup(entries))
     assert ray.asked[-1]["num_gpus"] == asked
     assert [e.job.device for e in ray.sent[-1].entries] == [sent, sent]
     assert [(e.number, e.job.output) for e in ray.sent[-1].entries] == [(e.number, e.job.output) for e in entries]
@@ -356,11 +357,11 @@ def test_a_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
 
 def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plan_job = passes.plan_job
-    monkeypatch.setattr(passes, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
+    plan_job = groups.plan_job
+    monkeypatch.setattr(groups, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
     some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
-    entries = tuple(s.entry for s in make_batch(some).sketches)
-    assert all(r.ok for r in passes.carry_out(Pass(entries, workers=4), CheckpointCache()))
+    entries = tuple(s.entry for s in make_batch(some).planned)
+    assert all(r.ok for r in groups.carry_out(JobGroup(entries, workers=4), CheckpointCache()))
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 
 
@@ -370,16 +371,16 @@ def test_as_many_share_the_memory_as_there_are_jobs_for(models: Path) -> None:
     for name, shares in (("local", 4), ("ray", 1)):
         pytest.importorskip("ray") if name == "ray" else None
         batched = make_batch(some, workers=500, executor=name)
-        assert [s.error for s in batched.sketches] == [None] * 4
-        assert {p.workers for p in batch.passes(batched.sketches, 500, executor(name))} == {shares}
+        assert [s.error for s in batched.planned] == [None] * 4
+        assert {p.workers for p in batch.grouped(batched.planned, 500, executor(name))} == {shares}
     narrow = make_batch([j | {"max_memory": "20MiB"} for j in some], workers=4)
-    assert all("5242880, the share of one of 4 workers" in str(s.error) for s in narrow.sketches)
+    assert all("5242880, the share of one of 4 workers" in str(s.error) for s in narrow.planned)
 
 
 def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> None:
     bounds: list[dict[str, Any]] = [{}, {}, {"max_vram": "4GiB"}, {"max_vram": "2GiB"}, {"max_memory": "512MiB"}]
     batched = make_batch([j | more for j, more in zip(jobs(models, 5), bounds, strict=True)])
-    found = batch.passes(batched.sketches, None, executor("local"))
+    found = batch.grouped(batched.planned, None, executor("local"))
     assert [[e.number for e in p.entries] for p in found] == [[1, 2], [3], [4], [5]]
 
 

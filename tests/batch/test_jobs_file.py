@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.batch.jobs_file import Entry, load
+from lora_merge.batch.jobs_file import BatchJob, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output
 from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES
@@ -20,7 +20,7 @@ from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
 
 
-def read(folder: Path, text: str) -> tuple[Entry, ...]:
+def read(folder: Path, text: str) -> tuple[BatchJob, ...]:
     (folder / "jobs.yaml").write_text(text, encoding="utf-8")
     return load(folder / "jobs.yaml")
 
