@@ -18,11 +18,11 @@ def start() -> None:
     """
     on_stop(_quit)  # until `main` has a better answer
     from .cli.main import main
-    from .cli.streams import Teller, open_descriptors
+    from .cli.streams import SafeStream, open_descriptors
 
     open_descriptors()
-    sys.stdout = out = Teller(sys.stdout)
-    sys.stderr = err = Teller(sys.stderr)
+    sys.stdout = out = SafeStream(sys.stdout)
+    sys.stderr = err = SafeStream(sys.stderr)
     code = 0
     try:
         main()

@@ -1,4 +1,4 @@
-"""`glob` in a jobs file: the paths that match a pattern, found with a bound on how much of the disk is looked at.
+"""Finds the paths that match a `glob` of a jobs file, with a bound on how much of the disk is looked at.
 
 The rules are those of Python's `glob`: `*`, `?` and `[a-z]` stand for a part of one name, `**` for any number of
 folders, and none of them for a name that begins with a dot.
@@ -30,7 +30,7 @@ class Search:
         self.left = LOOKED_AT
 
     def paths(self, pattern: str) -> list[str]:
-        """Sorted paths. NoSuchName where there are none, or where too many names would have to be looked at."""
+        """Return sorted paths; NoSuchName where there are none, or where too many names would have to be looked at."""
         start = Path(Path(pattern).anchor)
         steps = Path(pattern).parts[len(start.parts) :]
         found = [start]
@@ -52,7 +52,7 @@ class Search:
         return paths
 
     def _named(self, found: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:
-        """What in these folders has such a name."""
+        """Return what has such a name in these folders."""
         wanted = re.compile(translate(os.path.normcase(step)))
         for path in found:
             for entry in self._entries(path):
@@ -61,7 +61,7 @@ class Search:
                     yield path / entry.name
 
     def _below(self, found: Iterable[Path], *, folders: bool) -> Iterator[Path]:
-        """These folders, and what lies in them at any depth, each once."""
+        """Return these folders, and what lies in them at any depth, each once."""
         waiting, seen = [path for path in found if (self.folder / path).is_dir()], set[Path]()
         while waiting:
             path = waiting.pop()
@@ -78,11 +78,11 @@ class Search:
                     yield path / entry.name
 
     def _leads_back(self, path: Path, entry: os.DirEntry[str]) -> bool:
-        """Whether it is a link to a folder that it lies in."""
+        """Return whether it is a link to a folder that it lies in."""
         return entry.is_symlink() and (self.folder / path).resolve().is_relative_to(Path(entry.path).resolve())
 
     def _entries(self, path: Path) -> list[os.DirEntry[str]]:
-        """What lies in a folder; nothing in what is none, or cannot be read."""
+        """Return what lies in a folder; nothing for what is no folder, or cannot be read."""
         self._look(FOLDER)
         try:
             with os.scandir(self.folder / path) as entries:

@@ -1,10 +1,11 @@
-"""`lora-merge batch`: a jobs file → one line a job and a table. No decisions here."""
+"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and a table. It decides nothing."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -71,8 +72,10 @@ def batch(
     check_room()  # once, as it holds for every worker
     leave_lost_folder()
     ended: list[JobReport] = []
-    with bar(made.size, "batch", quiet=quiet) as progress:
-        for one in made.run(Workers(number, ray_address), name=executor, fail_fast=fail_fast, progress=progress):
+    with ExitStack() as stack:
+        progress = stack.enter_context(bar(made.size, "batch", quiet=quiet))
+        run = made.run(Workers(number, ray_address), name=executor, fail_fast=fail_fast, progress=progress)
+        for one in stack.enter_context(closing(run)):  # where a signal stops it, what is unfinished is removed
             ended.append(one)
             if told is not None:
                 told.append(one.to_json())
@@ -86,7 +89,7 @@ def batch(
 
 
 def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
-    """What is read and what is made."""
+    """Return the paths that are read, and those that are made."""
     from ..job import expand
     from ..planning.plan import sources
 
@@ -102,7 +105,7 @@ def _announce(made: Batch, *, quiet: bool) -> None:
 
 
 def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
-    """Every job with what would happen to it; fails as the run would, where jobs or the disk cannot do it."""
+    """Print every job with what would happen to it; fail as the run would, where a job or the disk cannot do it."""
     from ..batch.survey import check_space, disk_needs
     from ..disk.volumes import free_bytes
 
@@ -155,7 +158,7 @@ def _line(one: JobReport, total: int) -> str:
 
 
 def _remarks(one: JobReport) -> list[str]:
-    """What was left out, and what else the user should know."""
+    """Return what was left out, and what else the user should know."""
     return [] if one.report is None else [f"    {r}" for r in remarks(one.report.coverage, one.report.notes)]
 
 
@@ -164,7 +167,7 @@ def _indented(error: Exception) -> Lines:
 
 
 def _conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
-    """The table, and BatchFailed if any job has no output."""
+    """Print the table; raise BatchFailed if any job has no output."""
     counts = Counter(one.status for one in ended)
     not_run = len(made.planned) - len(ended)
     written = sum(one.report.written for one in ended if one.report is not None)
@@ -190,7 +193,7 @@ def _failure(count: int, total: int, what: str) -> BatchFailed:
 
 
 def _write(*lines: str, to: IO[str] | None = None) -> None:
-    """Above the bar, where there is one."""
+    """Print lines above the bar, where there is one."""
     from tqdm import tqdm
 
     for line in lines:

@@ -1,4 +1,4 @@
-"""`lora-merge demo`: makes a small model and three adapters, merges them as a user would, checks the result.
+"""The command `lora-merge demo`: makes a small model and three adapters, merges them as users do, checks the result.
 
 Offline and quick. The check is written out here once more in fp64, apart from everything that merges.
 """
@@ -71,7 +71,7 @@ STRENGTHS: Final = (0.8, 0.5, 1.0)
 
 
 def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(diffusers name as kohya flattens it, key in the checkpoint, shape) of every layer that is trained."""
+    """Return (diffusers name as kohya flattens it, key in the checkpoint, shape) of every layer that is trained."""
     for level, width in enumerate(WIDTHS):
         for n in range(2):
             block, at = f"down_blocks_{level}", f"model.diffusion_model.input_blocks.{3 * level + n + 1}"
@@ -90,7 +90,7 @@ def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _model(random: torch.Generator) -> Tensors:
-    """A checkpoint in fp16 with the layers above and some that nobody trains."""
+    """Return a checkpoint in fp16 with the layers above and some that nobody trains."""
     tensors = {f"{key}.weight": torch.randn(shape, generator=random) * 0.02 for _, key, shape in _layers()}
     tensors |= {f"{key}.bias": torch.zeros(shape[0]) for _, key, shape in _layers() if "attn" not in key}
     first = "model.diffusion_model.input_blocks.0.0"
@@ -104,7 +104,7 @@ def _model(random: torch.Generator) -> Tensors:
 
 
 def _lora(random: torch.Generator) -> Tensors:
-    """Every layer, in fp32; convolutions with a 1×1 up."""
+    """Return a LoRA of every layer, in fp32; convolutions have a 1×1 up."""
     tensors: Tensors = {}
     for name, _, (out, *rest) in _layers():
         tensors[f"{name}.lora_up.weight"] = torch.randn(out, RANK, *[1] * (len(rest) - 1), generator=random) * 0.02
@@ -114,7 +114,7 @@ def _lora(random: torch.Generator) -> Tensors:
 
 
 def _loha(random: torch.Generator) -> Tensors:
-    """The convolutions, in bf16."""
+    """Return a LoHa of the convolutions, in bf16."""
     tensors: Tensors = {}
     for name, _, shape in _layers():
         if len(shape) == 4:
@@ -126,7 +126,7 @@ def _loha(random: torch.Generator) -> Tensors:
 
 
 def _glora(random: torch.Generator) -> Tensors:
-    """The cross-attention, in fp32 on an fp16 base."""
+    """Return a GLoRA of the cross-attention, in fp32 on an fp16 base."""
     tensors: Tensors = {}
     for name, _, shape in _layers():
         if "attn2" in name:
@@ -139,7 +139,7 @@ def _glora(random: torch.Generator) -> Tensors:
 
 
 def _check(model: Tensors, parts: list[Tensors], output: Path) -> tuple[int, int]:
-    """(elements that differ from the correctly rounded fp64 result, all elements)."""
+    """Return (elements that differ from the correctly rounded fp64 result, all elements)."""
     names = {f"{key}.weight": name for name, key, _ in _layers()}
     wrong = total = 0
     for key, info in parse_file(output).tensors.items():
@@ -155,7 +155,7 @@ def _check(model: Tensors, parts: list[Tensors], output: Path) -> tuple[int, int
 
 
 def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
-    """The formulas, plainly, in fp64."""
+    """Return what the formulas give, written down plainly, in fp64."""
     t = {k.removeprefix(f"{name}."): host(v, torch.float64).flatten(1) for k, v in tensors.items()
          if k.startswith(f"{name}.") and v.ndim}  # fmt: skip
     scale = ALPHA / RANK
@@ -170,7 +170,7 @@ def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
 
 
 def _require_ours(*paths: Path) -> None:
-    """UsageError if anything but the files of an earlier demo has one of these names."""
+    """Raise UsageError if anything but the files of an earlier demo has one of these names."""
     for path in paths:
         if os.path.lexists(path) and not _is_ours(path):
             raise UsageError("a file of yours has the name of one that the demo makes", str(path),

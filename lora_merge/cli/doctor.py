@@ -1,4 +1,4 @@
-"""Whether this machine can merge, and how fast: versions, devices, a test of every formula, the disk."""
+"""Finds out whether this machine can merge, and how fast: versions, devices, a test of every formula, the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BLOCK: Final = 32 << 20
 
 
 def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
-    """All that is found out; `problems` is empty if all is well. Leaves nothing in the folder."""
+    """Return all that is found out; `problems` is empty if all is well. Leaves nothing in the folder."""
     auto = place("auto", "F32")
     devices = [_device(name) for name in present()]
     disk = _disk(folder, disk_bytes)
@@ -63,14 +63,14 @@ def _version(package: str) -> str:
 
 
 def _memory() -> int:
-    """Bytes of the machine's memory; 0 where that is not told."""
+    """Return the bytes of the machine's memory; 0 where that is not told."""
     if sys.platform == "win32" or "SC_PHYS_PAGES" not in os.sysconf_names:
         return 0
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _device(name: str) -> dict[str, Any]:
-    """One device: its memory, the dtypes it can hold and cast, and the test of every formula in fp32 and fp64."""
+    """Return what is found of one device: memory, dtypes it can hold and cast, the test of every formula."""
     started = time.monotonic()
     why = unusable(torch.device(name))
     problems = [why] if why else []
@@ -96,7 +96,7 @@ def _device(name: str) -> dict[str, Any]:
 
 
 def _holds(device: str, dtype: str) -> bool:
-    """Whether the device can hold a dtype and cast from and to it."""
+    """Return whether the device can hold a dtype and cast from and to it."""
     try:
         there = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
         return bool((host(there, torch.float32) == 1).all())
@@ -112,7 +112,7 @@ def _name(device: str) -> str:
 
 
 def _device_memory(device: str) -> dict[str, int]:
-    """Bytes free and in all."""
+    """Return the bytes that are free, and all bytes."""
     kind = torch.device(device).type
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -123,7 +123,7 @@ def _device_memory(device: str) -> dict[str, int]:
 
 
 def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
-    """Largest difference between the formula there and the reference, as a share of the largest number.
+    """Return the largest difference between the formula there and the reference, as a share of the largest number.
 
     Base and adapter are stored in two dtypes first; both sides then start from the same stored numbers.
     """
@@ -136,7 +136,7 @@ def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
 
 
 def _stored(values: Array, dtype: str) -> Array:
-    """Floating-point numbers after a trip through a dtype; integers as they are."""
+    """Return floating-point numbers after a trip through a dtype; integers as they are."""
     if values.dtype.kind != "f":
         return values
     once: Array = host(host(torch.from_numpy(values), TORCH_DTYPES[dtype]), torch.float64).numpy()
@@ -148,7 +148,7 @@ def computed(
     name: str, example: Example, base: Array, at: Placement, kept: dict[str, Array] | None = None,
     stored: tuple[str, str] = ("F64", "F64"),
 ) -> Array:  # fmt: skip
-    """The production formula's ΔW [out, cols] for an example, computed at a placement, from dtypes as stored."""
+    """Return ΔW [out, cols] of the formula that merges use, for an example, at a placement, from dtypes as stored."""
     row = ALGORITHMS[name]
     at = precise(at) if row.decomposes else at
     to = precise(at) if row.prepare is not None else at
@@ -169,7 +169,7 @@ def computed(
 
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
-    """Rates of the folder's disk in bytes per second, through the cache and past it; what `auto` would do."""
+    """Return the rates of the disk in bytes per second, through the cache and past it, and the choice of `auto`."""
     found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "writes": "cached", "problems": []}
     if not (exists(folder) and folder.is_dir()):
         return found | {"problems": [f"{folder} is no folder"]}
@@ -219,7 +219,7 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The findings for people."""
+    """Return the findings as lines for people."""
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
     text = [f"lora-merge {found['version']}, Python {found['python']}, {packages}",
             f"machine  {found['platform']}, {found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is this file? From headers alone; no torch."""
+"""Says what a file is, from headers alone; no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAINERS: Final = (
 
 
 def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
-    """A table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`."""
+    """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`."""
     index = open_checkpoint(path)
     facts: dict[str, Any] = {
         "path": str(path), "kind": "checkpoint", "files": len(index.files),
@@ -58,7 +58,7 @@ def inspect(path: Path, adapter: Path | None = None) -> dict[str, Any]:
 
 
 def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
-    """How many modules of the adapter find their place in the base, per component, and which do not, and why."""
+    """Return how many modules of the adapter find their place in the base, by component, which do not, and why."""
     from ..job import make_job
     from ..matching.diagnosis import explain
     from ..planning.make_plan import Inputs, match
@@ -79,7 +79,7 @@ def fit(path: Path, base: Index, adapter: Path) -> dict[str, Any]:
 
 
 def _changed(index: Index) -> Iterator[str]:
-    """A note on a header that is not as its merge wrote it."""
+    """Return a note on a header that is not as its merge wrote it."""
     from ..proof.header_changes import changed_files
 
     if files := changed_files(index):
@@ -148,7 +148,7 @@ def _dtypes(index: Index) -> dict[str, int]:
 
 
 def _range(counts: Counter[Any]) -> list[Any]:
-    """The values that occur, the most frequent first."""
+    """Return the values that occur, the most frequent first."""
     return [value for value, _ in counts.most_common()]
 
 
@@ -161,7 +161,7 @@ def _trainer(index: Index) -> str:
 
 
 def _json(index: Index, entry: str) -> Any:
-    """What an entry of the metadata holds; None without."""
+    """Return what an entry of the metadata holds; None without."""
     try:
         return from_json(index.metadata.get(entry, "null"))
     except ValueError:
@@ -169,7 +169,7 @@ def _json(index: Index, entry: str) -> Any:
 
 
 def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
-    """The α that a PEFT configuration gives, for all modules or for some; diffusers has one per component."""
+    """Return the α that a PEFT configuration gives, for all modules or some; diffusers has one per component."""
     for key, value in configuration.items():
         if key.rpartition(".")[2] == "lora_alpha" and is_finite(value):
             yield float(value)
@@ -178,7 +178,7 @@ def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _dialect(file: AdapterFile) -> list[str]:
-    """The prefixes of module names, the most frequent first."""
+    """Return the prefixes of module names, the most frequent first."""
     prefixes = sorted((p for p, _ in PREFIXES), key=len, reverse=True)
     counts = Counter(next((p for p in prefixes if m.name.startswith(p)), "(none)") for m in file.modules)
     return [prefix for prefix, _ in counts.most_common()]
@@ -189,7 +189,7 @@ def _metadata(index: Index) -> dict[str, str]:
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """The facts as text, a line each."""
+    """Return the facts as text, a line each."""
     for key, value in facts.items():
         if key == "match":
             yield from _match_lines(value)

@@ -1,4 +1,4 @@
-"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. No decisions here."""
+"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. It decides nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Commands(TyperGroup):
         check_command(word, self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command by its name."""
+        """Return a command by its name."""
         return take_text(super().get_command(ctx, cmd_name), ctx)
 
 
@@ -141,7 +141,7 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
 
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:
-    """What a dry run says below the plan's own lines."""
+    """Say what a dry run says below the plan's own lines."""
     from ..engine.admission import require_device
     from ..planning.plan import coverage
 
@@ -202,7 +202,7 @@ add_to(app)
 
 
 class _Stopped(BaseException):
-    """SIGINT or SIGTERM arrived; unwinds everything, so that everything is cleaned up."""
+    """SIGINT or SIGTERM has arrived. It unwinds everything, so that everything is cleaned up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -214,7 +214,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Entry point; the only place that turns failures into text and exit codes."""
+    """Run the program; the only place that turns failures into text and exit codes."""
     on_stop(_stop)
     collect_rarely()
     if "torch" not in sys.modules:

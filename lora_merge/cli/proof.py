@@ -1,4 +1,4 @@
-"""The commands about finished files and this machine: verify, replay, unmerge, doctor. No decisions here."""
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor. They decide nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output and error that nobody may be listening to, and report files: telling never undoes what was done."""
+"""Output streams that nobody may read, and report files: what cannot be told does not undo what was done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 
 
 def _escaped(e: UnicodeError) -> tuple[str, int]:
-    """What an encoding lacks, as JSON escapes it: JSON stays JSON, and text can be read."""
+    """Return what an encoding lacks as JSON escapes it: JSON stays JSON, and text can be read."""
     assert isinstance(e, UnicodeEncodeError), "used for writing alone"
     units = struct.iter_unpack(">H", e.object[e.start : e.end].encode("utf-16-be", "surrogatepass"))
     return "".join(f"\\u{unit:04x}" for (unit,) in units), e.end
@@ -33,10 +33,10 @@ def _escaped(e: UnicodeError) -> tuple[str, int]:
 codecs.register_error(ESCAPED, _escaped)
 
 
-class Teller:
+class SafeStream:
     """A text stream that goes on when it cannot be written: a closed pipe, a full disk, letters it does not have.
 
-    What it is told commands no terminal.
+    What it writes cannot command a terminal.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -79,10 +79,10 @@ def open_descriptors() -> None:
 
 
 class ReportFile:
-    """`--report`: looked at before the work begins, so that it is not the work that fails."""
+    """The file of `--report`. It is checked before the work begins, so that it is not the work that fails."""
 
     def __init__(self, text: str) -> None:
-        """UsageError if it can be no report."""
+        """Raise UsageError if a report cannot be written there."""
         from ..job import expand
 
         self.path, self._spares = expand(text), False
@@ -90,20 +90,20 @@ class ReportFile:
             raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
-        """UsageError if one of these is meant."""
+        """Raise UsageError if the report would be written over one of these."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise UsageError(f"the report would be written over {role}", f"--report {self.path}", ELSEWHERE)
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
-        """Whether it is this file, or in this folder: anywhere in one that is made, over what one holds already."""
+        """Return whether the report is this file, or lies in this folder: anywhere in a new one, else over a file."""
         here, there, present = self.path.resolve(), path.resolve(), self.path.exists()
         inside = there in here.parents and (new or present)
         return here == there or inside or (present and same(self.path, path))
 
     def begin(self) -> None:
-        """What an earlier run reported goes, should this one be killed."""
+        """Empty the report of an earlier run, which would be taken for that of this one if it is killed."""
         if self.path.is_file():
             self._put("", "w")
 
@@ -119,11 +119,11 @@ class ReportFile:
         return not start or start.startswith(REPORTS)
 
     def replace(self, line: str) -> None:
-        """The line is all of the report."""
+        """Make the line all of the report."""
         self._put(line, "w")
 
     def append(self, line: str) -> None:
-        """One more line, on its way to the disk on return."""
+        """Add a line; it is on its way to the disk on return."""
         self._put(line, "a")
 
     def _put(self, line: str, mode: str) -> None:
@@ -137,7 +137,7 @@ class ReportFile:
 
 @contextmanager
 def reporting(text: str | None) -> Iterator[ReportFile | None]:
-    """The file for the report of what is done in the block, if one is wanted; a failure is reported there too."""
+    """Give the block the file for its report, if one is wanted; report a failure of the block there too."""
     told = None if text is None else ReportFile(text)
     try:
         yield told

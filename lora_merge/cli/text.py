@@ -23,7 +23,7 @@ COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """A line for whoever listens. Typer would go around a stream that is ASCII, and write ? for other letters."""
+    """Print a line. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{shown(text)}\n")
     stream.flush()
@@ -34,7 +34,7 @@ def silent(_: str) -> None:
 
 
 def describe(plan: Plan, say: Any, *, verbose: bool) -> None:
-    """A few lines before the work: what was recognised, what matched, what will be written."""
+    """Say before the work, in a few lines, what was recognised, what matched, what will be written."""
     say(f"base     {plan.job.base.name}: {plan.architecture}, {len(plan.base.tensors)} tensors")
     for note in plan.base.notes:
         say(f"  note: {note}")
@@ -94,7 +94,7 @@ def carry_out(plan: Plan, *, quiet: bool) -> Report:
 
 @contextmanager
 def bar(total: int, what: str, *, quiet: bool) -> Iterator[Progress]:
-    """A bar over so many bytes, on a terminal; to be told of those that were just written."""
+    """Draw a bar over so many bytes, on a terminal; the block tells it of those that were just written."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -105,7 +105,7 @@ def bar(total: int, what: str, *, quiet: bool) -> Iterator[Progress]:
 
 
 def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
-    """What the user should know of a merge whose lines are not shown: a line for each note, one for what was left."""
+    """Return what the user should know of a merge whose lines are not shown: each note, and what was left out."""
     yield from (f"note: {note}" for note in notes)
     for name, found in coverage.items():
         if left := [*found["skipped"], *found["ignored"]]:
@@ -114,7 +114,7 @@ def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:
 
 
 def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
-    """The report, or a few lines, without the notes that were `said` before it. Where nothing is said: what matters."""
+    """Print the report, or a few lines without the notes that were `said` before; what matters if nothing is said."""
     if as_json:
         echo(done.to_json())
         return
@@ -131,7 +131,7 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
 
 
 def saturated(found: Mapping[str, int]) -> str:
-    """The line about numbers that were cut, per tensor."""
+    """Return the line about numbers that were cut, by tensor."""
     most = sorted(found, key=lambda name: (-found[name], name))
     return f"cut      {sum(found.values())} numbers too large for the output's dtype: " + listed(
         [f"{found[name]} of {name}" for name in most]
@@ -139,7 +139,7 @@ def saturated(found: Mapping[str, int]) -> str:
 
 
 def needs(plan: Plan) -> str:
-    """The line about memory and disk of a dry run."""
+    """Return the line about memory and disk of a dry run."""
     from ..disk.volumes import free_bytes
     from ..engine.admission import disk_bytes
     from ..engine.windows import buffer_bytes
@@ -149,7 +149,7 @@ def needs(plan: Plan) -> str:
 
 
 def dry(plan: Plan) -> dict[str, Any]:
-    """What --dry-run --json prints."""
+    """Return what --dry-run --json prints."""
     from ..engine.windows import buffer_bytes
     from ..planning.plan import coverage
     from ..version import __version__
@@ -163,7 +163,7 @@ def dry(plan: Plan) -> dict[str, Any]:
 
 
 def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
-    """What was proven, in two or three lines; warnings go to stderr."""
+    """Say what was proven, in two or three lines; warnings go to stderr."""
     same, how = proof["untouched"], " (every byte)" if proof["full"] else ""
     say(
         f"verified {proof['tensors']} of {proof['changed']} merged tensors in fp64 ({proof['rows']} rows): "
@@ -184,7 +184,7 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
 
 
 def unused(account: Mapping[str, Any]) -> str:
-    """How many tensors of the adapters change nothing, and why the first of them do not."""
+    """Return how many tensors of the adapters change nothing, and why the first of them do not."""
     first = [f"{name} ({why})" for name, why in [*account["reasons"].items()][:3]]
     more = account["unused"] - len(first)
     names = ", ".join(first) + (f" and {more} more" if more else "")
@@ -192,7 +192,7 @@ def unused(account: Mapping[str, Any]) -> str:
 
 
 def matched(matching: Mapping[str, Any]) -> str:
-    """For how many modules a second reading of the adapters found the plan's place and numbers, and the others."""
+    """Return for how many modules a second reading of the adapters found the plan's place and numbers."""
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     more = f"; {left} by the plan alone: {names}" if left else ""

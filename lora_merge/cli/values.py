@@ -1,4 +1,4 @@
-"""Values of options on the command line, taken apart."""
+"""Takes values of options on the command line apart."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _part(text: str) -> tuple[str, Any]:
 
 
 def one_setting(text: str) -> tuple[str, Any]:
-    """("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
+    """Return ("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
@@ -102,7 +102,7 @@ def one_setting(text: str) -> tuple[str, Any]:
 
 
 def whole_number(text: str, option: str) -> int:
-    """2 for "2"."""
+    """Return 2 for "2"."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     raise UsageError(f"{text[:40]!r} is no whole number", option, "give 1 or more")

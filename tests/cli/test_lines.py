@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.cli.main import app
-from lora_merge.cli.streams import Teller
+from lora_merge.cli.streams import SafeStream
 from lora_merge.errors import InputError, MergeError
 from lora_merge.lines import CONTROLS, Lines, one_line
 
@@ -116,7 +116,7 @@ def test_no_name_begins_a_line(
     seen = []
     for arguments in commands(base, lora, out):
         for name in ("stdout", "stderr"):
-            monkeypatch.setattr(sys, name, Teller(getattr(sys, name)))
+            monkeypatch.setattr(sys, name, SafeStream(getattr(sys, name)))
         code, told = 0, ""
         try:
             app(arguments, standalone_mode=False)
