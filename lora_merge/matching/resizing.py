@@ -73,15 +73,21 @@ def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     return replace(module, slots=slots), WeightView(view.pieces, view.matrix)
 
 
+IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that the base has"
+
+
 def sizes(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[str]]:
     """What does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does, and
-    its bias with it."""
+    its bias with it. Whole numbers take the place of the same kind alone: any others may be quantised."""
     unfit: list[MergeError] = []
     notes = []
     for key, info in replaced.items():
         old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
+        if info.dtype != base[key].dtype and not WHOLE.isdisjoint({info.dtype, base[key].dtype}):
+            where = f"{info.file}: {info.name} is {info.dtype}, the base has {base[key].dtype}"
+            unfit.append(InputError("a value of whole numbers for another kind of tensor", where, IN_ITS_DTYPE))
         if info.shape == old:
             continue
         if len(old) == 1 and (weight is None or weight.shape[0] != info.shape[0]):

@@ -60,6 +60,27 @@ def test_an_alpha_may_be_one() -> None:
     assert torch.equal(whole["m.weight"], broken["m.weight"])
 
 
+KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
+
+
+@pytest.mark.parametrize("old", KINDS)
+@pytest.mark.parametrize("new", KINDS)
+def test_a_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dtype, new: torch.dtype) -> None:
+    """Floating point numbers are cast to the base's; whole ones stay as they are, or are refused."""
+    base = save({"m.weight": rand(4, 4), "m.counter": torch.ones(4, 4).to(old)}, tmp_path / "b.safetensors")
+    value = {f"m.{slot}.weight": torch.ones(shape) for slot, shape in {"lora_up": (4, 2), "lora_down": (2, 4)}.items()}
+    adapter = save({**value, "m.counter": torch.eye(4).to(new)}, tmp_path / "a.safetensors")
+    if old == new or (old.is_floating_point and new.is_floating_point):
+        lora_merge.merge(base, adapter, tmp_path / "o.safetensors")
+        assert torch.equal(load(tmp_path / "o.safetensors")["m.counter"], torch.eye(4).to(old))
+        return
+    for how in ("error", "skip"):
+        with pytest.raises(lora_merge.MergeError, match="whole numbers") as caught:
+            lora_merge.merge(base, adapter, tmp_path / "o.safetensors", unmatched=how)  # type: ignore[arg-type]
+        assert caught.value.exit_code == 3
+    assert not (tmp_path / "o.safetensors").exists()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize("key", ["bn.num_batches_tracked", "te.position_ids"])
 def test_a_difference_of_zero_to_a_buffer_is_skipped_and_named(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
