@@ -6,12 +6,15 @@ import ast
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lora_merge
 from lora_merge.adapters.file import group
@@ -321,6 +324,33 @@ def test_modules_that_share_a_tensor_are_counted_one_by_one(tmp_path: Path) -> N
     adapter |= {"base_model.vera_A": rand(2, 8), "base_model.vera_B": rand(8, 2)}
     found = written(tmp_path, base, adapter, {"peft_type": "VERA", "r": 2})
     assert (found["modules"], found["proven"], found["alone"]) == (3, 3, [])
+
+
+FACTORS = {
+    "lora": {"lora_up.weight": (4, 2), "lora_down.weight": (2, 4)},
+    "dora": {"lora_up.weight": (4, 2), "lora_down.weight": (2, 4), "dora_scale": (4, 1)},
+    "loha": {"hada_w1_a": (4, 2), "hada_w1_b": (2, 4), "hada_w2_a": (4, 2), "hada_w2_b": (2, 4)},
+    "lokr": {"lokr_w1": (2, 2), "lokr_w2": (2, 2)},
+    "lokr of pairs": {"lokr_w1_a": (2, 1), "lokr_w1_b": (1, 2), "lokr_w2_a": (2, 1), "lokr_w2_b": (1, 2)},
+    "glora": {"a1.weight": (2, 4), "a2.weight": (4, 2), "b1.weight": (2, 4), "b2.weight": (4, 2)},
+    "oft": {"oft_blocks": (2, 2, 2)},
+    "full": {"diff": (4, 4)},
+    "ia3": {"weight": (4,), "on_input": ()},
+    "norm": {"w_norm": (4,)},
+}
+
+
+@pytest.mark.parametrize("weight", [(4,), (4, 4), (4, 4, 1, 1), (1,), (4, 0)])
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Path, name: str, weight: Shape) -> None:
+    """Each tensor in turn, and every two, with fewer axes, or with none."""
+    base = save({"x.weight": torch.zeros(weight)}, tmp_path / "b.safetensors")
+    fewer = [dict.fromkeys(some, n) for n in (0, 1) for some in combinations_with_replacement(FACTORS[name], 2)]
+    for cut in fewer:
+        shapes = {f"x.{slot}": shape[: cut.get(slot)] for slot, shape in FACTORS[name].items()}
+        adapter = save({key: torch.full(shape, 0.5) for key, shape in shapes.items()}, tmp_path / "a.safetensors")
+        with suppress(lora_merge.MergeError):
+            lora_merge.merge(base, adapter, tmp_path / "o.safetensors", overwrite=True)
 
 
 def test_it_shares_no_code_with_what_makes_the_plan() -> None:

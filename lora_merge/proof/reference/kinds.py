@@ -13,9 +13,12 @@ from .reading import Group, shapes
 
 
 def fits(group: Group, shape: Shape) -> bool:
-    """Whether the tensors have the sizes that a weight of this shape needs."""
+    """Whether the tensors have the axes and the sizes that a weight of this shape needs."""
     fit = METHODS[group.kind].fits if group.kind in METHODS else FITS[group.kind]
-    return bool(shape) and fit(shapes(group), shape)
+    try:
+        return bool(shape) and fit(shapes(group), shape)
+    except IndexError:  # a tensor has fewer axes
+        return False
 
 
 def _fits_lora(s: Stored, shape: Shape) -> bool:
