@@ -26,6 +26,12 @@ Stored = Mapping[str, Shape]
 CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
 """What transformers calls its layers whose weights are [in, out]."""
 
+STARTED: Final = ("pissa", "olora")
+"""Rows whose start PEFT takes out of the weight."""
+
+COPIED: Final = ".base_layer."
+"""What the name of a copy has that PEFT stores of a layer's own weight."""
+
 IN_OUT: Final = ("gpt2",)
 """Types of models that have no other layers of these names."""
 
@@ -112,6 +118,8 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wa
     for group, place in found:
         if taken[_family(group.kind), place.rows] == 1:
             claim = _claim(group, place, numbers, base, wanted)
+            if claim is not None and claim.kind in STARTED and any(COPIED in name for name in tensors):
+                continue  # a copy of what is left without the start may stand in the base's place: the plan compares
             if claim is not None and group.kind in METHODS:
                 claim = _of_method(claim, group, place, numbers, tensors)
             if claim is not None:
