@@ -40,7 +40,8 @@ CACHE: Final = ROOT / ".pytest_cache" / "lines"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
     "proof": "proof/verify proof/recompute proof/second_reading proof/sampling proof/loadable proof/header_changes files/seal proof/reference/reading proof/reference/places "
-    "proof/reference/numbers proof/reference/layouts proof/reference/claims",
+    "proof/reference/numbers proof/reference/layouts proof/reference/claims proof/reference/kinds proof/reference/methods "
+    "proof/reference/rebuilding proof/account proof/rebuilt",
     "matching": "matching/match matching/choose matching/row_parts adapters/shared_slots adapters/conv1d matching/orientation matching/tied_heads matching/context matching/places matching/conflicts matching/resizing",
     "publishing": "disk/publish planning/headings disk/known_hashes disk/destination batch/run batch/resume",
 }
