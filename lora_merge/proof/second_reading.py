@@ -74,7 +74,7 @@ def compare(
     known: set[int] = set()
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
-        numbers = Numbers(index.config, index.metadata, dict(job.setting), number)
+        numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
         for claim in claims(index.tensors, numbers, seen, Strengths(ref.strength, ref.parts)):
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
             _compare(claim, list(found.values()), ref.path)

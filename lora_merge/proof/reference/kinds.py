@@ -66,7 +66,7 @@ def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
     if config.get("use_bdlora") or kasa != (kind == "kasa"):
         return None
     if start in ("pissa", "olora"):
-        return start if kind == "lora" and not kasa else None
+        return start if kind == "lora" and not (kasa or numbers.keeps_base) else None
     return kind
 
 

@@ -26,9 +26,9 @@ class Known:
     alpha: float | None
 
     def number(self, name: str, default: float) -> float:
-        """A number of the configuration."""
+        """A number of the configuration; a whole one stays whole, as seeds may be too large for a float."""
         value = self.config.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else float(default)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """A switch of the configuration."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import isfinite
 from typing import Any, Final
@@ -54,8 +54,10 @@ class Numbers:
     """What one adapter says about its numbers, apart from its factors."""
 
     def __init__(
-        self, config: Mapping[str, Any], metadata: Mapping[str, str], given: Mapping[str, Any], number: Number
-    ) -> None:
+        self, config: Mapping[str, Any], metadata: Mapping[str, str], given: Mapping[str, Any], number: Number,
+        names: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.keeps_base = any(".base_layer." in name for name in names)  # then a start may be out of it already
         self._config, self._metadata, self._given, self._number = config, metadata, given, number
         self._told = any(name in metadata for name in UNREAD) or any(
             word in metadata.get("ss_network_args", "").lower() for word in TELLING
