@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ..files.layouts import PEFT
+from ..text import NUMBER
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
 """Levels that training puts around layers (DeepSpeed, torch.compile, FSDP); they stay in states gathered by hand."""
@@ -61,8 +62,6 @@ MOST_READINGS: Final = 32
 ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
 """ComfyUI's container of a text encoder, by the encoder's own name."""
 
-_NUMBER: Final = r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)"
-
 DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
 """What names may speak of that is a denoiser; all but the last expert may be the only one."""
 
@@ -99,6 +98,6 @@ def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
     kept = {
         f"(?<!{re.escape(prefix[: m.start()])})" if m.start() else f"(?!{re.escape(prefix)})"
         for prefix in (*prefixes, "text_encoders.0.")
-        for m in re.finditer(_NUMBER, prefix)
+        for m in NUMBER.finditer(prefix)
     }
-    return re.compile("".join(sorted(kept)) + _NUMBER)
+    return re.compile("".join(sorted(kept)) + NUMBER.pattern)
