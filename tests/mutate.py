@@ -47,7 +47,7 @@ AREAS: Final = {
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
-    ("lora_merge/proof/verify.py", "merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)", "pass"),
+    ("lora_merge/proof/verify.py", "merged.findings.cut += _compare(target, first, count, fd, merged)", "pass"),
     ("lora_merge/proof/sampling.py", "chosen.add(random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.ref.factor(piece.key, self.names.component(piece.key))", "self.ref.factor(self.names.component(piece.key), piece.key)"),
     ("lora_merge/matching/match.py", "self.ref.factor(into, component := self.names.component(into))", "self.ref.factor(component := self.names.component(into), into)"),
@@ -59,7 +59,7 @@ NAMED: Final = (
     ("lora_merge/proof/reference/peft.py", "rank) and width == g.cols:", "rank) or width == g.cols:"),
     ("lora_merge/cli/batch.py", "elif not quiet or s.error is not None:", "elif not quiet:"),
     ("lora_merge/cli/batch.py", "            if s.error is not None:", "            if s.error is None:"),
-    ("lora_merge/cli/inspect.py", "if (why := index.quantised.how)", "if not (why := index.quantised.how)"),
+    ("lora_merge/cli/inspect.py", "if (why := _quantised(index))", "if not (why := _quantised(index))"),
 )  # fmt: skip
 """(file, text in it, what is put in its place): mistakes that once failed no test."""
 

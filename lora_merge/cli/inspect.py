@@ -99,9 +99,16 @@ def _base(index: Index) -> dict[str, Any]:
         **({"looks_like": other[0]} if other else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
-        **({"quantised": why} if (why := index.quantised.how) else {}), **({"recipe": recipe} if recipe else {}),
+        **({"quantised": why} if (why := _quantised(index)) else {}), **({"recipe": recipe} if recipe else {}),
         **({"notes": [*lookup.notes]} if lookup.notes else {}),
     }  # fmt: skip
+
+
+def _quantised(index: Index) -> str:
+    """What of it is stored otherwise than as plain numbers, in words; "" for nothing."""
+    read = Counter(packing.encoding.codec.name for packing in index.packed.values())
+    told = [f"{count} weights as {name}" for name, count in read.items()]
+    return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])
 
 
 def _adapter(file: AdapterFile) -> dict[str, Any]:

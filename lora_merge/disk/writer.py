@@ -244,10 +244,11 @@ class Writer:
         self.close()
 
 
-def amend(path: Path, data: bytes) -> None:
-    """Replace the first bytes of a written file; on the disk when that is synced the next time."""
+def amend(path: Path, data: bytes, at: int = 0) -> None:
+    """Replace bytes of a written file, from `at` on; on the disk when that is synced the next time."""
     try:
         with path.open("r+b") as f:
+            f.seek(at)
             f.write(data)
     except OSError as e:
         raise failure(e, path, 0) from e

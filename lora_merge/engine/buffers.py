@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -44,6 +44,20 @@ class WindowBuffers:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What folding has found out about its results."""
+
+    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
+    largest: Mapping[str, float] = field(default_factory=dict)  # tensor → its largest magnitude, beyond what it covers
+
+    def __add__(self, other: Outcome) -> Outcome:
+        largest = dict(self.largest)
+        for name, magnitude in other.largest.items():
+            largest[name] = max(magnitude, largest.get(name, 0.0))
+        return Outcome(self.cut + other.cut, largest)
+
+
+@dataclass(frozen=True)
 class WindowTask:
     """One window for one plan, and the memory it holds."""
 
@@ -54,7 +68,7 @@ class WindowTask:
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
-    under_way: list[Future[Counter[str]]] = field(default_factory=list, compare=False)  # blocks that are being merged
+    under_way: list[Future[Outcome]] = field(default_factory=list, compare=False)  # blocks that are being merged
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
     @property

@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
+from ..disk.files import Memory
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
+from ..files.codecs.base import Packing
 from ..job import Job
-from .blocks import Block
+from ..planning.plan import OutputTensor
+from .blocks import Block, blocks
+from .buffers import Outcome
 from .devices import DeviceMemory, fallback_device, passed_over, precise, release, stack_size
 from .fold import RULES
 from .patch_tensors import PatchTensors
 from .placement import (
     DeviceStream,
     Placement,
+    beyond,
     finite,
     host,
     land,
@@ -32,7 +37,7 @@ from .placement import (
     stage,
     sum_too_large,
 )
-from .tensors import decoded, encoded
+from .tensors import decoded, encoded, stored_numbers
 from .torch_state import exact_products
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
@@ -72,18 +77,18 @@ class BlockMerger:
             job.on_overflow == "saturate", fallback_device(job.device, at),
         )  # fmt: skip
 
-    def fold(self, items: Sequence[Item]) -> Counter[str]:
+    def fold(self, items: Sequence[Item]) -> Outcome:
         """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written.
 
-        Returns tensor → how many of its numbers were cut; TooLarge where they may not be.
+        TooLarge for numbers that have no room and may not be cut.
         """
         return settled(list(self.begin(items)))
 
-    def begin(self, items: Sequence[Item]) -> Iterator[Future[Counter[str]]]:
+    def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """As `fold`, side by side where there is a pool: what is yielded goes to `settled`."""
         for group in list(_groups(items, self._most)):
             if self.pool is None:
-                done: Future[Counter[str]] = Future()
+                done: Future[Outcome] = Future()
                 done.set_result(self._fold(group))
                 yield done
             else:
@@ -93,7 +98,7 @@ class BlockMerger:
         """How many of these may go into one call."""
         return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
 
-    def _fold(self, group: Sequence[Item]) -> Counter[str]:
+    def _fold(self, group: Sequence[Item]) -> Outcome:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
@@ -117,8 +122,8 @@ class BlockMerger:
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])
 
-    def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Counter[str] | str:
-        """Fold them in one call: tensor → numbers cut; what the device says where it is short of memory."""
+    def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Outcome | str:
+        """Fold them in one call; returns what the device says where it is short of memory."""
         try:
             lane = lane or self._lane()
             with torch.no_grad(), exact_products(), lane.turn():
@@ -131,7 +136,7 @@ class BlockMerger:
             if not short:
                 raise
         else:
-            return Counter() if merged is None else self._cut(group, merged)
+            return Outcome() if merged is None else self._cut(group, merged)
         self._relieve()  # outside `except`: while an exception is handled, its frames hold the memory that is missing
         return short
 
@@ -152,22 +157,27 @@ class BlockMerger:
 
     def _encoded(self, group: Sequence[Item], merged: Tensor) -> Tensor:
         """Merged blocks as they are stored, but for the rounding."""
-        target = group[0].block.target
-        if target.packed is None:
+        blocks = [i.block for i in group]
+        if blocks[0].target.packed is None:
             return merged
-        rows = zip(merged.unbind(), group, strict=True)
-        return torch.stack([encoded(values, target.packing, i.block.first, self.tensors.fetch) for values, i in rows])
+        rows = zip(merged.unbind(), blocks, strict=True)
+        return torch.stack([encoded(v, b.target.packing, b.first, self.tensors.fetch) for v, b in rows])
 
-    def _cut(self, group: Sequence[Item], merged: Tensor) -> Counter[str]:
-        """Tensor → numbers cut; TooLarge for those of a finite base that became none, or that may not be cut."""
+    def _cut(self, group: Sequence[Item], merged: Tensor) -> Outcome:
+        """Look at all numbers; TooLarge for those of a finite base that became none, or that may not be cut."""
         found: Counter[str] = Counter()
+        largest: dict[str, float] = {}
         for item, values in zip(group, merged.unbind(), strict=True):
-            name = item.block.target.name
+            name, packing = item.block.target.name, item.block.target.packing
             if self._overflown(item, values):
                 raise sum_too_large(name, values.dtype)
-            numbers = encoded(values, item.block.target.packing, item.block.first, self.tensors.fetch)
-            found[name] += settle(name, host(numbers), item.into, saturate=self.saturate)
-        return +found
+            numbers = host(encoded(values, packing, item.block.first, self.tensors.fetch))
+            if packing.encoding.codec.refit is not None and beyond(numbers, item.into.dtype).any():
+                own = host(values)
+                largest[name] = max(largest.get(name, 0.0), float(own[finite(own)].abs().max()))
+            else:
+                found[name] += settle(name, numbers, item.into, saturate=self.saturate)
+        return Outcome(+found, largest)
 
     def _overflown(self, item: Item, values: Tensor) -> bool:
         """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
@@ -175,17 +185,10 @@ class BlockMerger:
         sound = finite(values)
         if sound.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
             return False
-        known = finite(self._base([replace(item, base=self._stored(item))], HOST, DeviceStream(HOST))[0])
+        overwritten = item.base is item.into
+        base = stored_numbers(item.block, self.tensors.fetch) if overwritten else item.base
+        known = finite(self._base([replace(item, base=base)], HOST, DeviceStream(HOST))[0])
         return bool((known & ~sound).any())
-
-    def _stored(self, item: Item) -> Tensor:
-        """The base values of an item, read again where its result was written over them."""
-        if item.base is not item.into:
-            return item.base
-        (first, count), weight = item.block.stored, item.block.target.weight
-        size, offset = weight.packing.encoding.nbytes, weight.stored.offset
-        shape = tuple(item.into.shape)
-        return self.tensors.fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
 
     def _values(self, item: Item) -> Tensor:
         """The base values of an item."""
@@ -222,14 +225,11 @@ class BlockMerger:
         return out
 
 
-def settled(under_way: Sequence[Future[Counter[str]]]) -> Counter[str]:
-    """Tensor → numbers cut, of all of them. Waits for all, also if one fails: the memory must be at rest before anyone
-    uses it again."""
+def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
+    """What all of them have found. Waits for all, also if one fails: the memory must be at rest before anyone uses it
+    again."""
     wait(under_way)
-    found: Counter[str] = Counter()
-    for done in under_way:
-        found += done.result()
-    return found
+    return sum((done.result() for done in under_way), Outcome())
 
 
 def _precise(at: Placement, block: Block) -> Placement:
@@ -252,3 +252,25 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
         n = most(same[0].block)
         for first in range(0, len(same), n):
             yield same[first : first + n]
+
+
+def refitted(target: OutputTensor, largest: float) -> OutputTensor:
+    """The target with the small tensors that cover a weight of this largest magnitude, held in memory."""
+    encoding, sides, beside = target.packing
+    assert encoding.codec.refit is not None, "only such weights outgrow what they have"
+    made = {
+        role: replace(sides[role], source=Memory.of(sides[role].file, memoryview(bytearray(raw))), offset=0)
+        for role, raw in encoding.codec.refit(encoding, largest).items()
+    }
+    return target._replace(packed=Packing(encoding, {**sides, **made}, beside))
+
+
+def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor]]:
+    """Every block of a refitted target with its stored numbers."""
+    shape = target.packing.encoding.stored_shape
+    for block in blocks(target):
+        base = stored_numbers(block, merger.tensors.fetch)
+        into = torch.empty(shape((block.last - block.first, block.cols)), dtype=base.dtype)
+        outcome = merger.fold([Item(block, base, into)])
+        assert not outcome.largest, "it covers the weight"
+        yield block, into

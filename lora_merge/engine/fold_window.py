@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from ..disk.files import Memory
 from ..disk.reader import Reader
+from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
-from .buffers import WindowTask
+from .buffers import Outcome, WindowTask
 from .devices import one_core, places, release, threads
-from .fold_blocks import BlockMerger, Item, settled
+from .fold_blocks import BlockMerger, Item, made_again, refitted, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .tensors import TensorCache, decoded, encoded, packed
@@ -28,8 +33,8 @@ class WindowMerger:
         self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.blocks = BlockMerger.of(job, at, PatchTensors(self.cache.fetch, plans[0].weights), self.pool)
-        self.saturated: list[Counter[str]] = [Counter() for _ in plans]
-        """Per plan: tensor → how many of its numbers were cut, as the output's dtype has no room for them."""
+        self.outcomes = [Outcome() for _ in plans]
+        """What was found out about the results of each plan."""
 
     def begin(self, task: WindowTask) -> None:
         """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
@@ -53,7 +58,12 @@ class WindowMerger:
 
     def settle(self, task: WindowTask) -> None:
         """Wait for what was begun."""
-        self.saturated[task.plan] += task.saturated + settled(task.under_way)
+        self.outcomes[task.plan] += Outcome(task.saturated) + settled(task.under_way)
+
+    def rescale(self, number: int, part: Path) -> None:
+        """Make weights of a plan's finished output again that have outgrown their scales."""
+        _rescale(self.plans[number], part, self.blocks, self.outcomes[number].largest)
+        self.forget()
 
     def forget(self) -> None:
         """Drop the factors of the window at hand, so that memory does not grow with the model."""
@@ -93,3 +103,23 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
         return Item(block, into, into)
     weight, raw = block.target.weight, base[f.source : f.source + f.source_bytes]
     return Item(block, packed(raw, weight.packing, (block.stored[1],) if weight.padded else shape), into)
+
+
+def _rescale(plan: Plan, part: Path, merger: BlockMerger, largest: Mapping[str, float]) -> None:
+    """Write weights of a finished output again that outgrow their scale: name → largest magnitude.
+
+    A scale of a whole weight counts for every row of it, and lies elsewhere in the file. Windows keep the one that is
+    there, as an adapter makes the largest number of few weights larger than it can tell. Which they are, and how large,
+    is known when all rows have gone by: such a weight then gets a new scale, and its bytes are written a second time.
+    """
+    homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
+    for name, magnitude in largest.items():
+        path, old = homes[name]
+        target = refitted(old, magnitude)
+        for block, numbers in made_again(target, merger):
+            raw: Any = numbers.view(torch.uint8).numpy()
+            amend(path, raw.tobytes(), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
+        for side in target.packing.sides.values():
+            if isinstance(side.source, Memory):
+                path, small = homes[side.name]
+                amend(path, bytes(side.source.content()), small.offset)

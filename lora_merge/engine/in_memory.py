@@ -32,13 +32,13 @@ from ..models.names import Names, names
 from ..models.tied_weights import tied
 from ..models.weights import Weight, whole
 from ..options import a_list, unlike
-from ..planning.make_plan import Inputs, match, outputs
+from ..planning.make_plan import Inputs, check_stored, match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed
-from .blocks import BlockPart, blocks
+from .blocks import Block, BlockPart, blocks
 from .devices import place, places, release
 from .fold import change
-from .fold_blocks import BlockMerger, Item
+from .fold_blocks import BlockMerger, Item, made_again, refitted
 from .patch_tensors import PatchTensors
 from .placement import FILE_DTYPES, TORCH_DTYPES, DeviceStream, convert, finite, host, settle, stage
 from .tensors import TensorCache, decoded, encoded
@@ -92,15 +92,19 @@ def merge_state_dict(
         reader = stack.enter_context(Reader(f.index for f in files))
         factors = TensorCache(reader, frozenset(p for f in files for p in f.index.files))
         base = replace(base, config=TIED) if head else base
-        matched = match(Inputs(job, base, lookup, tuple(files))).adapters
+        found = match(Inputs(job, base, lookup, tuple(files)))
+        check_stored(found)
+        matched = found.adapters
         tensors, saturated = PatchTensors(factors.fetch, weights(base, matched)), Counter[str]()
+        scales: dict[str, Tensor] = {}
         folder = BlockMerger.of(job, at, tensors)
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
-            merged |= _merged(some, folder, saturated)
+            merged |= _merged(some, folder, saturated, scales)
             factors.forget()
             tensors.kept.clear()
+        merged |= scales
     if saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
@@ -124,8 +128,10 @@ def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
     yield some
 
 
-def _merged(targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str]) -> dict[str, Tensor]:
-    """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut."""
+def _merged(
+    targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str], scales: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut, and to the scales that changed."""
     merged, items = {}, []
 
     def put(target: OutputTensor, first: int, numbers: Tensor, into: Tensor) -> None:
@@ -146,14 +152,26 @@ def _merged(targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Cou
             (first, count), shape = block.stored, (block.last - block.first, block.cols)
             numbers = base.narrow(0, read.stored(first), read.stored(count))
             numbers = numbers if padded else numbers.view(read.stored_shape(shape))
-            low = written.stored(block.first * block.cols)
-            into = out.view(-1).narrow(0, low, written.stored(block.elements)).view(written.stored_shape(shape))
+            into = _rows(out, target, block)
             if block.slices or padded:
                 items.append(Item(block, numbers, into))
             else:
                 put(target, block.first, numbers, into)
-    saturated += folder.fold(items)
+    outcome = folder.fold(items)
+    saturated += outcome.cut
+    for target in (t for t in targets if t.name in outcome.largest):
+        new = refitted(target, outcome.largest[target.name])
+        for block, numbers in made_again(new, folder):
+            _rows(merged[target.name], target, block).copy_(numbers)
+        scales.update({side.name: folder.tensors.fetch(side).clone() for side in new.packing.sides.values()})
     return merged
+
+
+def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
+    """The stored numbers of a block in an output tensor."""
+    encoding = target.packing.encoding
+    low, count = encoding.stored(block.first * block.cols), encoding.stored(block.elements)
+    return out.view(-1).narrow(0, low, count).view(encoding.stored_shape((block.last - block.first, block.cols)))
 
 
 def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:

@@ -9,7 +9,7 @@ Importing torch takes a second or more. The disk does not wait for it: what the 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from ..disk.writer import Writer, amend
 from ..planning.headings import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
-from .buffers import Pool, WindowBuffers, WindowTask, drive
+from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
 from .windows import SLOTS, Window, sharable, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Pipeline:
         beyond the busiest of them."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether untouched bytes need not be copied; until the system says that they do."""
-        self.readers: list[Future[Counter[str]]] = []  # blocks under way that read the base bytes at hand
+        self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes at hand
         self.failed: dict[int, Exception] = {}
         """Plan → what went wrong with it alone; the others go on."""
 
@@ -94,7 +94,7 @@ class Pipeline:
         plan, merger = self.plans[number], self.merger
         return Written(
             plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
-            self.seconds, dict(sorted(merger.saturated[number].items())), tuple(merger.blocks.notes),
+            self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:
@@ -208,6 +208,7 @@ class Pipeline:
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
         self._leave(number, len(plan.files) - 1)
+        self.merger.rescale(number, self.parts[number])
         self.headers[number] = tuple(headings(plan, self.digests.of(plan.inputs)))
         for n, header in enumerate(self.headers[number]):
             amend(self.writers[number, n].path, header)

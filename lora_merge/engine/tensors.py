@@ -4,6 +4,7 @@ once for many blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, TypeAlias
@@ -16,6 +17,7 @@ from ..disk.reader import Reader
 from ..errors import InputError
 from ..files.codecs.base import Packing
 from ..models.weights import RowSlice, Weight, WeightView
+from .blocks import Block
 from .placement import TORCH_DTYPES, Placement, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
@@ -80,8 +82,16 @@ class DeviceCache:
 
 def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor:
     """Stored numbers, of the rows of a weight from `first` on, as the weight's: a float tensor that may be theirs."""
-    encoding, sides = weight.packing
+    encoding, sides, _ = weight.packing
     return encoding.codec.decode(numbers, {role: fetch(info) for role, info in sides.items()}, first)
+
+
+def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
+    """The stored numbers of a block of a weight that is not padded, read from where they lie."""
+    (first, count), weight = block.stored, block.target.weight
+    size, offset = weight.packing.encoding.nbytes, weight.stored.offset
+    shape = weight.packing.encoding.stored_shape((block.last - block.first, block.cols))
+    return fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
@@ -105,7 +115,7 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
 
 def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:
     """A weight's rows from `first` on as they are stored, but for the rounding to the dtype there."""
-    encoding, sides = packing
+    encoding, sides, _ = packing
     return encoding.codec.encode(values, {role: fetch(info) for role, info in sides.items()}, first)
 
 

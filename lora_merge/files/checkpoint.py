@@ -16,8 +16,9 @@ from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..errors import InputError
 from ..json_text import from_json
 from ..text import listed, quoted
+from .codecs.base import Packing
+from .codecs.recognise import Quantised, packed, quantised, together
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
-from .quantised import Quantised, quantised, together
 from .safetensors import parse_file
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -57,7 +58,22 @@ class Index:
         """What of it is quantised."""
         if self.components:
             return together({name: part.quantised for name, part in self.components.items()})
-        return quantised(self.tensors, self.metadata, self.config)
+        return quantised(self.tensors, self.metadata, self.config, self.packed)
+
+    @cached_property
+    def packed(self) -> Mapping[str, Packing]:
+        """Name → how a weight is stored, of those that are not plain numbers."""
+        if not self.components:
+            return packed(self.tensors, self.metadata)
+        return {
+            f"{name}.{key}": Packing(
+                one.encoding,
+                {role: self.tensors[f"{name}.{info.name}"] for role, info in one.sides.items()},
+                frozenset(f"{name}.{other}" for other in one.beside),
+            )
+            for name, part in self.components.items()
+            for key, one in part.packed.items()
+        }
 
 
 def open_checkpoint(path: Path) -> Index:

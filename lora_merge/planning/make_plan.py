@@ -17,9 +17,10 @@ from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS
-from ..errors import ShapeMismatch, UsageError
+from ..errors import InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.plain import plain
+from ..files.codecs.recognise import METADATA
 from ..files.layout_check import layout
 from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
 from ..job import Job
@@ -82,8 +83,7 @@ def match(inputs: Inputs) -> Matched:
 def make_plan(matched: Matched) -> Plan:
     """Give every output tensor its origin and its place."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
-    changed = (key for m in found for key in (*m.uses, *m.replaced, *m.bases, *m.grown, *m.created))
-    base.quantised.check(base.path, job.dtype, changed)
+    check_stored(matched)
     files, indexes = _files(job, base, found)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     notes = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
@@ -131,6 +131,25 @@ def _unusual(job: Job, number: int) -> Iterator[str]:
         yield f"strength {ref.strength:g} is unusual; most adapters are made for 0 to 2"
 
 
+def check_stored(matched: Matched) -> None:
+    """InputError for a change of what is quantised and cannot be decoded, or not encoded again."""
+    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
+    whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
+    changed = whole.union(*(m.uses for m in found))
+    base.quantised.check(base.path, job.dtype, changed)
+    decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
+    with Reader([base] if decoded else []) as reader:
+        values = FileValues(reader)
+        for key, (encoding, sides, _) in decoded.items():
+            where = f"{base.tensors[key].file}: {key}"
+            if key in whole:
+                what = f"an adapter takes the place of a weight that is stored as {encoding.codec.name}"
+                raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
+            for role, side in sides.items():
+                if fault := encoding.codec.fault(role, values.numbers(side)):
+                    raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
+
+
 def _files(
     job: Job, base: Index, matched: Sequence[Match]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
@@ -143,7 +162,8 @@ def _files(
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
-        kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in STALE}
+        stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
+        kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in stale}
         rows = [(t.stored, t.dtype, t.packing.encoding.stored_shape(t.shape)) for t in targets]
         header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""
@@ -161,7 +181,10 @@ def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[P
         created.update(one.created)
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
+    dropped = {name for packing in base.packed.values() for name in packing.names} if job.dtype != "keep" else set()
     for key, info in base.tensors.items():
+        if key in dropped:
+            continue
         yield info.file, _target(job, key, info, replaced.get(key, own[key]), uses)
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in parted:
@@ -181,8 +204,9 @@ def _target(
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else {}
-    nbytes = plain(dtype).encoding.nbytes(prod(weight.shape))
-    return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others)
+    packed = weight.packed if job.dtype == "keep" else None
+    nbytes = (packed or plain(dtype)).encoding.nbytes(prod(weight.shape))
+    return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others, packed)
 
 
 def _placed(targets: Sequence[OutputTensor], start: int) -> tuple[OutputTensor, ...]:

@@ -172,6 +172,7 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
     make it; then those that the base lacks."""
     tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
     found = {key: Weight(info.shape, info) for key, info in tensors.items()}
+    found.update({key: Weight(tensors[key].shape, tensors[key], packing) for key, packing in base.packed.items()})
     parted = {key: info.name for one in matched for key, info in one.parted.items()}
     for one in matched:
         for key, shape in one.grown.items():

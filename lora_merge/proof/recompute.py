@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..algorithms import ALGORITHMS, Shape
-from ..disk.files import StoredTensor
+from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES
@@ -21,9 +20,10 @@ from ..matching.relatives import kin
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
+from .grids import Grid, Stored
 from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
-from .reference.floats import Array, beyond, decode, held, precision, rounded, saturated, step
+from .reference.floats import Array, held
 from .sampling import runs, sample, shuffled
 
 EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
@@ -72,27 +72,15 @@ class Made:
         return self.target.others.get(self.key, ())
 
 
-class Stored:
-    """Entries of stored tensors in float64, from the inputs."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
-        """The tensor seen in `shape`, or these entries of its first axis."""
-        if entries is None:
-            return decode(self._reader.read(info), info.dtype).reshape(shape)
-        width = info.nbytes // max(shape[0], 1)
-        raw = b"".join(self._reader.read(info, first * width, count * width) for first, count in runs(entries))
-        return decode(raw, info.dtype).reshape(len(entries), *shape[1:])
-
-
 class Recomputation:
     """All that is recomputed for one output."""
 
     def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
-        self.stored = Stored(reader)
+        self.stored = Stored(reader, plan.base)
+        self.grids: dict[str, Grid] = {}  # of merged weights that are not plain numbers
+        merged = (t.packed for f in plan.files for t in f.targets if t.uses and t.packed)
+        self.scales = frozenset(side.name for packing in merged for side in packing.sides.values())
         self.saturate = plan.job.on_overflow == "saturate"
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
@@ -137,7 +125,7 @@ class Recomputation:
         cols = target.matrix[1]
         found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         findings = self._judged(target, rows, found, exact)
-        self._retention(findings, found, exact, target.dtype, weight)
+        self._retention(findings, found, exact, self._grid(target), weight)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
@@ -164,37 +152,38 @@ class Recomputation:
         are behind fp32: of terms that cancel, values remain whose own units are as small as you like. Else in those of
         the largest term of its row, which is what the sum's own rounding depends on.
         """
-        value, largest = saturated(exact.value, target.dtype) if self.saturate else exact.value, exact.largest
-        units = step(value, target.dtype)
+        grid = self._grid(target)
+        value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
+        units = grid.step(value)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(found - value)
         if not np.isfinite(found).all():
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
-        coarse = 2.0 ** -precision(target.dtype)[0] > self.rounding
-        worst = float(np.max(error / step(exact.terms if coarse else largest, target.dtype), initial=0.0))
+        coarse = 2.0**-grid.digits > self.rounding
+        worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
             broken=int(np.count_nonzero(~np.isfinite(found))),
-            cut=int(np.count_nonzero(beyond(exact.value, target.dtype))) if self.saturate else 0,
+            cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
         )  # fmt: skip
         if bad.any():
             row, col = np.argwhere(bad)[0]
             findings.wrong[target.name] = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
-                f"{f'; {UNASKED}' if beyond(value[row, col], target.dtype) else ''}"
+                f"{f'; {UNASKED}' if grid.beyond(value[row, col]) else ''}"
             )
         return findings
 
-    def _retention(self, f: Findings, found: Array, exact: Exact, dtype: str, weight: float) -> None:
+    def _retention(self, f: Findings, found: Array, exact: Exact, grid: Grid, weight: float) -> None:
         """Each adapter's ⟨applied, intended⟩ and ‖intended‖².
 
         Applied is the difference to what would have been written without this adapter, rounded as well.
         """
         for number, change in exact.changes.items():
-            applied = found - saturated(rounded(exact.value - change, dtype), dtype)
+            applied = found - grid.rounded(exact.value - change)
             sound = np.isfinite(applied) & np.isfinite(change)
             applied, change = applied[sound], change[sound]
             f.applied[number] = weight * float(np.sum(applied * change))
@@ -204,7 +193,10 @@ class Recomputation:
         """Rows of the written tensor."""
         width = cols * ITEM_BYTES[target.dtype]
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
-        return decode(raw, target.dtype).reshape(len(rows), cols)
+        return self._grid(target).decode(raw).reshape(len(rows), cols)
+
+    def _grid(self, target: OutputTensor) -> Grid:
+        return self.grids.get(target.name) or Grid(target.dtype)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
         """Rows of a weight seen as a matrix `cols` wide; zeros where nothing of it is stored."""

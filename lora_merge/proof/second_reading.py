@@ -158,7 +158,13 @@ def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[Outp
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.parted, *m.created)}
+    recoded = [p for key, p in base.packed.items() if key in written and written[key].packed is None]
+    dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are plain numbers now
+    if left := sorted(dropped & written.keys()):
+        raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
     for name, info in own.items():
+        if name in dropped:
+            continue
         target = written.get(name)
         source = target.source if target is not None else None
         if source is None or (source is not info and source != info and source.file not in files):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..text import quoted
 from .account import account
+from .grids import SCALES, Grid, scale_of
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step
@@ -46,9 +47,12 @@ def verify(
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
-        for n, file in enumerate(plan.files):
-            path = part / file.name if file.name else part
-            _check(file, path, merged, compared, written[n] if written else None)
+        paths = [part / f.name if f.name else part for f in plan.files]
+        headers = [*written] or [b""] * len(paths)
+        checked = [check_header(f, p, h or None) for f, p, h in zip(plan.files, paths, headers, strict=True)]
+        merged.grids = _grids(paths, checked)
+        for path, targets in zip(paths, checked, strict=True):
+            _check(targets, path, merged, compared)
     notes = check_loadable(plan, part, written)
     _conclude(plan, merged, part)
     proof = _proof(plan, merged, compared, full=full)
@@ -56,14 +60,28 @@ def verify(
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
 
 
-def _check(
-    file: OutputFile, path: Path, merged: Recomputation, compared: dict[str, int], written: bytes | None
-) -> None:
-    """Header, untouched bytes and merged rows of one file."""
-    targets, reader = check_header(file, path, written), merged.reader
+def _grids(paths: Sequence[Path], checked: Sequence[Sequence[OutputTensor]]) -> dict[str, Grid]:
+    """Merged weight → the numbers that it can hold, of those that are not plain; by the scales in the written files."""
+    places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
+    found = {}
+    for name, (_, target) in places.items():
+        if target.uses and target.packed:
+            encoding, sides, _ = target.packed
+            home, side = places[sides[SCALES[encoding.codec.name]].name]
+            with open_regular(home) as f:
+                scale = scale_of(read_exactly(f.fileno(), side.nbytes, side.offset))
+            if not scale > 0:
+                raise _failed("a scale is no positive number", f"{home}: {side.name}")
+            found[name] = Grid(target.dtype, scale)
+    return found
+
+
+def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int]) -> None:
+    """Untouched bytes and merged rows of one file."""
+    reader = merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        together = list(neighbours(_unmerged(targets, compared, full=merged.full)))
+        together = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
             if not merged.full and CAN_ADVISE:
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
@@ -71,7 +89,7 @@ def _check(
             for some in together:
                 if len(some) == 1 or not _same(*stretch(some), fd, reader):
                     for target, first, count in some:
-                        merged.findings.cut += _compare(target, first, count, fd, reader, saturate=merged.saturate)
+                        merged.findings.cut += _compare(target, first, count, fd, merged)
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
@@ -117,9 +135,11 @@ def _begins(path: Path, header: bytes, size: int) -> bool:
         return False  # what it is instead is told by who reads it
 
 
-def _unmerged(targets: Sequence[OutputTensor], compared: dict[str, int], *, full: bool) -> list[Range]:
-    """What is to be compared of the tensors without a change, and counts it."""
-    plain = [t for t in targets if not t.uses and t.nbytes]
+def _unmerged(
+    targets: Sequence[OutputTensor], compared: dict[str, int], scales: Container[str], *, full: bool
+) -> list[Range]:
+    """What is to be compared of the tensors without a change, and counts it; `scales` are those of merged weights."""
+    plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
     found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
@@ -143,7 +163,7 @@ def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader)
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
-def _compare(target: OutputTensor, first: int, count: int, fd: int, reader: Reader, *, saturate: bool) -> int:  # noqa: PLR0913
+def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Recomputation) -> int:
     """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
 
     Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
@@ -151,17 +171,17 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, reader: Read
     source, width = target.source, ITEM_BYTES[target.dtype]
     found = read_exactly(fd, count, target.offset + first)
     if target.copied:
-        want = reader.read(source, first, count)
+        want = merged.reader.read(source, first, count)
         if found != want:
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
     scale = ITEM_BYTES[source.dtype]
-    raw = reader.read(source, first // width * scale, count // width * scale)
-    exact, got = decode(raw, source.dtype), decode(found, target.dtype)
+    raw = merged.reader.read(source, first // width * scale, count // width * scale)
+    exact, got = merged.stored.grid(source).decode(raw), decode(found, target.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         over = beyond(exact, target.dtype)
-        right = saturated(exact, target.dtype) if saturate else exact
+        right = saturated(exact, target.dtype) if merged.saturate else exact
         near = np.abs(got - right) <= 0.5 * step(right, target.dtype)
     same = near | (got == right) | (np.isnan(got) & np.isnan(right))
     if not same.all():

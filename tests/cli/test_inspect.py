@@ -15,8 +15,8 @@ import lora_merge
 from lora_merge.cli.inspect import inspect, lines
 from lora_merge.cli.text import COUNT
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.codecs.recognise import METADATA, SIGNS
 from lora_merge.files.layout_check import layout
-from lora_merge.files.quantised import METADATA, SIGNS
 from lora_merge.text import size
 
 from ..support import cli, kohya, rand, save, sd1

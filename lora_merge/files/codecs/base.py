@@ -6,7 +6,7 @@ a scale, which lie anywhere in the file. Windows carry the numbers; the small te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -16,6 +16,8 @@ from ...dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Tensors: TypeAlias = Mapping[str, StoredTensor]
 
 Sides: TypeAlias = "Mapping[str, Tensor]"
 """Role → the small tensor beside the numbers, whole, as stored."""
@@ -30,6 +32,12 @@ class Codec:
     """Stored numbers [rows, stored cols], and the number of their first row → the weight's [rows, cols], as floats."""
     encode: Callable[[Tensor, Sides, int], Tensor]
     """The weight's [rows, cols], in the dtype of the arithmetic → [rows, stored cols], not yet rounded to theirs."""
+    claim: Callable[[Tensors, Mapping[str, str]], Iterable[tuple[str, Packing]]] = lambda _, __: ()
+    """All tensors of a checkpoint and its metadata → those whose numbers are a weight's in this codec, by name."""
+    fault: Callable[[str, Sequence[float]], str] = lambda _, __: ""
+    """A role and the numbers of its tensor → what is wrong with them, "" for nothing."""
+    refit: Callable[[Encoding, float], Mapping[str, bytes]] | None = None
+    """The largest magnitude of a weight → the small tensors that cover it, where those of the file may not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,3 +75,9 @@ class Packing(NamedTuple):
 
     encoding: Encoding
     sides: Mapping[str, StoredTensor]
+    beside: frozenset[str] = frozenset()  # names of tensors that mean nothing without it: marks, scales of activations
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors that a weight of plain numbers does not have beside it."""
+        return self.beside.union(side.name for side in self.sides.values())

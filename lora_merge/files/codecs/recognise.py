@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import StoredTensor
-from ..dtypes import ITEM_BYTES
-from ..errors import FitError, InputError
+from ...dtypes import ITEM_BYTES
+from ...errors import FitError, InputError
+from . import CODECS
+from .base import Packing, Tensors
 
 SIGNS: Final = (
     # a tensor's last name    what stores it so
@@ -101,12 +102,22 @@ def together(parts: Mapping[str, Quantised]) -> Quantised:
     return Quantised(next(how, ""), frozenset(inside))
 
 
-def quantised(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], config: Mapping[str, Any]) -> Quantised:
-    """What of one checkpoint is quantised."""
+def packed(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Packing]:
+    """The weights of one checkpoint that a codec reads, by the name of their numbers; all others are plain."""
+    return {name: packing for codec in CODECS for name, packing in codec.claim(tensors, metadata)}
+
+
+def quantised(
+    tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
+) -> Quantised:
+    """What of one checkpoint is quantised, other than by a codec."""
     signs = dict(SIGNS)
+    read = {name for one in packed.values() for name in one.names}
     found: dict[str, str] = {}
     for name, info in tensors.items():
         path, _, last = name.rpartition(".")
+        if name in read:
+            continue
         if last in signs:
             module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
             found.setdefault(module, f"{signs[last]}, it has {name}")
@@ -117,7 +128,7 @@ def quantised(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], 
     if found:
         return Quantised(next(iter(found.values())), frozenset(found))
     for key, what in METADATA.items():
-        if key in metadata:
+        if key in metadata and not packed:
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
     how = config.get("quantization_config") or config.get("quantization")  # of transformers, of mlx
     if isinstance(how, Mapping):

@@ -1,0 +1,87 @@
+"""The numbers that a tensor can hold, by how it is stored: read anew, with nothing of the codecs that wrote them."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..algorithms import Shape
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..files.checkpoint import Index
+from .reference.floats import Array, beyond, decode, precision, rounded, saturated, step
+from .sampling import runs
+
+SCALES: Final = {"fp8_scaled": "scale"}
+"""Codec → the role of the tensor whose one number all of a weight's are multiplied by. Others have none."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of a dtype, times a scale. Arrays are float64."""
+
+    dtype: str
+    scale: float = 1.0
+
+    def decode(self, raw: bytes | bytearray | memoryview) -> Array:
+        """The elements as float64, integers as int64, in one dimension."""
+        found = decode(raw, self.dtype)
+        return found if self.scale == 1 else found * self.scale
+
+    def step(self, values: Array) -> Array:
+        """The distance of neighbouring numbers around each value."""
+        return step(values, self.dtype) if self.scale == 1 else step(values / self.scale, self.dtype) * self.scale
+
+    def rounded(self, values: Array) -> Array:
+        """The nearest numbers, ties to even; cut to the range."""
+        if self.scale == 1:
+            return saturated(rounded(values, self.dtype), self.dtype)
+        return saturated(rounded(values / self.scale, self.dtype), self.dtype) * self.scale
+
+    def saturated(self, values: Array) -> Array:
+        """Cut to the range."""
+        return saturated(values / self.scale, self.dtype) * self.scale
+
+    def beyond(self, values: Array) -> Array:
+        """Which numbers there is no room for."""
+        return beyond(values / self.scale, self.dtype)
+
+    @property
+    def digits(self) -> int:
+        """Bits of a significand."""
+        return precision(self.dtype)[0]
+
+
+def scale_of(raw: bytes | bytearray) -> float:
+    """The one number of a scale's tensor."""
+    (scale,) = struct.unpack("<f", raw)
+    return float(scale) if np.isfinite(scale) and scale > 0 else float("nan")
+
+
+class Stored:
+    """Entries of stored tensors in float64, from the inputs; those of weights as the numbers that they stand for."""
+
+    def __init__(self, reader: Reader, base: Index) -> None:
+        self._reader, self._base = reader, base
+        self._grids: dict[str, Grid] = {}  # of the base's weights that are not plain numbers
+
+    def grid(self, info: StoredTensor) -> Grid:
+        """The numbers that a tensor can hold."""
+        packing = self._base.packed.get(info.name)
+        if packing is None or self._base.tensors[info.name] is not info:
+            return Grid(info.dtype)
+        if info.name not in self._grids:
+            role = SCALES[packing.encoding.codec.name]
+            self._grids[info.name] = Grid(info.dtype, scale_of(self._reader.read(packing.sides[role])))
+        return self._grids[info.name]
+
+    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
+        """The tensor seen in `shape`, or these entries of its first axis."""
+        if entries is None:
+            return self.grid(info).decode(self._reader.read(info)).reshape(shape)
+        width = info.nbytes // max(shape[0], 1)
+        raw = b"".join(self._reader.read(info, first * width, count * width) for first, count in runs(entries))
+        return self.grid(info).decode(raw).reshape(len(entries), *shape[1:])

@@ -1,0 +1,272 @@
+"""fp8 with one scale for a weight, in both of ComfyUI's styles. Its own library writes the bases and reads the outputs."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfy_kitchen.tensor import TensorCoreFP8Layout
+from torch import Tensor
+
+import lora_merge
+from lora_merge.cli.inspect import inspect
+from lora_merge.errors import InputError, VerificationFailed
+from lora_merge.files.checkpoint import open_checkpoint
+
+from ..support import Tensors, cli, load, metadata, rand, save
+
+COVERED = {torch.float8_e4m3fn: 464, torch.float8_e5m2: 61440}
+"""Dtype → what still rounds to its largest number."""
+STYLES = ("old", "new", "entry")
+CODES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+HALF_STEPS = {torch.float8_e4m3fn: (2.0**-4, 2.0**-10), torch.float8_e5m2: (2.0**-3, 2.0**-17)}
+"""Dtype → half a step, as a share of a number, and the least it is."""
+LAYERS = [f"model.layers.{i}.self_attn.{n}_proj" for i, n in product(range(3), "qk")]
+PLAIN = "model.layers.0.input_layernorm"
+UNSCALED = "model.layers.0.mlp.up_proj"
+ENTRY = "_quantization_metadata"
+
+
+def packed(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    codes, params = TensorCoreFP8Layout.quantize(weight, scale="recalculate", dtype=CODES[form])
+    return codes, params.scale
+
+
+def unpacked(codes: Tensor, scale: Tensor) -> Tensor:
+    params = TensorCoreFP8Layout.Params(scale=scale, orig_dtype=torch.float32, orig_shape=tuple(codes.shape))
+    return TensorCoreFP8Layout.dequantize(codes, params)
+
+
+def scale_name(style: str, layer: str) -> str:
+    return f"{layer}.{'scale_weight' if style == 'old' else 'weight_scale'}"
+
+
+def base(style: str, form: str = "float8_e4m3fn") -> tuple[Tensors, dict[str, str]]:
+    """Six quantised layers, a plain one, a norm; and the metadata of the file."""
+    found: Tensors = {f"{PLAIN}.weight": rand(8).bfloat16(), f"{UNSCALED}.weight": rand(16, 8).to(CODES[form])}
+    for n, layer in enumerate(LAYERS):
+        codes, scale = packed(rand(48, 32, seed=n, scale=0.02), form)
+        found[f"{layer}.weight"], found[scale_name(style, layer)] = codes, scale if n % 2 else scale.reshape(1)
+        found[f"{layer}.{'scale_input' if style == 'old' else 'input_scale'}"] = torch.tensor(1.5)
+        if style == "new":
+            text = json.dumps({"format": form, "full_precision_matrix_mult": True}).encode()
+            found[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    if style == "old":
+        found["scaled_fp8"] = torch.zeros(2).to(CODES[form])
+    entry = {"format_version": "1.0", "layers": {layer: {"format": form} for layer in LAYERS}}
+    return found, {"made by": "a test", **({ENTRY: json.dumps(entry)} if style == "entry" else {})}
+
+
+def adapter(layers: list[str], size: float = 0.02, **more: Tensor) -> Tensors:
+    found = {}
+    for n, layer in enumerate(layers):
+        found[f"base_model.model.{layer}.lora_A.weight"] = rand(4, 32, seed=100 + n)
+        found[f"base_model.model.{layer}.lora_B.weight"] = rand(48, 4, seed=200 + n, scale=size)
+    return found | more
+
+
+def exact(tensors: Tensors, style: str, lora: Tensors) -> dict[str, Tensor]:
+    """Every quantised weight with its change, in fp64."""
+    found = {}
+    for layer in LAYERS:
+        found[layer] = unpacked(tensors[f"{layer}.weight"], tensors[scale_name(style, layer)]).double()
+        if f"base_model.model.{layer}.lora_A.weight" in lora:
+            down, up = (lora[f"base_model.model.{layer}.lora_{x}.weight"].double() for x in "AB")
+            found[layer] = found[layer] + up @ down
+    return found
+
+
+def within_half_a_step(codes: Tensor, scale: Tensor, want: Tensor) -> None:
+    share, least = HALF_STEPS[codes.dtype]
+    step = torch.maximum(2.0 ** torch.floor(torch.log2(want.abs() / scale)) * share, torch.tensor(least)) * scale
+    assert ((unpacked(codes, scale).double() - want).abs() <= step * 1.0001).all()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize(("size", "growing"), [(0.002, 0), (0.02, 1), (2.0, 3)])
+@pytest.mark.parametrize("form", list(CODES))
+@pytest.mark.parametrize("style", STYLES)
+def test_what_no_adapter_changes_stays_and_the_rest_is_rounded_once(
+    style: str, form: str, size: float, growing: int, tmp_path: Path
+) -> None:
+    tensors, entries = base(style, form)
+    lora = adapter(LAYERS[:3], size)
+    source, out = save(tensors, tmp_path / "base.safetensors", entries), tmp_path / "out.safetensors"
+    report = lora_merge.merge(source, save(lora, tmp_path / "lora.safetensors"), out)
+    made, want = load(out), exact(tensors, style, lora)
+    assert [*open_checkpoint(out).tensors] == [*open_checkpoint(source).tensors]
+    assert entries.items() <= metadata(out).items()
+    grown = 0
+    for layer in LAYERS[:3]:
+        scale, old = made.pop(scale_name(style, layer)), tensors[scale_name(style, layer)]
+        within_half_a_step(made.pop(f"{layer}.weight"), scale, want[layer])
+        assert (scale.dtype, scale.shape) == (old.dtype, old.shape)
+        assert torch.equal(scale, old) == (want[layer].abs().max() <= old * COVERED[CODES[form]])
+        if not torch.equal(scale, old):
+            grown += 1
+            torch.testing.assert_close(scale.reshape(()), packed(want[layer].float(), form)[1], rtol=1e-6, atol=0)
+    assert grown == growing
+    assert all(same(made[key], tensors[key]) for key in made)
+    assert report.verified is not None
+    assert report.verified["tensors"] == 3
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_ordinary_checkpoint_comes_out_of_another_dtype(style: str, tmp_path: Path) -> None:
+    tensors, entries = base(style)
+    lora = adapter(LAYERS[:3])
+    source, out = save(tensors, tmp_path / "base.safetensors", entries), tmp_path / "out.safetensors"
+    lora_merge.merge(source, save(lora, tmp_path / "lora.safetensors"), out, dtype="bf16")
+    made = load(out)
+    assert made.keys() == {f"{layer}.weight" for layer in (*LAYERS, PLAIN, UNSCALED)}
+    assert ENTRY not in metadata(out)
+    for layer, want in exact(tensors, style, lora).items():
+        assert made[f"{layer}.weight"].dtype == torch.bfloat16
+        torch.testing.assert_close(made[f"{layer}.weight"].double(), want, rtol=2.0**-8, atol=0)
+    assert not open_checkpoint(out).packed
+    assert cli("verify", out, "--full").returncode == 0
+
+
+def test_windows_threads_and_memory_do_not_change_a_byte(tmp_path: Path) -> None:
+    """Also where the scale lies in another shard than its weight, and where two outputs share their windows."""
+    tensors, _ = base("new")
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shards = [{k: v for k, v in tensors.items() if k.endswith("scale") != first} for first in (True, False)]
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for name, shard in zip(names, shards, strict=True):
+        save(shard, folder / name)
+    table = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    whole = save(tensors, tmp_path / "base.safetensors")
+    lora = save(adapter(LAYERS[:4], 2.0), tmp_path / "lora.safetensors")
+    lora_merge.merge(whole, lora, tmp_path / "one.safetensors", max_memory=8 << 20)
+    lora_merge.merge(folder, lora, tmp_path / "two")
+    jobs = tmp_path / "jobs.yaml"
+    entry = "  - {adapters: [{path: lora.safetensors, strength: %s}], output: at-%s.safetensors}\n"
+    lines = "".join(entry % (strength, strength) for strength in (1.0, 0.001))
+    jobs.write_text(f"version: 1\ndefaults: {{base: base.safetensors}}\njobs:\n{lines}")
+    lora_merge.run_batch(jobs)
+    found = [load(tmp_path / "one.safetensors"), load(tmp_path / "at-1.0.safetensors")]
+    found.append(load(tmp_path / "two" / names[0]) | load(tmp_path / "two" / names[1]))
+    found.append(lora_merge.merge_state_dict(tensors, [load(lora)]))
+    weak = load(tmp_path / "at-0.001.safetensors")
+    for key in tensors:
+        assert all(same(found[0][key], other[key]) for other in found[1:]), key
+        assert not key.endswith("scale") or same(weak[key], tensors[key])
+
+
+def test_a_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path: Path) -> None:
+    tensors, _ = base("new")
+    (tmp_path / "text_encoder").mkdir()
+    save(tensors, tmp_path / "text_encoder" / "model.safetensors")
+    classes = {"_class_name": "A", "text_encoder": ["transformers", "B"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(classes))
+    index = open_checkpoint(tmp_path)
+    assert index.packed.keys() == {f"text_encoder.{layer}.weight" for layer in LAYERS}
+    for packing in index.packed.values():
+        assert packing.names <= index.tensors.keys()
+        assert all(index.tensors[side.name] is side for side in packing.sides.values())
+    assert not index.quantised.parts
+
+
+def test_a_formula_reads_the_weights_and_not_their_codes(tmp_path: Path) -> None:
+    """DoRA divides by the length of the merged rows."""
+    tensors, entries = base("new")
+    magnitude = rand(48, seed=7, scale=1.0).abs()
+    lora = adapter(LAYERS[:1], **{f"base_model.model.{LAYERS[0]}.lora_magnitude_vector": magnitude})
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    lora_merge.merge(source, save(lora, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors", dtype="fp32")
+    sums = exact(tensors, "new", lora)[LAYERS[0]]
+    want = magnitude.double()[:, None] * sums / sums.norm(dim=1, keepdim=True)
+    made = load(tmp_path / "out.safetensors")[f"{LAYERS[0]}.weight"].double()
+    torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_a_scale_that_is_no_positive_number_is_refused(number: float, dtype: str, tmp_path: Path) -> None:
+    tensors, entries = base("old")
+    tensors[f"{LAYERS[0]}.scale_weight"] = torch.tensor(number)
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    lora = save(adapter(LAYERS[:1]), tmp_path / "lora.safetensors")
+    with pytest.raises(InputError, match="scale is no positive number") as caught:
+        lora_merge.merge(source, lora, tmp_path / "out.safetensors", dtype=dtype)
+    assert LAYERS[0] in caught.value.where
+    assert not (tmp_path / "out.safetensors").exists()
+    with pytest.raises(InputError, match="scale is no positive number"):
+        lora_merge.merge_state_dict(tensors, [load(lora)], dtype=dtype)
+
+
+STRANGE: dict[str, dict[str, Any]] = {
+    "two numbers": {"weight_scale": torch.ones(2)},
+    "a scale for each row": {"weight_scale": torch.ones(48, 1)},
+    "a scale in bf16": {"weight_scale": torch.tensor(1.0).bfloat16()},
+    "codes of another dtype": {"weight": torch.zeros(48, 32, dtype=torch.int8)},
+    "another format": {"comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)},
+    "no JSON": {"comfy_quant": torch.tensor(list(b"{" * 300), dtype=torch.uint8)},
+    "a JSON without end": {"comfy_quant": torch.tensor(list(b"[" * 5000), dtype=torch.uint8)},
+    "a list": {"comfy_quant": torch.tensor(list(b"[1, 2]"), dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("case", list(STRANGE))
+def test_a_layer_that_is_stored_otherwise_is_refused_and_the_others_are_not(case: str, tmp_path: Path) -> None:
+    tensors, entries = base("new")
+    tensors.update({f"{LAYERS[0]}.{last}": value for last, value in STRANGE[case].items()})
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    loras = [save(adapter([layer]), tmp_path / f"{n}.safetensors") for n, layer in enumerate(LAYERS[:2])]
+    for dtype, lora in (("keep", loras[0]), ("bf16", loras[1])):
+        with pytest.raises(InputError, match="the base is quantised"):
+            lora_merge.merge(source, lora, tmp_path / "out.safetensors", dtype=dtype)
+        with pytest.raises(InputError, match="the base is quantised"):
+            lora_merge.merge_state_dict(tensors, [load(lora)], dtype=dtype)
+    lora_merge.merge(source, loras[1], tmp_path / "out.safetensors")
+    made = load(tmp_path / "out.safetensors")
+    assert all(same(made[key], tensors[key]) for key in tensors if not key.startswith(LAYERS[1]))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"layers": 3}', '{"layers": {"x": 1}}', "[" * 3000])
+def test_metadata_that_says_nothing_of_layers_is_a_reason_to_refuse(text: str, tmp_path: Path) -> None:
+    tensors, _ = base("entry")
+    source = save(tensors, tmp_path / "base.safetensors", {ENTRY: text})
+    with pytest.raises(InputError, match="the base is quantised"):
+        lora_merge.merge(source, save(adapter(LAYERS[:1]), tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
+
+
+def test_a_whole_weight_in_its_place_is_refused(tmp_path: Path) -> None:
+    tensors, entries = base("new")
+    lora = adapter(LAYERS[:1]) | {f"base_model.model.{LAYERS[1]}.weight": rand(48, 32)}
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    with pytest.raises(InputError, match="takes the place of a weight that is stored as fp8_scaled"):
+        lora_merge.merge(source, save(lora, tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_inspect_tells_how_weights_are_stored(style: str, tmp_path: Path) -> None:
+    tensors, entries = base(style)
+    assert inspect(save(tensors, tmp_path / "base.safetensors", entries))["quantised"] == "6 weights as fp8_scaled"
+
+
+@pytest.mark.parametrize("what", ["a scale", "a code", "an untouched scale", "an untouched code"])
+def test_the_proof_finds_what_was_changed(what: str, tmp_path: Path) -> None:
+    tensors, entries = base("new")
+    source = save(tensors, tmp_path / "base.safetensors", entries)
+    out = tmp_path / "out.safetensors"
+    lora_merge.merge(source, save(adapter(LAYERS[:1]), tmp_path / "lora.safetensors"), out)
+    layer = LAYERS[1] if "untouched" in what else LAYERS[0]
+    info = open_checkpoint(out).tensors[f"{layer}.{'weight_scale' if 'scale' in what else 'weight'}"]
+    raw = bytearray(out.read_bytes())
+    raw[info.offset + (2 if "scale" in what else 5)] ^= 0x10
+    out.write_bytes(raw)
+    done = cli("verify", out, "--full")
+    assert done.returncode == VerificationFailed.exit_code, done.stderr + done.stdout
