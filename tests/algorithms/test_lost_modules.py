@@ -52,7 +52,7 @@ def _unplaced(place: Any, self: Any, module: Any) -> None:
 
 def _counted_only(add: Any, self: Any, patch: Any, *more: Any) -> None:
     if LOST in patch.module.name:
-        self._count({"model"})
+        self._count(patch.module.name, {"model"})
     else:
         add(self, patch, *more)
 
