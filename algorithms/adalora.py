@@ -27,13 +27,13 @@ class AdaLoraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
+    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 
 
 def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     return t.up @ (t.down * (t.values * t.scale))
 
 

@@ -49,7 +49,7 @@ AdamssTensors = make_dataclass(
 
 
 def groups(shapes: Shapes) -> list[int]:
-    """The numbers of the groups, in order; DoesNotFit if one is missing or has but one factor."""
+    """Return the numbers of the groups, in order; DoesNotFit if one is missing or has but one factor."""
     sides = {
         side: sorted(int(m[1]) for slot in shapes if (m := re.fullmatch(rf"{side}_(\d+)", slot)))
         for side in ("up", "down")
@@ -60,7 +60,7 @@ def groups(shapes: Shapes) -> list[int]:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored; of the weight's own change, or of the bias'."""
+    """Return the shapes as stored; of the weight's own change, or of the bias'."""
     out, inputs = flat(shapes["weight"])
     space = shapes["space"]
     rank = space[0] if space else 0
@@ -88,12 +88,12 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def prod_is(shape: Shape, size: int) -> bool:
-    """Whether it is a vector of that size."""
+    """Return whether it is a vector of that size."""
     return shape in ((size,), (size, 1))
 
 
 def delta(base: Tensor, t: Any) -> Tensor:
-    """ΔW [n, out, in], or Δb [n, out, 1]; the values of `base` are not read."""
+    """Return ΔW [n, out, in], or Δb [n, out, 1]; the values of `base` are not read."""
     import torch
 
     assert t.order is not None, "rebuilt"
@@ -107,7 +107,9 @@ def delta(base: Tensor, t: Any) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Which row of all groups' each row of the weight is: clusters of its left singular vectors, as many as groups."""
+    """Return which row of all groups' each row of the weight is: clusters of its left singular vectors, as many as
+    groups.
+    """
     import numpy as np
     import torch
 

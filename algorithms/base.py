@@ -143,8 +143,8 @@ class Algorithm:
     DoesNotFit for those that cannot be merged or do not belong to these shapes."""
 
     def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
-        """DoesNotFit for integer slots (int64 on the CPU, in the fitted shapes) that a formula would read or write
-        outside of the weight with, or that make no sense."""
+        """Raise DoesNotFit for integer slots (int64 on the CPU, in the fitted shapes) that a formula would read or
+        write outside of the weight with, or that make no sense."""
         for slot, found in stored.items():
             left = outside(found, self.bounds[slot](shapes, target))
             expect(holds=left is None, otherwise=f"{slot} has numbers outside of {left}")
@@ -152,7 +152,7 @@ class Algorithm:
             self.check(stored, shapes, target)
 
     def check_given(self, settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-        """DoesNotFit for settings that cannot be merged or do not belong to these shapes."""
+        """Raise DoesNotFit for settings that cannot be merged or do not belong to these shapes."""
         for name in self.bounds.keys() & settings.keys():
             (allowed,) = self.bounds[name](shapes, target)
             holds = allowed.number(settings[name]) is not None
@@ -161,21 +161,21 @@ class Algorithm:
             self.check_settings(settings, shapes, target)
 
     def prepared(self, tensors: Any) -> Any:
-        """The tensors as `delta` takes them."""
+        """Return the tensors as `delta` takes them."""
         return tensors if self.prepare is None else self.prepare(tensors)
 
     def derived(self, shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """The slots that `derive` gives, if the file lacks any."""
+        """Return the slots that `derive` gives, if the file lacks any."""
         if self.derive is None or all(slot in shapes for slot in self.slots):
             return {}
         return self.derive(shapes, target, settings)
 
     def is_rebuilt(self, shapes: Shapes) -> bool:
-        """Whether a file with slots of these shapes lacks some that `rebuild` gives."""
+        """Return whether a file with slots of these shapes lacks some that `rebuild` gives."""
         return not self.rebuilds <= shapes.keys()
 
     def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
-        """The slots that `rebuild` gives, if the file lacks any."""
+        """Return the slots that `rebuild` gives, if the file lacks any."""
         return self.rebuild(loaded) if self.rebuild is not None and self.is_rebuilt(loaded.shapes) else {}
 
     @property
@@ -222,7 +222,7 @@ def flat(shape: Shape) -> tuple[int, int]:
 
 
 def same_inputs(stored: Shape, target: Shape) -> bool:
-    """Whether two input sides (all axes but the first) mean the same: equal but for axes of length
+    """Return whether two input sides (all axes but the first) mean the same: equal but for axes of length
     one, or one of them flattened. A 3×5 kernel is no 5×3 kernel, though both have 15 columns."""
     a, b = (tuple(size for size in side if size != 1) for side in (stored, target))
     return a == b or (prod(a) == prod(b) and min(len(a), len(b)) <= 1)
@@ -253,14 +253,14 @@ def expect(*, holds: bool, otherwise: str) -> None:
 
 
 def expect_shapes(shapes: Shapes, want: Shapes) -> Shapes:
-    """The wanted shapes; DoesNotFit where a stored one is another."""
+    """Return the wanted shapes; DoesNotFit where a stored one is another."""
     for slot, shape in want.items():
         expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
     return want
 
 
 def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """Shapes of up (out, r) and down (r, cols) where the file has such a pair beside its other tensors."""
+    """Return the shapes of up (out, r) and down (r, cols) where the file has such a pair beside its other tensors."""
     if "down" not in shapes and "up" not in shapes:
         return {}
     (out, cols), down, up = flat(target), shapes.get("down", ()), shapes.get("up", ())

@@ -27,7 +27,7 @@ class BdLoraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up and down with k apart."""
+    """Return the shapes of up and down with k apart."""
     out, cols = flat(target)
     (rows, up_rank), (rank, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")
@@ -50,7 +50,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     up, blocks = t.up * t.scale.unsqueeze(3), t.down.shape[1]
     if t.down.shape[3] * blocks == base.shape[2]:
         return (up.transpose(1, 2) @ t.down).transpose(1, 2).reshape(base.shape)

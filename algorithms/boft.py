@@ -30,7 +30,9 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`: the stages' changes are summed, each of what came before it."""
+    """Return ΔW [n, out, cols] from the untouched `base`: the stages' changes are summed, each of what came before
+    it.
+    """
     _, stages, k, b, _ = t.turned.shape
     n, _, cols = base.shape
     total: Tensor | None = None

@@ -26,8 +26,8 @@ class Bounds:
     end: int
 
     def number(self, value: object) -> int | None:
-        """The number that a value of a file is: a whole number, or a text of ASCII digits; None for any other value,
-        and for a number outside."""
+        """Return the number that a value of a file is: a whole number, or a text of ASCII digits; None for any other
+        value, and for a number outside."""
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
             value = int(value)
         if isinstance(value, float) and value.is_integer():
@@ -36,7 +36,7 @@ class Bounds:
         return int(value) if whole and self.low <= value < self.end else None  # type: ignore[operator, call-overload]
 
     def hold(self, numbers: Tensor) -> bool:
-        """Whether all of these integers (any shape, int64) lie inside."""
+        """Return whether all of these integers (any shape, int64) lie inside."""
         return not numbers.numel() or bool(self.low <= int(numbers.min()) and int(numbers.max()) < self.end)
 
     def __str__(self) -> str:
@@ -56,6 +56,8 @@ SEED: Final = Bounds(-(2**63), 2**64)
 
 
 def outside(numbers: Tensor, bounds: Sequence[Bounds]) -> Bounds | None:
-    """The first bounds that these integers leave: one for all of them, or one for each entry of their first axis."""
+    """Return the first bounds that these integers leave: one for all of them, or one for each entry of their first
+    axis.
+    """
     parts = [numbers] if len(bounds) == 1 else numbers.unbind()
     return next((one for part, one in zip(parts, bounds, strict=True) if not one.hold(part)), None)

@@ -23,7 +23,7 @@ class C3aTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of kernel (out/b, in/b, b)."""
+    """Return the shape of kernel (out/b, in/b, b)."""
     stored, (out, cols) = shapes["kernel"], flat(target)
     expect(
         holds=len(stored) == 3 and stored[0] * stored[2] == out and stored[1] * stored[2] == cols,
@@ -33,7 +33,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: C3aTensors) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read."""
     import torch
 
     step = torch.arange(t.kernel.shape[3], device=base.device)

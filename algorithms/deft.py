@@ -27,7 +27,7 @@ class DeftTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of subspace (out, r) and content (r, cols)."""
+    """Return the shapes of subspace (out, r) and content (r, cols)."""
     (out, cols), stored = flat(target), shapes["subspace"]
     expect(
         holds=len(stored) == 2 and stored[0] == out and 0 < stored[1] <= out,

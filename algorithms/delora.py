@@ -29,7 +29,7 @@ class DeloraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (out, r), down (r, in), length (1, 1) and norms (1, in)."""
+    """Return the shapes of up (out, r), down (r, in), length (1, 1) and norms (1, in)."""
     (out, cols), rank = flat(target), shapes["down"][0] if shapes["down"] else 0
     expect(
         holds=shapes["up"] == (out, rank) and shapes["down"] == (rank, cols) and rank > 0,
@@ -47,7 +47,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: DeloraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     rank = t.down.shape[1]
     up: Tensor = t.up / length(t.up, (1,)).clamp(min=SMALLEST_NORM)
     down: Tensor = t.down / length(t.down, (2,)).clamp(min=SMALLEST_NORM)

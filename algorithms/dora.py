@@ -24,7 +24,7 @@ EPS: Final = 2.0**-23  # of float32; trainers add it to the norm, which matters 
 
 
 def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
-    """The axis, and the shape as `rescale` wants it without n: (out, 1) or (1, in).
+    """Return the axis, and the shape as `rescale` wants it without n: (out, 1) or (1, in).
 
     Only `.dora_scale` tells its axis by its shape (the position of the long axis, where the weight
     is square); every other key, and every vector, means the output. PEFT's (1, out, 1, 1) for
@@ -41,7 +41,7 @@ def fit(magnitude: Shape, target: Shape, ending: str) -> tuple[Axis, Shape]:
 
 
 def rescale(base: Tensor, delta: Tensor, magnitude: Tensor, axis: Axis) -> Tensor:
-    """ΔW [n, out, cols] with the magnitude [n, out, 1] or [n, 1, in] applied; inputs untouched."""
+    """Return ΔW [n, out, cols] with the magnitude [n, out, 1] or [n, 1, in] applied; inputs untouched."""
     v = base + delta
     channels = magnitude.shape[2]
     blocks = v if axis == "out" else v.view(*v.shape[:2], channels, -1)

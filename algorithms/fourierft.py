@@ -30,7 +30,7 @@ class FourierTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of spectrum (m,), no more than the weight has entries."""
+    """Return the shape of spectrum (m,), no more than the weight has entries."""
     stored = shapes["spectrum"]
     expect(
         holds=len(stored) == 1 and 0 < stored[0] <= prod(target) and len(target) == 2,
@@ -40,12 +40,12 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The places."""
+    """Return the places."""
     return {"places": places(shapes, target, settings["seed"])}
 
 
 def places(shapes: Shapes, target: Shape, seed: int) -> Tensor:
-    """The first positions of a random order of all, one for each coefficient."""
+    """Return the first positions of a random order of all, one for each coefficient."""
     import torch
 
     rows, cols = flat(target)
@@ -54,7 +54,7 @@ def places(shapes: Shapes, target: Shape, seed: int) -> Tensor:
 
 
 def delta(base: Tensor, t: FourierTensors) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read."""
     import torch
 
     assert t.places is not None, "derived"

@@ -44,7 +44,7 @@ class FrodTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored; those of `layer_0` and so on, which share the basis, are checked alone."""
+    """Return the shapes as stored; those of `layer_0` and so on, which share the basis, are checked alone."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is of linear layers alone")
     cols, count = flat(target)[1], shapes["values"]
     want = {"diagonal": (cols,), "values": count[:1]}
@@ -63,7 +63,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def delta(base: Tensor, t: FrodTensors) -> Tensor:
-    """ΔW [n, out, in] from the untouched `base`."""
+    """Return ΔW [n, out, in] from the untouched `base`."""
     import torch
 
     assert t.basis is not None and t.places is not None, "rebuilt"
@@ -82,7 +82,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """The basis for all layers of a kind, in the precision of the weight, and the places of S."""
+    """Return the basis for all layers of a kind, in the precision of the weight, and the places of S."""
     settings, cast = loaded.settings, loaded.cast
     weights = [cast(loaded.read(f"{LAYER}{n}"), "F32") for n in range(settings["layers"])]
     basis = cast(joint_basis(weights, settings["ridge"], cast), settings["dtype"])

@@ -39,7 +39,7 @@ class GloraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in GloraTensors, present layout."""
+    """Return the shapes without n as in GloraTensors, present layout."""
     out, cols = flat(target)
     inputs = target[1:2] or (1,)
     rank = shapes["a2"][0] if shapes["a2"] else 0
@@ -61,7 +61,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_old(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in GloraTensors, old layout."""
+    """Return the shapes without n as in GloraTensors, old layout."""
     expect(holds="bm" not in shapes, otherwise="bm belongs to the present layout")
     out, cols = flat(target)
     rank = shapes["a1"][0] if shapes["a1"] else 0
@@ -84,7 +84,7 @@ def numbers_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[s
 
 
 def delta(base: Tensor, t: GloraTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
+    """Return ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
     n, out, cols = base.shape
     channels = t.a1.shape[1]
     if channels == cols:
@@ -106,7 +106,7 @@ def accumulate(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
 
 
 def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
-    """[W A₁, B₁] and [A₂; B₂], [n, out, 2r] and [n, 2r, in]: without a kernel, one product is all of it."""
+    """Return [W A₁, B₁] and [A₂; B₂], [n, out, 2r] and [n, 2r, in]: without a kernel, one product is all of it."""
     import torch
 
     scale = _scale(t)
@@ -123,7 +123,7 @@ def _scale(t: GloraTensors) -> Scalar:
 
 
 def delta_old(base: Tensor, t: GloraTensors) -> Tensor:
-    """ΔW [n, out, cols] of the old layout."""
+    """Return ΔW [n, out, cols] of the old layout."""
     return delta(base, _renamed(t))
 
 

@@ -29,7 +29,7 @@ class GraloraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of inputs and outputs with their ranks cut in k, and of down and up."""
+    """Return the shapes of inputs and outputs with their ranks cut in k, and of down and up."""
     (out, cols), a, b = flat(target), shapes["inputs"], shapes["outputs"]
     expect(holds=len(a) == 3 == len(b), otherwise=f"inputs is {list(a)}, outputs {list(b)}")
     k, rank = a[0], a[2]
@@ -42,7 +42,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: GraloraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     left = t.outputs.permute(0, 1, 2, 4, 3)  # [n, j, m, out/k, ρ]
     right = t.inputs.permute(0, 3, 1, 4, 2)  # [n, j, m, ρ, in/k]
     whole = (left @ right).transpose(2, 3).reshape(base.shape)

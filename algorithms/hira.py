@@ -21,7 +21,7 @@ class HiraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (out, r) and down (r, cols)."""
+    """Return the shapes of up (out, r) and down (r, cols)."""
     (out, cols), down = flat(target), shapes["down"]
     expect(
         holds=same_inputs(down[1:], target[1:]),
@@ -31,7 +31,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_embedding(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (dim, r) and down (r, vocabulary)."""
+    """Return the shapes of up (dim, r) and down (r, vocabulary)."""
     return _fit(shapes, *reversed(flat(target)))
 
 
@@ -46,12 +46,12 @@ def _fit(shapes: Shapes, rows: int, cols: int) -> Shapes:
 
 
 def delta(base: Tensor, t: HiraTensors) -> Tensor:
-    """W ⊙ (B A) [n, out, cols]."""
+    """Return W ⊙ (B A) [n, out, cols]."""
     return base * (t.up @ t.down)
 
 
 def embedding_delta(base: Tensor, t: HiraTensors) -> Tensor:
-    """W ⊙ (B A)ᵀ [n, vocabulary, dim]."""
+    """Return W ⊙ (B A)ᵀ [n, vocabulary, dim]."""
     return base * (t.down.transpose(1, 2) @ t.up.transpose(1, 2))
 
 

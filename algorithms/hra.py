@@ -25,7 +25,7 @@ class HraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of vectors (cols, r)."""
+    """Return the shape of vectors (cols, r)."""
     stored, cols = shapes["vectors"], flat(target)[1]
     expect(
         holds=len(stored) == 2 and stored[0] == cols and 0 < stored[1] <= cols,

@@ -51,7 +51,7 @@ def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None
 
 
 def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
-    """ΔW [n, out, cols]; both axes are tried only where the shapes leave both open."""
+    """Return ΔW [n, out, cols]; both axes are tried only where the shapes leave both open."""
     import torch
 
     (n, out, cols), size = base.shape, t.diff.shape[1]

@@ -27,7 +27,7 @@ UNSETTLED: Final = (
 
 
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding.
+    """Return V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding.
 
     `cast`: as in Loaded.
     """
@@ -42,7 +42,7 @@ def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor,
 
 
 def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
-    """V, and a matrix with the singular vectors of all weights on the right: their R, or themselves.
+    """Return V, and a matrix with the singular vectors of all weights on the right: their R, or themselves.
 
     V is R times the eigenvectors of a mean over the weights: of the inverse of what each has of their common row space.
     """
@@ -61,7 +61,7 @@ def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def _left(upper: Tensor, basis: Tensor) -> Tensor:
-    """U of all weights in the basis of their Q, as long as the columns of V, so that both weigh alike."""
+    """Return U of all weights in the basis of their Q, as long as the columns of V, so that both weigh alike."""
     import torch
 
     turned: Tensor = torch.linalg.lstsq(basis, upper.T).solution.T
@@ -71,7 +71,9 @@ def _left(upper: Tensor, basis: Tensor) -> Tensor:
 
 
 def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
-    """[2, m] rows and columns of S for the last of these kinds, all of which draw from one generator in order."""
+    """Return [2, m] rows and columns of S for the last of these kinds, all of which draw from one generator in
+    order.
+    """
     import torch
 
     random, places = torch.Generator().manual_seed(seed), torch.empty(2, 0, dtype=torch.long)

@@ -12,7 +12,7 @@ ROUNDS: Final = 10
 
 
 def kmeans(points: Any, count: int) -> Any:
-    """The cluster of each point of an array [n, r], [n], from random points on (`init="random"`, `n_init=1`,
+    """Return the cluster of each point of an array [n, r], [n], from random points on (`init="random"`, `n_init=1`,
     `max_iter=10`, that seed). DoesNotFit where a cluster has run empty, which scikit-learn fills from afar."""
     import numpy as np
 

@@ -35,7 +35,7 @@ class LohaTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in LohaTensors; both halves have one rank."""
+    """Return the shapes without n as in LohaTensors; both halves have one rank."""
     cores = [slot for slot in ("t1", "t2") if slot in shapes]
     expect(holds=len(cores) != 1, otherwise=f"there is {cores}, but not the other core")
     fitted = {**_half("1", shapes, target), **_half("2", shapes, target)}
@@ -69,7 +69,7 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
 
 
 def delta(base: Tensor, t: LohaTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     (rows, cols), (others, width) = _halves(t)
     return ((rows * t.scale) @ cols).mul_(others @ width)
 
@@ -86,7 +86,7 @@ def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
 
 
 def _halves(t: LohaTensors) -> list[tuple[Tensor, Tensor]]:
-    """Factors [n, out, r] and [n, r, cols] of both halves, not multiplied yet."""
+    """Return the factors [n, out, r] and [n, r, cols] of both halves, not multiplied yet."""
     stored = ((t.w1_a, t.w1_b, t.t1), (t.w2_a, t.w2_b, t.t2))
     return [(a, b) if core is None else (a.transpose(1, 2), tucker(core, b)) for a, b, core in stored]
 

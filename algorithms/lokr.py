@@ -44,7 +44,7 @@ class LokrTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in LokrTensors."""
+    """Return the shapes without n as in LokrTensors."""
     fitted, (l, m), _ = _factor("w1", shapes)  # noqa: E741
     second, (p, inner), kernel = _factor("w2", shapes)
     expect(
@@ -88,7 +88,7 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
 
 
 def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
-    """c, by the rule above."""
+    """Return c, by the rule above."""
     if "w1" in shapes and "w2" in shapes:
         known = alpha is not None and 0 < alpha < inf
         return {"scale": 1.0, "rs_scale": alpha ** (1 / 3) if alpha and known else 1.0}
@@ -97,7 +97,7 @@ def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, 
 
 
 def delta(base: Tensor, t: LokrTensors) -> Tensor:
-    """ΔW [n, out, cols] written once; `base` is not read."""
+    """Return ΔW [n, out, cols] written once; `base` is not read."""
     left, right = _factors(t, t.rs_scale if t.rs_lora else t.scale)
     return (left * right).view(base.shape)
 

@@ -29,7 +29,7 @@ class LoraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (out, r), down (r, cols or in) and mid (r, r, k)."""
+    """Return the shapes of up (out, r), down (r, cols or in) and mid (r, r, k)."""
     out, cols = flat(target)
     (rows, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
@@ -53,7 +53,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: LoraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read: the update is additive."""
+    """Return ΔW [n, out, cols]; `base` is not read: the update is additive."""
     return (t.up * t.scale) @ _columns(t)
 
 
@@ -63,7 +63,7 @@ def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
 
 
 def _columns(t: LoraTensors) -> Tensor:
-    """A as [n, r, cols]: the stored one, or core and `down` contracted first (r is small)."""
+    """Return a as [n, r, cols]: the stored one, or core and `down` contracted first (r is small)."""
     return t.down if t.mid is None else tucker(t.mid, t.down)
 
 

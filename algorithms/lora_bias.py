@@ -24,7 +24,7 @@ class BiasTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of diff as (out, 1)."""
+    """Return the shape of diff as (out, 1)."""
     rows, count = flat(target), prod(shapes["diff"])
     expect(holds=rows == (count, 1), otherwise=f"it has {count} values, the bias is {list(target)}")
     return {"diff": rows}

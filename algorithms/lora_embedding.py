@@ -27,13 +27,13 @@ class EmbeddingTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (dim, r) and down (r, vocabulary)."""
+    """Return the shapes of up (dim, r) and down (r, vocabulary)."""
     (rows, cols), (rank, _) = flat(target), flat(shapes["down"])
     return expect_shapes(shapes, {"up": (cols, rank), "down": (rank, rows)})
 
 
 def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:
-    """ΔW [n, vocabulary, dim]; `base` is not read."""
+    """Return ΔW [n, vocabulary, dim]; `base` is not read."""
     return t.down.transpose(1, 2) @ (t.up * t.scale).transpose(1, 2)
 
 

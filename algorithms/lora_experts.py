@@ -30,13 +30,13 @@ class ExpertsTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones are taken
-    for (E, out, in): the caller knows that they are (target_parameters.py)."""
+    """Return the shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones
+    are taken for (E, out, in): the caller knows that they are (target_parameters.py)."""
     return _fit(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 
 def fit_transposed(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up and down for a weight known to be (E, in, out), square ones included."""
+    """Return the shapes of up and down for a weight known to be (E, in, out), square ones included."""
     return _fit(shapes, target, transposed=True)
 
 
@@ -61,7 +61,7 @@ def _fit(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
 
 
 def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
-    """ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
+    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
     up = t.up.reshape(-1, *t.up.shape[-3:]).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
     if t.up.dim() == 5:
         return (t.down.transpose(2, 3) @ up.transpose(2, 3)).reshape(base.shape)

@@ -31,7 +31,7 @@ class LoraFusedTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (rows, r) and down (p·r, in), p > 1."""
+    """Return the shapes of up (rows, r) and down (p·r, in), p > 1."""
     out, cols = flat(target)
     (rows, rank), (stacked, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(
@@ -53,7 +53,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
 
 
 def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     change, rank, done = base.new_zeros(base.shape), t.up.shape[2], 0
     for i, (first, end) in enumerate(t.parts):
         rows = t.up[:, done : done + end - first] * t.scale

@@ -53,7 +53,7 @@ class LoraSparseTuckerTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in the two dataclasses."""
+    """Return the shapes without n as in the two dataclasses."""
     indices, values = shapes["indices"], shapes["values"]
     expect(
         holds=len(values) == 1 and indices == (2, *values) and shapes["size"] == (2,),
@@ -79,20 +79,20 @@ def check_tucker(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) 
 
 
 def delta(base: Tensor, t: LoraSparseTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale))
     return _added(dense, t.indices, t.values * t.scale[:, :, 0])
 
 
 def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
+    """Return ΔW [n, out, cols] from the untouched `base`."""
     dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale, t.mid))
     old = base.flatten(1).gather(1, _flat_places(t.indices, base.shape[2]))
     return _added(dense, t.indices, t.values * t.scale[:, :, 0] - old)
 
 
 def stored_bounds(_: Shapes, __: Shape) -> list[Bounds]:
-    """What is stored: of int16, or, where a program has saved it wider, sizes as they are."""
+    """Return what is stored: of int16, or, where a program has saved it wider, sizes as they are."""
     return [Bounds(-(2**15), 2**31)]
 
 
@@ -106,13 +106,13 @@ def _added(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def _flat_places(indices: Tensor, cols: int) -> Tensor:
-    """[n, z] places in the flattened weight."""
+    """Return [n, z] places in the flattened weight."""
     rows, columns = _unwrapped(indices).unbind(1)
     return rows * cols + columns
 
 
 def _unwrapped(stored: Tensor) -> Tensor:
-    """Indices with int16's overflow undone; BOUNDS leaves nothing below int16."""
+    """Return the indices with int16's overflow undone; BOUNDS leaves nothing below int16."""
     import torch
 
     return torch.where(stored < 0, stored + 65536, stored)

@@ -27,7 +27,7 @@ class LoraSwitchTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (E, out, r) and down (E, r, in) for a weight (E, out, in)."""
+    """Return the shapes of up (E, out, r) and down (E, r, in) for a weight (E, out, in)."""
     up, down = shapes["up"], shapes["down"]
     expect(
         holds=len(up) == len(target) == 3 and up[:2] == target[:2] and down == (target[0], up[2], target[2]),
@@ -37,7 +37,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
-    """ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
+    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
     return ((t.up * scale(t.lora_alpha, t.down.shape[2], over_rank=t.over_rank)) @ t.down).reshape(base.shape)
 
 

@@ -27,7 +27,7 @@ class LoraTransposedTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (r, out) and down (in, r)."""
+    """Return the shapes of up (r, out) and down (in, r)."""
     out, cols = flat(target)
     up, down = shapes["up"], shapes["down"]
     expect(
@@ -38,7 +38,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     return (t.up.mT * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)) @ t.down.mT
 
 
@@ -48,7 +48,7 @@ def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
 
 
 def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
-    """c, as a configuration tells it."""
+    """Return c, as a configuration tells it."""
     return lora_alpha / rank if over_rank and rank else lora_alpha
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def low_rank_svd(weight: Tensor, rank: int, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """U [out, rank], S [rank], V [cols, rank] of a weight [out, cols], as torch.svd_lowrank gives them after
+    """Return U [out, rank], S [rank], V [cols, rank] of a weight [out, cols], as torch.svd_lowrank gives them after
     torch.manual_seed(seed), without touching the process' generator."""
     import torch
 

@@ -26,7 +26,7 @@ class MissTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of block (r, out)."""
+    """Return the shape of block (r, out)."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
         holds=len(stored) == 2 and stored[1] == out and 0 < stored[0] <= cols,
@@ -36,7 +36,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_mini(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of block (r, m), m a divisor of out."""
+    """Return the shape of block (r, m), m a divisor of out."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
         holds=len(stored) == 2 and 0 < stored[0] <= cols and stored[1] > 0 and out % stored[1] == 0,
@@ -46,7 +46,7 @@ def fit_mini(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_bat(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of block (out/r, r, r), r a divisor of both sides."""
+    """Return the shape of block (out/r, r, r), r a divisor of both sides."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
         holds=len(stored) == 3
@@ -59,7 +59,7 @@ def fit_bat(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: MissTensors) -> Tensor:
-    """ΔW [n, out, cols]: the block's rows in turn, repeated over the rows it lacks; `base` is not
+    """Return ΔW [n, out, cols]: the block's rows in turn, repeated over the rows it lacks; `base` is not
     read."""
     out, cols = base.shape[1:]
     rows = t.block.transpose(1, 2)  # [n, out or m, r]
@@ -67,7 +67,7 @@ def delta(base: Tensor, t: MissTensors) -> Tensor:
 
 
 def delta_bat(base: Tensor, t: MissTensors) -> Tensor:
-    """ΔW [n, out, cols] with the r × r blocks of W."""
+    """Return ΔW [n, out, cols] with the r × r blocks of W."""
     n, blocks, rank, _ = t.block.shape
     view = base.reshape(n, blocks, rank, -1, rank)  # [n, a, p, b, q]
     moved = view.reshape(n, blocks, -1, rank) @ t.block

@@ -61,7 +61,7 @@ def limit(alpha: float | None, _: Shapes, target: Shape) -> Mapping[str, float]:
 
 
 def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
-    """R − I [n, …, b, b] = 2 (I − Q)⁻¹ Q, for X [n, …, b, b] and a limit [n, 1, 1]."""
+    """Return R − I [n, …, b, b] = 2 (I − Q)⁻¹ Q, for X [n, …, b, b] and a limit [n, 1, 1]."""
     import torch
 
     q = blocks - blocks.mT
@@ -81,17 +81,17 @@ class Rotation:
 
 
 def prepare(t: OftTensors) -> Rotation:
-    """The blocks inverted."""
+    """Return the blocks inverted."""
     return Rotation(turn(t.blocks, t.limit), t.rescale)
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
+    """Return ΔW [n, out, cols] from the untouched `base`."""
     return stretch(base, _rotated(base, t.turned), t.rescale)
 
 
 def stretch(base: Tensor, change: Tensor, rescale: Tensor | None) -> Tensor:
-    """ΔW when the rows of base + change are multiplied by rescale."""
+    """Return ΔW when the rows of base + change are multiplied by rescale."""
     return change if rescale is None else change.mul_(rescale).addcmul_(rescale - 1, base)
 
 
@@ -121,7 +121,7 @@ def fit_diag(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta_diag(base: Tensor, t: OftDiagTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
+    """Return ΔW [n, out, cols] from the untouched `base`."""
     import torch
 
     eye = torch.eye(t.blocks.shape[-1], dtype=t.blocks.dtype, device=t.blocks.device)

@@ -55,7 +55,7 @@ def _fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def _turned(t: OneTrainerOftTensors) -> Tensor:
-    """R − I, [n, k, b, b]."""
+    """Return R − I, [n, k, b, b]."""
     s = skew_blocks(t.skew)
     if t.scaled is not None:
         s = s / (2 * sqrt(max(s.shape[-1] - 1, 1)))
@@ -71,12 +71,12 @@ def _by_blocks(base: Tensor, right: Tensor) -> Tensor:
 
 
 def delta(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
-    """ΔW [n, out, cols] of linear layers, from the untouched `base`."""
+    """Return ΔW [n, out, cols] of linear layers, from the untouched `base`."""
     return _by_blocks(base, _turned(t).mT)
 
 
 def delta_conv(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
-    """ΔW [n, out, cols] of convolutions, from the untouched `base`."""
+    """Return ΔW [n, out, cols] of convolutions, from the untouched `base`."""
     return _by_blocks(base, _turned(t))
 
 

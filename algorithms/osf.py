@@ -26,7 +26,7 @@ class OsfTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of left (out, m), values (m, 1) and right (m, cols)."""
+    """Return the shapes of left (out, m), values (m, 1) and right (m, cols)."""
     (out, cols), count = flat(target), shapes["values"][0] if len(shapes["values"]) == 1 else -1
     expect(
         holds=shapes["left"] == (out, count) and shapes["right"] == (count, cols) and count <= min(out, cols),
@@ -36,7 +36,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: OsfTensors) -> Tensor:
-    """U S V minus the m smallest singular triples of `base`, [n, out, cols]."""
+    """Return U S V minus the m smallest singular triples of `base`, [n, out, cols]."""
     total = min(base.shape[1:])
     return t.left @ (t.values * t.right) - triples(base, total - t.values.shape[1], total)
 

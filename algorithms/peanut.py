@@ -41,7 +41,7 @@ class PeanutTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored."""
+    """Return the shapes as stored."""
     out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
     want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
     expect(holds=len(target) == 2 and rank > 0, otherwise=f"A is {list(shapes['down'])}, the weight {list(target)}")
@@ -71,7 +71,7 @@ ACTIVATIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyTy
 
 
 def delta(base: Tensor, t: PeanutTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
+    """Return ΔW [n, out, cols] from the untouched `base`."""
     import torch
 
     name, arguments = ACTIVATIONS[t.activation]

@@ -29,7 +29,7 @@ class BoftTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of blocks (N, k, b, b) with k·b = cols and rows (out, 1)."""
+    """Return the shapes of blocks (N, k, b, b) with k·b = cols and rows (out, 1)."""
     stored, (out, cols) = shapes["blocks"], flat(target)
     expect(
         holds=len(stored) == 4
@@ -49,12 +49,12 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def prepare(t: BoftTensors) -> Rotation:
-    """The blocks inverted: R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
+    """Return the blocks inverted: R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
     return Rotation(cayley((t.blocks - t.blocks.mT) / 2), t.rows)
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """s ⊙ (W Mᵀ) − W, [n, out, cols]: the stages' changes are summed, each of what came before it."""
+    """Return s ⊙ (W Mᵀ) − W, [n, out, cols]: the stages' changes are summed, each of what came before it."""
     n, stages, count, size, _ = t.turned.shape
     total: Tensor | None = None
     for i in range(stages):

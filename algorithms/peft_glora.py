@@ -46,13 +46,13 @@ class PeftGloraBiasTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in PeftGloraTensors."""
+    """Return the shapes without n as in PeftGloraTensors."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, PEFT's GLoRA is of linear layers alone")
     return {**_letter(shapes, "a", flat(target)), **_letter(shapes, "b", flat(target))}
 
 
 def fit_bias(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in PeftGloraBiasTensors."""
+    """Return the shapes without n as in PeftGloraBiasTensors."""
     out, weight = prod(target), flat(shapes["weight"])
     expect(holds=weight[0] == out, otherwise=f"the weight has {weight[0]} rows, the bias {out}")
     inputs = _letter(shapes, "c", (weight[1], 1))
@@ -68,7 +68,7 @@ def fit_bias(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
-    """The shapes of one letter, which stands for a matrix of this size."""
+    """Return the shapes of one letter, which stands for a matrix of this size."""
     up, down = f"{name}_up", f"{name}_down"
     if name in shapes:
         one = shapes[name]
@@ -87,7 +87,7 @@ def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape
 
 
 def delta(base: Tensor, t: PeftGloraTensors) -> Tensor:
-    """ΔW [n, out, cols] from the untouched `base`."""
+    """Return ΔW [n, out, cols] from the untouched `base`."""
     change = base * _matrix(t.a, t.a_up, t.a_down)
     return change.add_(_matrix(t.b, t.b_up, t.b_down))
 
@@ -105,7 +105,7 @@ def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
 
 
 def _matrix(one: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tensor:
-    """What a letter stands for, in a shape that spreads over the whole."""
+    """Return what a letter stands for, in a shape that spreads over the whole."""
     if one is not None:
         return one
     assert up is not None and down is not None, "fit"

@@ -31,7 +31,7 @@ class InTensors:
 
 
 def fit_out(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of factor as (out, 1); also for the bias."""
+    """Return the shape of factor as (out, 1); also for the bias."""
     stored, out = shapes["factor"], flat(target)[0]
     column = len(target) < 2 or len(target) > 2 or stored == (out, 1)  # (1, in) is the other kind
     expect(
@@ -42,7 +42,7 @@ def fit_out(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_in(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of factor as (groups, in of one group)."""
+    """Return the shape of factor as (groups, in of one group)."""
     stored, count = shapes["factor"], prod(shapes["factor"])
     expect(holds=len(target) >= 2, otherwise=f"it scales inputs, the weight is {list(target)}")
     groups = count // target[1] if target[1] else 0

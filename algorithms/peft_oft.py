@@ -62,7 +62,7 @@ class SecondTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
+    """Return the shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
     stored, cols = shapes["skew"], flat(target)[1]
     expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
     size = block_size(stored[1])
@@ -75,7 +75,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_second(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of blocks (k, b, b) that tile the columns and rows (out, 1)."""
+    """Return the shapes of blocks (k, b, b) that tile the columns and rows (out, 1)."""
     (out, cols), (count, size) = flat(target), _square(shapes["blocks"])
     expect(
         holds=tiles(count, size, cols),
@@ -89,7 +89,7 @@ def fit_second(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_first(shapes: Shapes, target: Shape) -> Shapes:
-    """Shape of blocks (k, b, b) that cover the rows, the last one perhaps only in part."""
+    """Return the shape of blocks (k, b, b) that cover the rows, the last one perhaps only in part."""
     (out, _), (count, size) = flat(target), _square(shapes["blocks"])
     needed = -(-out // size)
     expect(holds=count in (1, needed), otherwise=f"{count} blocks of {size} do not cover {out} rows")
@@ -125,7 +125,7 @@ def _square(stored: Shape) -> tuple[int, int]:
 
 
 def tiles(count: int, size: int, width: int) -> bool:
-    """Whether so many blocks, or one for all, cover the width."""
+    """Return whether so many blocks, or one for all, cover the width."""
     return count * size == width or (count == 1 and width % size == 0)
 
 
@@ -138,7 +138,7 @@ class Rotation:
 
 
 def prepare(t: OftTensors) -> Rotation:
-    """The blocks inverted."""
+    """Return the blocks inverted."""
     skew = bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
     return Rotation(series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
 
@@ -155,7 +155,7 @@ def skew_blocks(triangles: Tensor) -> Tensor:
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """W (diag(R)ᵀ − I), [n, out, cols], block by block; with `rows` s ⊙ (W diag(R)ᵀ) − W."""
+    """Return W (diag(R)ᵀ − I), [n, out, cols], block by block; with `rows` s ⊙ (W diag(R)ᵀ) − W."""
     n, out, cols = base.shape
     blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
     change = (blocks @ t.turned.transpose(2, 3)).transpose(1, 2).reshape(n, out, cols)
@@ -163,18 +163,18 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
 
 
 def prepare_embedding(t: OftTensors) -> Rotation:
-    """An embedding's rows are rotated as outputs: W (diag(R) − I), without the transpose."""
+    """Return an embedding's rows are rotated as outputs: W (diag(R) − I), without the transpose."""
     return prepare(replace(t, skew=-t.skew))
 
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
-    """s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
+    """Return s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
     blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
     return delta(base, Rotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
 
 
 def prepare_first(t: FirstTensors) -> Rotation:
-    """The blocks inverted."""
+    """Return the blocks inverted."""
     return Rotation(cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2])))
 
 
@@ -196,14 +196,14 @@ def _old_skew(blocks: Tensor, limit: float, side: int) -> Tensor:
 
 
 def bounded(blocks: Tensor, limit: float) -> Tensor:
-    """Blocks with Frobenius norms of at most `limit`; 0 means no limit."""
+    """Return the blocks with Frobenius norms of at most `limit`; 0 means no limit."""
     if not limit:
         return blocks
     return blocks * (limit / length(blocks, (2, 3)).clamp(min=limit))
 
 
 def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:
-    """R − I = 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
+    """Return R − I = 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
     coefficients = [0.0] + [2.0] * (terms - 1)
     if not doubled_last and terms > 2:  # three terms and four are the same series there
         coefficients = [0.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
@@ -215,7 +215,7 @@ def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:
 
 
 def cayley(skew: Tensor) -> Tensor:
-    """R − I for R = (I − S)(I + S)⁻¹ per block; a small rotation keeps its digits so."""
+    """Return R − I for R = (I − S)(I + S)⁻¹ per block; a small rotation keeps its digits so."""
     import torch
 
     turned: Tensor = torch.linalg.solve(_identity(skew) + skew, -2 * skew, left=False)

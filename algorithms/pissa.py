@@ -42,7 +42,7 @@ class KasaTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
+    """Return the shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
     (out, cols), (rows, rank), (down_rank, width) = map(flat, (target, shapes["up"], shapes["down"]))
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
     expect(

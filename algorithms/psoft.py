@@ -48,7 +48,7 @@ class Turned:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes without n as in PsoftTensors."""
+    """Return the shapes without n as in PsoftTensors."""
     (out, cols), turn = flat(target), shapes["turn"]
     free = len(turn) == 2 and turn[0] == turn[1]
     rank = turn[0] if free else block_size(turn[0]) if len(turn) == 1 else 0
@@ -77,7 +77,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def prepare(t: PsoftTensors) -> Turned:
-    """B (R − I), from R in the precision that inverses need."""
+    """Return B (R − I), from R in the precision that inverses need."""
     import torch
 
     assert t.left is not None and t.right is not None, "rebuilt"
@@ -96,12 +96,12 @@ def prepare(t: PsoftTensors) -> Turned:
 
 
 def delta(base: Tensor, t: Turned) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read."""
     return t.left @ t.right
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """The leading singular triples of the weight, as factors."""
+    """Return the leading singular triples of the weight, as factors."""
     import torch
 
     weight, count, settings = loaded.read(""), loaded.shapes["turn"][1], loaded.settings

@@ -39,7 +39,7 @@ class RandTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored; the bases must cover the weight."""
+    """Return the shapes as stored; the bases must cover the weight."""
     (small, large), lam, gam = sorted(flat(target)), shapes["rank_scale"], shapes["side_scale"]
     expect(holds=len(lam) == 2 and lam[0] > 0, otherwise=f"λ is {list(lam)}")
     count = -(-small // lam[0])
@@ -59,7 +59,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The bases, drawn as in training: A first, then B."""
+    """Return the bases, drawn as in training: A first, then B."""
     import torch
 
     expect(holds="seed" in settings, otherwise="the bases are not stored, and no configuration has their seed")
@@ -84,7 +84,7 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str
 
 
 def delta(base: Tensor, t: RandTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     assert t.up is not None and t.down is not None, "stored or derived"
     n, out, cols = base.shape
     count, small = t.side_scale.shape[1:]

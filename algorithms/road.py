@@ -27,7 +27,7 @@ class RoadTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of theta and stretch."""
+    """Return the shapes of theta and stretch."""
     count, out = prod(shapes["theta"]), flat(target)[0]
     expect(holds=shapes["theta"] == shapes["stretch"], otherwise="theta and alpha differ in shape")
     expect(

@@ -24,7 +24,7 @@ class ShiraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of values (m,) and places (2, m)."""
+    """Return the shapes of values (m,) and places (2, m)."""
     count = prod(shapes["values"])
     expect(
         holds=shapes["values"] == (count,) and shapes["places"] == (2, count),
@@ -38,7 +38,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: ShiraTensors) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read, repeated places add up."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read, repeated places add up."""
     rows, cols = t.places[:, 0], t.places[:, 1]
     change = base.new_zeros(base.shape)
     change.view(base.shape[0], -1).scatter_add_(1, rows * base.shape[2] + cols, t.values)

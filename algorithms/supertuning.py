@@ -33,7 +33,7 @@ class SuperTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of values and places (m,), up (out, r), down (r, cols)."""
+    """Return the shapes of values and places (m,), up (out, r), down (r, cols)."""
     count = prod(shapes["values"])
     expect(
         holds=shapes["values"] == shapes.get("places", (count,)) == (count,) and count <= prod(target),
@@ -44,7 +44,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: SuperTensors) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read."""
     assert t.places is not None, "rebuilt"
     change = base.new_zeros(base.shape[0], base.shape[1] * base.shape[2])
     change = change.scatter_add_(1, t.places, t.values).view(base.shape)
@@ -52,7 +52,7 @@ def delta(base: Tensor, t: SuperTensors) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """The places of the largest magnitudes, or of the smallest, in the order that topk gives them."""
+    """Return the places of the largest magnitudes, or of the smallest, in the order that topk gives them."""
     import torch
 
     scores = loaded.read("").abs().flatten()

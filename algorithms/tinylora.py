@@ -28,7 +28,7 @@ class TinyTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored."""
+    """Return the shapes as stored."""
     (out, cols), down, vector = flat(target), shapes["down"], shapes["vector"]
     rank = down[0] if down else 0
     expect(
@@ -48,7 +48,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The projections, drawn as PEFT draws them."""
+    """Return the projections, drawn as PEFT draws them."""
     import torch
 
     if "mixed" in shapes:
@@ -59,7 +59,7 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str
 
 
 def delta(base: Tensor, t: TinyTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     assert t.mixed is not None, "derived"
     n, count, rank, _ = t.mixed.shape
     inner = (t.vector[:, None, :] @ t.mixed.reshape(n, count, rank * rank)).view(n, rank, rank)

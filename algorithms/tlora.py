@@ -64,7 +64,7 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
 
 
 def delta(base: Tensor, t: TloraTensors) -> Tensor:
-    """ΔW [n, out, cols]; the start is rebuilt from the untouched `base`."""
+    """Return ΔW [n, out, cols]; the start is rebuilt from the untouched `base`."""
     import torch
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)

@@ -41,7 +41,7 @@ class UniTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored."""
+    """Return the shapes as stored."""
     (out, cols), choice = flat(target), shapes.get("down_choice", ())
     rank, bank = choice[0] if choice else 0, shapes["bank"]
     up, down = (out, rank), (rank, cols)
@@ -59,12 +59,12 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
-    """The numbers of the vector."""
+    """Return the numbers of the vector."""
     return [below(shapes["bank"][0])]
 
 
 def delta(base: Tensor, t: UniTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     assert t.up_choice is not None and t.up_weight is not None, "rebuilt"
     assert t.down_choice is not None and t.down_weight is not None, "rebuilt"
     return _factor(t.bank, t.up_choice, t.up_weight) @ _factor(t.bank, t.down_choice, t.down_weight)
@@ -75,7 +75,9 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Which entries of the shared vector a layer's numbers are, and one over the root of how often each is used."""
+    """Return which entries of the shared vector a layer's numbers are, and one over the root of how often each is
+    used.
+    """
     import torch
 
     (out, cols), settings = flat(loaded.target), loaded.settings

@@ -41,7 +41,7 @@ class VbTopTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored; pieces must tile the weight."""
+    """Return the shapes as stored; pieces must tile the weight."""
     down, up, bank = _three(shapes, "down", "up")
     _tile(down, up, bank, target)
     expect(
@@ -52,7 +52,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fit_top(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes as stored; pieces must tile the weight, weights be one fewer than choices."""
+    """Return the shapes as stored; pieces must tile the weight, weights be one fewer than choices."""
     down, up, bank = _three(shapes, "down_choice", "up_choice")
     _tile(down, up, bank, target)
     for side, stored in (("down", down), ("up", up)):
@@ -83,17 +83,17 @@ def _tile(down: Shape, up: Shape, bank: Shape, target: Shape) -> None:
 
 
 def delta(base: Tensor, t: VbTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     return _product(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
 
 
 def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     return _product(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
-    """The vectors of the bank."""
+    """Return the vectors of the bank."""
     return [below(shapes["bank"][0])]
 
 
@@ -109,13 +109,13 @@ def _pick(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
 
 
 def _weigh(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
-    """[n, ·, ·, L]: sparse weights over the bank, times the bank."""
+    """Return [n, ·, ·, L]: sparse weights over the bank, times the bank."""
     dense = weights.new_zeros(*weights.shape[:-1], bank.shape[1]).scatter_add_(-1, chosen, weights)
     return (dense.flatten(1, 2) @ bank).reshape(*dense.shape[:-1], bank.shape[2])
 
 
 def _product(down: Tensor, up: Tensor) -> Tensor:
-    """B A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
+    """Return B A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
     columns = up.transpose(2, 3).reshape(up.shape[0], -1, up.shape[2])
     return columns @ down.flatten(2)
 

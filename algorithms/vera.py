@@ -33,7 +33,7 @@ class VeraTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """Shapes of out_scale (out, 1), rank_scale (r, 1) and, where stored, down and up."""
+    """Return the shapes of out_scale (out, 1), rank_scale (r, 1) and, where stored, down and up."""
     (out, cols), ranks = flat(target), shapes["rank_scale"][0] if len(shapes["rank_scale"]) == 1 else 0
     expect(holds=ranks > 0, otherwise=f"rank_scale is {list(shapes['rank_scale'])}, not a vector")
     expect(
@@ -56,7 +56,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: VeraTensors) -> Tensor:
-    """ΔW [n, out, cols]; `base` is not read."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     assert t.up is not None and t.down is not None, "stored or derived"
     out, cols, rank = base.shape[1], base.shape[2], t.up.shape[2]
     down = t.rank_scale[:, :rank] * t.down[:, :rank, :cols]
@@ -64,7 +64,7 @@ def delta(base: Tensor, t: VeraTensors) -> Tensor:
 
 
 def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
-    """The projections, drawn as in training; `halves` is 2 for PVeRA."""
+    """Return the projections, drawn as in training; `halves` is 2 for PVeRA."""
     import torch
 
     expect(holds="seed" in settings, otherwise="the projections are not stored, and no configuration has their seed")

@@ -45,7 +45,7 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
 
 
 def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The first positions of a random order of all, and the filters of the wavelet."""
+    """Return the first positions of a random order of all, and the filters of the wavelet."""
     import torch
 
     found = {"places": places(shapes, target, settings["seed"])}
@@ -57,7 +57,7 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
 
 
 def delta(base: Tensor, t: WaveTensors) -> Tensor:
-    """ΔW [n, out, cols]; the values of `base` are not read."""
+    """Return ΔW [n, out, cols]; the values of `base` are not read."""
     import torch
 
     assert t.places is not None, "derived"

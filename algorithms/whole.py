@@ -33,7 +33,7 @@ class FullRankTensors:
 
 
 def fit(shapes: Shapes, target: Shape) -> Shapes:
-    """The one slot as (out, cols)."""
+    """Return the one slot as (out, cols)."""
     ((slot, stored),) = shapes.items()
     expect(
         holds=stored[:1] == target[:1] and same_inputs(stored[1:], target[1:]),
@@ -43,7 +43,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: FullTensors) -> Tensor:
-    """ΔW [n, out, cols] as stored; `base` is not read."""
+    """Return ΔW [n, out, cols] as stored; `base` is not read."""
     return t.diff.clone()
 
 
@@ -53,7 +53,7 @@ def accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
 
 
 def set_delta(base: Tensor, t: FullTensors) -> Tensor:
-    """V − W [n, out, cols]."""
+    """Return V − W [n, out, cols]."""
     return t.diff - base
 
 
@@ -63,7 +63,7 @@ def set_accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
 
 
 def full_rank_delta(base: Tensor, t: FullRankTensors) -> Tensor:
-    """ΔW [n, out, cols] as stored; `base` is not read."""
+    """Return ΔW [n, out, cols] as stored; `base` is not read."""
     return t.down.clone()
 
 

@@ -82,5 +82,5 @@ COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "
 
 
 def bytes_of(dtype: str, shape: Shape) -> int:
-    """Bytes of a tensor of this dtype and shape."""
+    """Return the bytes of a tensor of this dtype and shape."""
     return prod(shape) * ITEM_BITS[dtype] // 8

@@ -126,13 +126,13 @@ Not all of them are torch's OutOfMemoryError."""
 
 
 def device_full(e: Exception) -> str:
-    """What an error says of too little memory on a device; nothing where it is another."""
+    """Return what an error says of too little memory on a device; nothing where it is another."""
     text = next(iter(str(e).splitlines()), "")
     return text if isinstance(e, RuntimeError) and any(sign in text for sign in DEVICE_SIGNS) else ""
 
 
 def as_resource_error(e: Exception) -> ResourceError | None:
-    """What to say where the system gave no memory, thread or descriptor; None for any other failure."""
+    """Return what to say where the system gave no memory, thread or descriptor; None for any other failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
         found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")

@@ -99,7 +99,7 @@ def split_strength(text: str) -> tuple[str, float | None]:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is something at a path; at one that no disk can hold there is not."""
+    """Return whether there is something at a path; at one that no disk can hold there is not."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def exists(path: str | Path) -> bool:
 
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
-    """Bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
+    """Return the bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
     fix = "write it like 512MiB or 4GB"
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", shown(text, None).lower())
     if match is None or match[2] == "i":
@@ -153,17 +153,17 @@ def make_job(
 
 
 def validated(job: Job) -> Job:
-    """A job that was not made by `make_job`, as that would have made it; UsageError where it could not."""
+    """Return a job that was not made by `make_job`, as that would have made it; UsageError where it could not."""
     return make_job(job.base, job.adapters, job.output, **{f.name: getattr(job, f.name) for f in fields(Job)[3:]})
 
 
 def expand(path: str | Path) -> Path:
-    """The path with `~` expanded, made absolute without resolving links."""
+    """Return the path with `~` expanded, made absolute without resolving links."""
     return _absolute(home(path))
 
 
 def home(path: str | Path) -> Path:
-    """The path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
+    """Return the path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
     if "\0" in str(path) or str(path) == "":
         raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
     if str(path).startswith("file://"):
@@ -181,7 +181,7 @@ def home(path: str | Path) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    """The path from the root; UsageError where there is no current folder any more."""
+    """Return the path from the root; UsageError where there is no current folder any more."""
     try:
         return path.absolute()
     except FileNotFoundError as e:
@@ -205,12 +205,12 @@ def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
 
 
 def is_pair(value: object) -> bool:
-    """Whether it is one adapter with its strength, not a list of two."""
+    """Return whether it is one adapter with its strength, not a list of two."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
-    """Pairs of the adapters and their strengths; UsageError unless there is one for each, and no other."""
+    """Return the pairs of the adapters and their strengths; UsageError unless there is one for each, and no other."""
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter,")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths given twice", "--strength and the adapters' own", "use one of the two")
@@ -258,7 +258,7 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
-    """Every setting of any formula, and of layers that are [in, out] → what it must be, whether a value is."""
+    """Return every setting of any formula, and of layers that are [in, out] → what it must be, whether a value is."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
     return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool"}.items() if kind in KINDS}
 

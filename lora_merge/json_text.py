@@ -10,7 +10,7 @@ TOO_DEEP: Final = "nested too deeply"
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value; ValueError for what is no JSON, and for what is nested absurdly deep.
+    """Return the value; ValueError for what is no JSON, and for what is nested absurdly deep.
 
     How deep the library itself goes depends on the version of Python: 990 levels in 3.11, thousands from 3.12 on.
     """

@@ -40,7 +40,7 @@ class Ends:
                 dotted.setdefault(wild.replace(EXACT, "."), []).append(at)
 
     def first(self, path: str, steps: Steps) -> str | None:
-        """The first key that means the module; None where none does. Refused where that takes too many steps."""
+        """Return the first key that means the module; None where none does. Refused where that takes too many steps."""
         if path not in self._found:
             steps.left += STEPS_A_NAME
             best = min(self._of_plain(path, steps), default=len(self.keys))
@@ -49,7 +49,7 @@ class Ends:
         return self._found[path]
 
     def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
-        """Positions of plain keys that mean the path, the first among them."""
+        """Yield the positions of plain keys that mean the path, the first among them."""
         if "\n" in path:  # which no dot means, and before which `$` may match
             yield from (at for at, key in enumerate(self.keys) if PLAIN.fullmatch(key) and _matches(key, path, steps))
             return
@@ -68,7 +68,7 @@ def _dots(name: str) -> Dots:
 
 
 def _dotted(text: str, dots: Dots) -> str:
-    """The text with dots at these places."""
+    """Return the text with dots at these places."""
     for at in dots:
         if text[at] != ".":
             text = f"{text[:at]}.{text[at + 1 :]}"

@@ -128,12 +128,12 @@ HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
 
 
 def shown(value: Any, length: int | None = 40) -> str:
-    """The beginning of a value in a message; Python does not write out numbers of thousands of digits."""
+    """Return the beginning of a value in a message; Python does not write out numbers of thousands of digits."""
     return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number, no truth value, that a double can hold."""
+    """Return whether it is a number, no truth value, that a double can hold."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number of hundreds of digits
@@ -141,15 +141,15 @@ def is_finite(value: Any) -> bool:
 
 
 def number(value: float | str) -> float:
-    """A number, or what a text of figures says; ValueError for any other, such as 1_0, which Python alone takes for
-    ten."""
+    """Return a number, or what a text of figures says; ValueError for any other, such as 1_0, which Python alone takes
+    for ten."""
     if isinstance(value, str) and "_" in value:
         raise ValueError(f"{value!r} is no number")
     return float(value)
 
 
 def factor(value: Any, where: str) -> float:
-    """A strength; UsageError for what is none."""
+    """Return a strength; UsageError for what is none."""
     if not is_finite(value):
         told = f"{value[:40]!r}" if isinstance(value, str) else shown(value)
         raise UsageError(f"strength {told} is not a finite number", where, "use a number such as 0.8")
@@ -157,26 +157,26 @@ def factor(value: Any, where: str) -> float:
 
 
 def switch(value: Any, flag: str) -> bool:
-    """An option that is on or off; UsageError for any other value."""
+    """Return an option that is on or off; UsageError for any other value."""
     if not isinstance(value, bool):
         raise unlike(value, flag, "True or False")
     return value
 
 
 def unlike(value: Any, where: str, wanted: str) -> UsageError:
-    """The error for a value of a wrong type."""
+    """Return the error for a value of a wrong type."""
     return UsageError(f"{type(value).__name__} {shown(value)!r} where {wanted} belongs", where, f"give {wanted}")
 
 
 def a_list(value: Any, where: str, wanted: str) -> list[Any]:
-    """The items of a list or the like; UsageError for anything else."""
+    """Return the items of a list or the like; UsageError for anything else."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise unlike(value, where, wanted)
     return list(value)
 
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Names with values, from a table or from pairs."""
+    """Return the names with values, from a table or from pairs."""
     wanted = "a table of names and values, or a list of pairs,"
     found = [
         tuple(p) if isinstance(p, list | tuple) else (p,)

@@ -70,7 +70,7 @@ class Steps:
             raise Refused("too complex to run safely")
 
     def pattern(self, text: str, form: str = "%s") -> Pattern:
-        """The pattern, put into a form and parsed once; Refused as by `pattern`, or where no steps are left."""
+        """Return the pattern, put into a form and parsed once; Refused as by `pattern`, or where no steps are left."""
         if (form, text) not in self._parsed:
             self.take(STEPS_TO_PARSE + 4 * len(text))
             self._parsed[form, text] = pattern(form % text)
@@ -100,7 +100,7 @@ class Pattern:
         return re.compile(self.text)
 
     def matches(self, name: str, steps: Steps, *, anywhere: bool = False) -> bool:
-        """Whether it matches at the start of a name, as `re.match` does, or somewhere in it, as `re.search`."""
+        """Return whether it matches at the start of a name, as `re.match` does, or somewhere in it, as `re.search`."""
         tries = self.ways * (SHORT if anywhere else 1)
         if len(name) <= SHORT and tries <= FEW:
             steps.take(1 + tries // 1000)
@@ -112,7 +112,7 @@ class Pattern:
 
 
 def pattern(text: str) -> Pattern:
-    """The pattern; Refused for what is no regular expression, or of absurd length or depth."""
+    """Return the pattern; Refused for what is no regular expression, or of absurd length or depth."""
     if len(text) > LONGEST:
         raise Refused(f"longer than {LONGEST} characters")
     try:
@@ -152,7 +152,9 @@ def _inside(op: str, value: Any) -> Any:
 
 
 def _ways(nodes: Sequence[Node]) -> int:
-    """The product of all choices on a short name; more than FEW where a loop goes round what has choices itself."""
+    """Return the product of all choices on a short name; more than FEW where a loop goes round what has choices
+    itself.
+    """
     found = 1
     for op, value in nodes:
         found = min(found * _choices(op, value), FEW + 1)
@@ -174,7 +176,7 @@ def _choices(op: str, value: Any) -> int:
 
 
 def _is_leaf(body: Sequence[Node]) -> bool:
-    """Whether it is one character, of whatever kind."""
+    """Return whether it is one character, of whatever kind."""
     return len(body) == 1 and (body[0][0] in LEAVES or (body[0][0] == "TEXT" and len(body[0][1]) == 1))
 
 
@@ -190,7 +192,7 @@ class _Walk:
         steps.take(len(text) // 8)
 
     def through(self, nodes: Sequence[Node], places: int, flags: int) -> int:
-        """Where these nodes may end, one after the other, for those places to begin."""
+        """Return where these nodes may end, one after the other, for those places to begin."""
         for op, value in nodes:
             if not places:
                 return 0
@@ -204,14 +206,14 @@ class _Walk:
         return places
 
     def _where(self, op: str, value: Any, flags: int) -> int:
-        """Positions whose character a leaf of the pattern means."""
+        """Return the positions whose character a leaf of the pattern means."""
         key = (op, id(value) if isinstance(value, list) else value, flags)
         if key not in self.known:
             self.known[key] = self._of(lambda char: self._is(key, char, op, value))
         return self.known[key]
 
     def _is(self, key: Any, char: str, op: str, value: Any) -> bool:
-        """Whether a leaf of the pattern means this character."""
+        """Return whether a leaf of the pattern means this character."""
         if (key, char) not in self.meant:
             self.meant[key, char] = any(_means(op, value, v, key[2]) for v in _variants(char, key[2]))
         return self.meant[key, char]
@@ -221,7 +223,7 @@ class _Walk:
         return sum(mask for char, mask in self.chars.items() if wanted(char))
 
     def word(self, value: str, places: int, flags: int) -> int:
-        """Those places that this text follows, moved behind it."""
+        """Return those places that this text follows, moved behind it."""
         for char in value:
             where = self._where("TEXT", char, flags) if flags & re.IGNORECASE else self.chars.get(char, 0)
             places = (places & where) << 1
@@ -246,7 +248,7 @@ class _Walk:
         return places
 
     def either(self, value: Any, places: int, flags: int) -> int:
-        """What any of the alternatives gives."""
+        """Return what any of the alternatives gives."""
         found = 0
         for branch in value[1]:
             self.steps.take()
@@ -254,11 +256,11 @@ class _Walk:
         return found
 
     def group(self, value: Any, places: int, flags: int) -> int:
-        """The inside, under its own flags."""
+        """Return the inside, under its own flags."""
         return self.through(value[3], places, (flags | value[1]) & ~value[2])
 
     def beside(self, value: Any, places: int, flags: int, *, wanted: bool = True) -> int:
-        """Those places that something follows, or stands before."""
+        """Return those places that something follows, or stands before."""
         back, body = value
         kept = 0
         for at in range(places.bit_length()):
@@ -268,11 +270,11 @@ class _Walk:
         return kept
 
     def not_beside(self, value: Any, places: int, flags: int) -> int:
-        """Those places that it does not follow, or stand before."""
+        """Return those places that it does not follow, or stand before."""
         return self.beside(value, places, flags, wanted=False)
 
     def at(self, value: Any, places: int, flags: int) -> int:
-        """Those places that are a start, an end, or the edge of a word."""
+        """Return those places that are a start, an end, or the edge of a word."""
         key = (str(value), flags)
         if key not in self.known:
             self.known[key] = self._edges(str(value), flags)
@@ -306,14 +308,14 @@ STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
 
 
 def _variants(char: str, flags: int) -> tuple[str, ...]:
-    """The character, and its other case where that does not matter."""
+    """Return the character, and its other case where that does not matter."""
     if not flags & re.IGNORECASE:
         return (char,)
     return tuple({char, *(c for c in (char.lower(), char.upper()) if len(c) == 1)})
 
 
 def _means(op: str, value: Any, char: str, flags: int) -> bool:
-    """Whether a leaf means this character."""
+    """Return whether a leaf means this character."""
     if op == "TEXT":
         return bool(char == value)
     if op == "NOT_LITERAL":
@@ -336,7 +338,7 @@ def _in_set(item: Any, char: str, flags: int) -> bool:
 
 
 def _in_class(kind: str, char: str, flags: int) -> bool:
-    """Whether a character is a digit, white space, or part of a word."""
+    """Return whether a character is a digit, white space, or part of a word."""
     if flags & re.ASCII and not char.isascii():
         return False
     if kind == "DIGIT":

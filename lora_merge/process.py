@@ -119,7 +119,7 @@ def begin_commit() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A short block that makes something and notes that it did: a signal is heard before it or after it."""
+    """Return A short block that makes something and notes that it did: a signal is heard before it or after it."""
     begin_commit()
     try:
         yield
@@ -139,7 +139,7 @@ def here() -> str:
 
 
 def command(module: str, function: str) -> list[str]:
-    """The command that calls a function of a module.
+    """Return the command that calls a function of a module.
 
     `python -m` would put the current folder first on the path: a `typing.py` that came with a model would run. The
     options against that are as new as Python 3.11.

@@ -32,7 +32,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what happened on the way that the user should know
 
     def to_json(self) -> str:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @property

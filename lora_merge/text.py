@@ -49,5 +49,5 @@ def by_reason(left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def quoted(name: str) -> str:
-    """A name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
+    """Return a name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
     return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

@@ -55,7 +55,9 @@ def known_types() -> frozenset[str]:
 
 
 def base_types(config: Mapping[str, Any]) -> frozenset[str]:
-    """The model types in a config.json, those of the model's parts too; "" stands for code that nothing is known of."""
+    """Return the model types in a config.json, those of the model's parts too; "" stands for code that nothing is
+    known of.
+    """
     found = {str(config["model_type"])} if config.get("model_type") else set()
     if found - known_types() or ("auto_map" in config and not found & UPRIGHT):
         found.add("")
@@ -65,7 +67,7 @@ def base_types(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def stored(name: str, types: Collection[str], *, recognised: bool, kind: str) -> bool | None:
-    """Whether a layer of this name is a Conv1D, as far as base and method tell; None where they do not.
+    """Return whether a layer of this name is a Conv1D, as far as base and method tell; None where they do not.
 
     `types`: of the base's config.json. `recognised`: whether a table knows the model, and so knows its Conv1D layers.
     `kind`: PEFT's name of the method, "" for a file without configuration.
@@ -83,7 +85,7 @@ def stored(name: str, types: Collection[str], *, recognised: bool, kind: str) ->
 
 
 def decide(name: str, layers: Sequence[Layer], types: Collection[str], *, flag: bool | None) -> bool | None:
-    """Whether a layer whose shapes fit both ways is a Conv1D, in a model that nothing is known of.
+    """Return whether a layer whose shapes fit both ways is a Conv1D, in a model that nothing is known of.
 
     None where signs contradict each other. `flag`: the configuration's, None where that says nothing. `types`: a
     model of a type of transformers that is none of ours is of nn.Linear, unless shapes say otherwise.
@@ -105,5 +107,5 @@ def decide(name: str, layers: Sequence[Layer], types: Collection[str], *, flag: 
 
 
 def stated(name: str, layers: Sequence[Layer], *, flag: bool) -> bool:
-    """The same where the flag is beyond doubt: true speaks of layers called like a Conv1D, if there are any."""
+    """Return the same where the flag is beyond doubt: true speaks of layers called like a Conv1D, if there are any."""
     return flag and (name in NAMES or all(layer.name not in NAMES for layer in layers))

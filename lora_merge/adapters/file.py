@@ -55,16 +55,16 @@ class Values(Protocol):
     """Stored tensors that the plan has to know: from files, or from memory."""
 
     def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """All elements of a small tensor of any stored dtype."""
+        """Return all elements of a small tensor of any stored dtype."""
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Whether two tensors are equal, byte for byte."""
+        """Return whether two tensors are equal, byte for byte."""
 
     def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
 
     def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        """Return whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Module:
 
     @classmethod
     def of_value(cls, name: str, parameter: str, info: StoredTensor) -> Module:
-        """The module that puts a tensor of the adapter in the place of a parameter."""
+        """Return the module that puts a tensor of the adapter in the place of a parameter."""
         return cls(name, parameter, {"diff": info}, {}, (SET.name,))
 
     @property
@@ -153,7 +153,7 @@ class FileValues:
         self._reader = reader
 
     def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """All elements of a small tensor of any stored dtype."""
+        """Return all elements of a small tensor of any stored dtype."""
         if not info.nbytes:
             return ()
         raw = bytes(self._bytes(info, 0, info.nbytes))
@@ -166,18 +166,18 @@ class FileValues:
         return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Whether two tensors are equal, byte for byte."""
+        """Return whether two tensors are equal, byte for byte."""
         sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
 
     def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
         return differing(copy, own)
 
     def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        """Return whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
         return zero_outside(info, rows, columns, self._bytes)
 
     def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
@@ -186,14 +186,14 @@ class FileValues:
 
 @lru_cache(maxsize=256)
 def _e4m3(byte: int) -> float:
-    """The number that a byte is in F8_E4M3: no infinities, one NaN; arXiv:2209.05433, table 1."""
+    """Return the number that a byte is in F8_E4M3: no infinities, one NaN; arXiv:2209.05433, table 1."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
     size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
     return -size if byte >> 7 else size
 
 
 def group(index: Index) -> AdapterFile:
-    """The adapter's tensors as modules; InputError if the file is no adapter at all."""
+    """Return the adapter's tensors as modules; InputError if the file is no adapter at all."""
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}
@@ -256,18 +256,21 @@ def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, Store
 
 
 def _says_nothing(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
-    """Whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has too."""
+    """Return whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has
+    too.
+    """
     tensors = (info for key, g in groups.items() if key not in plain for info in g.tensors)
     return all(info.name.endswith("_norm.scale") for info in tensors)
 
 
 def _is_adapter(g: _Group) -> bool:
-    """Whether the group is more than a parameter of a model whose name happens to end like a suffix."""
+    """Return whether the group is more than a parameter of a model whose name happens to end like a suffix."""
     return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
 
 
 def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
-    """The group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the factors.
+    """Return the group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the
+    factors.
 
     Of several tensors for one shared slot the first by name stands for all, whatever their order in the file.
     """
@@ -286,7 +289,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
 
 def looks_like_adapter(index: Index) -> bool:
-    """Whether most tensors carry an adapter's suffix: a base that does was given in the wrong place.
+    """Return whether most tensors carry an adapter's suffix: a base that does was given in the wrong place.
 
     A model that was saved with an adapter attached is none: beside the adapter's tensors it has their layers' weights.
     """
@@ -301,7 +304,7 @@ def looks_like_adapter(index: Index) -> bool:
 
 
 def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
-    """The error for two tensors of one meaning."""
+    """Return the error for two tensors of one meaning."""
     return InputError(
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",
@@ -309,12 +312,12 @@ def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
 
 
 def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
-    """Module → [out, in] of the weight that it changes, as far as its tensors tell; () if not."""
+    """Return the module → [out, in] of the weight that it changes, as far as its tensors tell; () if not."""
     weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name tells no width
     return {m.name: weight_shape(m.shapes) for m in weights_last}
 
 
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
-    """[out, in] of the weight that tensors of these shapes change, as far as they tell; () if not."""
+    """Return [out, in] of the weight that tensors of these shapes change, as far as they tell; () if not."""
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]

@@ -59,7 +59,7 @@ class Trained:
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
-    """What a file's metadata says about the row; InputError for damaged arguments that it may depend on."""
+    """Return what a file's metadata says about the row; InputError for damaged arguments that it may depend on."""
     tables, note = {}, ""
     for name in [name for name in READ if name in metadata]:
         try:
@@ -77,7 +77,7 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
-    """Whether arguments that cannot be read may be some that the row's formula depends on."""
+    """Return whether arguments that cannot be read may be some that the row's formula depends on."""
     asked = (row.name in TURNED and BYPASS in text.lower()) or any(
         name in row.settings for names in READ.values() for name in names
     )

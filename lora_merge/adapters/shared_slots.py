@@ -16,7 +16,7 @@ KEEP_ONE: Final = "remove the one that the adapter was not trained with, or expo
 
 
 def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
-    """The slots that have several tensors, which are equal; InputError if they are not."""
+    """Yield the slots that have several tensors, which are equal; InputError if they are not."""
     for slot, other in module.repeated:
         if not _same(slot, module.shared[slot], other, values):
             where = f"{path}: {module.shared[slot].name} and {other.name}"
@@ -25,7 +25,7 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 
 
 def _same(slot: str, one: StoredTensor, other: StoredTensor, values: Values) -> bool:
-    """Whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
+    """Return whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
     if prod(one.shape) == prod(other.shape) == 1:
         return values.numbers(one) == values.numbers(other)
     tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]

@@ -62,7 +62,7 @@ SHARED: Final = MappingProxyType(
 
 
 def _of_peft() -> Iterator[Suffix]:
-    """The spellings of PEFT's methods that no other trainer has."""
+    """Yield the spellings of PEFT's methods that no other trainer has."""
     for method in METHODS.values():
         for ending, told in method.suffixes.items():
             slot, *rows = (told,) if isinstance(told, str) else told
@@ -202,7 +202,7 @@ def _row(ending: str) -> Suffix | None:
 
 
 def _without_name(parts: list[str]) -> Suffix | None:
-    """The row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
+    """Return the row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
     stem, tail = parts[0], parts[-1]
     if len(parts) == 3 and (tail in ("weight", "bias") or f".{stem}.{tail}" in _BY_ENDING):
         row = _BY_ENDING.get(f".{stem}.{tail}")

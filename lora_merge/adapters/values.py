@@ -19,7 +19,9 @@ KINDS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16"
 
 
 def differing(copy: StoredTensor, own: StoredTensor) -> int:
-    """How many rows of two tensors of one shape differ by more than the rounding to the copy's dtype; reads both."""
+    """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype; reads
+    both.
+    """
     import numpy as np
 
     cols, rows = prod(own.shape[1:]), own.shape[0]
@@ -41,7 +43,7 @@ def zero_outside(
     info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int],
     read: Callable[[StoredTensor, int, int], bytes | bytearray],
 ) -> bool:  # fmt: skip
-    """Whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
+    """Return whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
 
     `read` gives bytes of a tensor: how many, from which on.
     """
@@ -59,7 +61,7 @@ def zero_outside(
 
 
 def _stored(raw: bytes, dtype: str, other: str) -> bytes:
-    """Numbers as another dtype stores them, rounded to nearest even."""
+    """Return the numbers as another dtype stores them, rounded to nearest even."""
     import numpy as np
 
     values = np.frombuffer(raw, KINDS[dtype])

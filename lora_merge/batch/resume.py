@@ -80,7 +80,7 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
 
 
 def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: Hashes) -> bool:
-    """Whether the recipes in the files of an output, by the files' names, are those of the job."""
+    """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
     base, _ = opened.base(job.base, job.map)
     adapters = [opened.adapter(ref.path).index for ref in job.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]

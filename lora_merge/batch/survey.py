@@ -242,7 +242,7 @@ def disk_needs(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Pa
 
 
 def check_space(planned: Sequence[PlannedJob], workers: int) -> None:
-    """ResourceError unless every disk can hold all that will be written."""
+    """Raise ResourceError unless every disk can hold all that will be written."""
     for path, size in disk_needs(planned, workers):
         require_space(path, size)
 

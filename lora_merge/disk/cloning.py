@@ -14,12 +14,14 @@ FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
 
 def clone(old: int, new: int) -> bool:
-    """Whether the open, empty file `new` now shares all bytes of the open file `old`."""
+    """Return whether the open, empty file `new` now shares all bytes of the open file `old`."""
     return _ioctl(new, FICLONE, old)
 
 
 def clone_range(old: int, offset: int, size: int, new: int, at: int) -> bool:
-    """Whether `size` bytes of `old` from `offset` on now stand at `at` in `new`. All three are multiples of a block."""
+    """Return whether `size` bytes of `old` from `offset` on now stand at `at` in `new`. All three are multiples of a
+    block.
+    """
     return _ioctl(new, FICLONERANGE, struct.pack("=qQQQ", old, offset, size, at))
 
 

@@ -26,7 +26,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     contents: Iterable[str] = (),
     spared: Iterable[Path] = (),
 ) -> None:
-    """UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace.
+    """Raise UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace.
 
     `spared` are inputs that are not replaced whatever `overwrite` says.
     """
@@ -46,7 +46,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
 
 
 def protect(target: Path, spared: Iterable[Path]) -> None:
-    """UsageError where the output would take the place of one of these files, or of a folder with one in it."""
+    """Raise UsageError where the output would take the place of one of these files, or of a folder with one in it."""
     real = Path(os.path.realpath(target))
     if exists(real) and any(same(real, p) for file in spared for p in (file, *file.parents)):
         what = "the output is an adapter or another file that is read, or a folder with one in it"
@@ -54,7 +54,7 @@ def protect(target: Path, spared: Iterable[Path]) -> None:
 
 
 def _check_name(target: Path, *, folder: bool) -> None:
-    """UsageError for a name that no output can have, or that says it is something else."""
+    """Raise UsageError for a name that no output can have, or that says it is something else."""
     if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
         raise UsageError("the output is a folder, as the base is, its name that of a file", str(target),
                          "name a folder with -o")  # fmt: skip
@@ -99,13 +99,13 @@ def _check_writable(folder: Path) -> None:
 
 
 def files_under(folder: Path) -> list[str]:
-    """Every file in a folder and below, relative, with forward slashes, sorted."""
+    """Return every file in a folder and below, relative, with forward slashes, sorted."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
 
 
 @contextmanager
 def failures(target: Path) -> Iterator[None]:
-    """A typed error for whatever the system says against writing there."""
+    """Return A typed error for whatever the system says against writing there."""
     try:
         yield
     except OSError as e:

@@ -25,7 +25,7 @@ class Memory:
 
     @staticmethod
     def of(file: Path, data: memoryview) -> Memory:
-        """Bytes that are there already."""
+        """Return the bytes that are there already."""
         return Memory(file, lambda: data)
 
 
@@ -70,12 +70,12 @@ class FileState:
 
     @staticmethod
     def of(fd: int) -> FileState:
-        """The state of an open file."""
+        """Return the state of an open file."""
         return FileState._from(os.fstat(fd))
 
     @staticmethod
     def at(path: Path) -> FileState | None:
-        """The state of the file at a path; None where there is none."""
+        """Return the state of the file at a path; None where there is none."""
         try:
             return FileState._from(path.stat())
         except OSError:
@@ -86,7 +86,7 @@ class FileState:
         return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev, s.st_ctime_ns)
 
     def touched(self, since: FileState) -> bool:
-        """Whether the inode's own time alone has changed since: the content may still be the same."""
+        """Return whether the inode's own time alone has changed since: the content may still be the same."""
         return self != since and replace(self, ctime_ns=since.ctime_ns) == since
 
 
@@ -102,7 +102,7 @@ class Header:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
+    """Return a regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
         fd = os.open(path, flags)

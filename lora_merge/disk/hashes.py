@@ -69,7 +69,7 @@ class RunningHashes:
         self._at[file] += len(fresh)
 
     def hexdigest(self, file: Path) -> str:
-        """The digest of the whole file; reads whatever was not fed."""
+        """Return the digest of the whole file; reads whatever was not fed."""
         if file not in self._done:
             self._meet()
             self._rest.result()
@@ -81,7 +81,7 @@ class RunningHashes:
         return self._done[file]
 
     def of(self, files: Iterable[Path]) -> list[str]:
-        """The digests of whole files, in their order."""
+        """Return the digests of whole files, in their order."""
         return [self.hexdigest(file) for file in files]
 
     def _meet(self) -> None:

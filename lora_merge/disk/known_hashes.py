@@ -57,7 +57,7 @@ def place() -> Path:
 
 
 def state(path: Path) -> str | None:
-    """What tells that a file is the same; None where nothing does, or it is small, or was changed just now."""
+    """Return what tells that a file is the same; None where nothing does, or it is small, or was changed just now."""
     try:
         s = path.stat()
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
@@ -140,14 +140,16 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _ours(path: Path, others: int = 0o022) -> bool:
-    """Whether a file or folder is the user's or root's own, and others have none of these permissions; as ssh asks."""
+    """Return whether a file or folder is the user's or root's own, and others have none of these permissions; as ssh
+    asks.
+    """
     s = path.stat() if path.is_dir() else path.lstat()  # a folder may lie on another disk, behind a link
     user = user_id()
     return user is None or (s.st_uid in (0, user) and not s.st_mode & others)
 
 
 def _key() -> bytes | None:
-    """The user's secret; None where there is none that nobody else could have read or made."""
+    """Return the user's secret; None where there is none that nobody else could have read or made."""
     try:
         path = place().with_name("key")
         if not _ours(path.parent) or not _ours(path, 0o077):
@@ -166,7 +168,7 @@ def _new_key(folder: Path) -> bytes:
 
 
 def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
-    """The digest and a code that only this user can make of it, of the file's state and of some of its bytes.
+    """Return the digest and a code that only this user can make of it, of the file's state and of some of its bytes.
 
     The bytes are `SAMPLES` blocks of 4 KiB from the first to the last: 64 KiB, whatever the file's size.
     """

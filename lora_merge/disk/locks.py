@@ -68,7 +68,7 @@ def _reach(path: Path, made: list[Path]) -> int | None:
 
 
 def claim_path(output: Path) -> Path:
-    """The claim's file: beside the output, so that whoever shares its disk sees it."""
+    """Return the claim's file: beside the output, so that whoever shares its disk sees it."""
     name = output.name.encode("utf-8", "replace")
     short = name[:200].decode("utf-8", "ignore")
     return output.with_name(f".{short}.{hashlib.sha256(name).hexdigest()[:8]}.lora-merge.claim")
@@ -88,7 +88,7 @@ def sweep(folder: Path) -> None:
 
 
 def _acquire(path: Path) -> int | None:
-    """The locked claim's descriptor; None while another process holds it."""
+    """Return the locked claim's descriptor; None while another process holds it."""
     while True:
         fd = _open(path)
         if not _lock(fd):

@@ -21,7 +21,7 @@ class Unknown(Exception):
 
 
 def holds(fd: int, offset: int, block: memoryview) -> bool:
-    """Whether the page cache holds the `len(block)` bytes of a file at `offset`, both multiples of the page.
+    """Return whether the page cache holds the `len(block)` bytes of a file at `offset`, both multiples of the page.
 
     `block` is memory that may be overwritten. Raises Unknown, and OSError where the file cannot be read.
     """
@@ -35,7 +35,7 @@ def holds(fd: int, offset: int, block: memoryview) -> bool:
 
 
 def _pages(fd: int, offset: int, size: int) -> int | None:
-    """How many pages of a range are in memory, by cachestat(2); None where it is not to be had."""
+    """Return how many pages of a range are in memory, by cachestat(2); None where it is not to be had."""
     global _counted
     if _libc is None or not _counted:
         return None
@@ -47,7 +47,7 @@ def _pages(fd: int, offset: int, size: int) -> int | None:
 
 
 def _at_once(fd: int, offset: int, page: memoryview) -> bool:
-    """Whether one page can be read without waiting.
+    """Return whether one page can be read without waiting.
 
     Only ever one page is asked for: asking for more starts reading what is missing, which the next question then
     finds, so that a whole cold file comes through the cache: 9 s of processor time for 7 GB, not 1. On a busy machine

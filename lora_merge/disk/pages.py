@@ -27,5 +27,5 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 def address(data: memoryview) -> int:
-    """Where writable memory begins."""
+    """Return where writable memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0

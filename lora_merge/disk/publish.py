@@ -48,7 +48,7 @@ def replacing(
     folder: bool = False,
     contents: Iterable[str] = (),
 ) -> Iterator[Path]:
-    """A sibling path, an empty file or folder, that becomes `target` only if the block succeeds.
+    """Return A sibling path, an empty file or folder, that becomes `target` only if the block succeeds.
 
     Missing parents are made, and removed again on failure. `contents` are the names a folder will have;
     a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
@@ -105,7 +105,7 @@ def _unmake(folders: Sequence[Path]) -> None:
 
 
 def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """A new, locked sibling and the descriptor that holds the lock, -1 where there are no locks."""
+    """Return a new, locked sibling and the descriptor that holds the lock, -1 where there are no locks."""
     while True:
         part = _sibling(target)
         if folder:
@@ -132,20 +132,22 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
 
 
 def _sibling(target: Path) -> Path:
-    """A new temporary name beside the target."""
+    """Return a new temporary name beside the target."""
     end = f".{secrets.token_hex(6)}.lora-merge.part"
     room = NAME_LIMIT - len(end) - 1
     return target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
 
 
 def _moved(fd: int, part: Path) -> Path:
-    """Where the open temporary file or folder is now, as the folder around it was moved; `part` where nothing tells."""
+    """Return where the open temporary file or folder is now, as the folder around it was moved; `part` where nothing
+    tells.
+    """
     there = path_of(fd)
     return there if there is not None and there.name == part.name else part
 
 
 def try_lock(fd: int) -> bool | None:
-    """Whether the lock was free and is now ours; None where there are no locks."""
+    """Return whether the lock was free and is now ours; None where there are no locks."""
     if not CAN_LOCK:
         return None
     try:
@@ -325,7 +327,9 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Whether two names were swapped at once: renameat2(2), Linux only. OSError where it is the disk that fails."""
+    """Return whether two names were swapped at once: renameat2(2), Linux only. OSError where it is the disk that
+    fails.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
     if call is None or call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:
         return call is not None

@@ -64,7 +64,7 @@ class Reader:
     """
 
     def __init__(self, indexes: Iterable[_Index], mode: Mode = "auto") -> None:
-        """InputError when a file is missing or no longer the one its header was read from."""
+        """Raise InputError when a file is missing or no longer the one its header was read from."""
         self._files: dict[Path, _File] = {}
         self._mode = mode
         try:
@@ -103,13 +103,15 @@ class Reader:
         _fill(buffer, source, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
 
     def view(self, info: StoredTensor) -> memoryview:
-        """The bytes of one tensor, not to be written to: those in memory themselves, those of a file read now."""
+        """Return the bytes of one tensor, not to be written to: those in memory themselves, those of a file read
+        now.
+        """
         if isinstance(info.source, Memory):
             return info.source.content()[info.offset : info.offset + info.nbytes]
         return memoryview(self.read(info))
 
     def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
-        """Bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
+        """Return the bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
         raw = bytearray(info.nbytes - first if count is None else count)
         if raw:
             self.read_into(memoryview(raw), info.source, info.offset + first)
@@ -132,7 +134,7 @@ class Reader:
                 advise(one.fd, at, HINT, WILL_NEED)
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> dict[Path, FileState]:
-        """InputError if any of the files (default: all), open or at its path, is not as its header was read from.
+        """Raise InputError if any of the files (default: all), open or at its path, is not as its header was read from.
 
         Returns the files that were touched, with their states now: their permissions or links were changed, or their
         bytes, and the time of that put back. Only their bytes tell which.
@@ -172,7 +174,7 @@ class _Index(Protocol):
 
 
 def changed(path: Path, why: str) -> InputError:
-    """The error for an input that is no longer what it was."""
+    """Return the error for an input that is no longer what it was."""
     return InputError(
         "an input was changed while being read",
         f"{path}: {why}",
@@ -208,7 +210,7 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
-    """How many of these bytes, whole blocks from the first on, the page cache does not hold."""
+    """Return how many of these bytes, whole blocks from the first on, the page cache does not hold."""
     for at in range(0, len(buffer), BLOCK):
         if _held(file, buffer[at : at + BLOCK], offset + at):
             return at
@@ -216,13 +218,13 @@ def _missing(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _mostly_cold(file: _File) -> bool:
-    """Whether the page cache lacks most of a file: most of 16 places of it."""
+    """Return whether the page cache lacks most of a file: most of 16 places of it."""
     page, places = aligned_buffer(PAGE), range(16)
     return sum(_held(file, page, file.state.size * i // 16 // PAGE * PAGE) for i in places) <= 8
 
 
 def _held(file: _File, block: memoryview, offset: int) -> bool:
-    """Whether the page cache holds these bytes, as far as the system says; `block` may be overwritten."""
+    """Return whether the page cache holds these bytes, as far as the system says; `block` may be overwritten."""
     if file.hints:
         try:
             return holds(file.fd, offset, block)
@@ -246,7 +248,9 @@ def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryvie
 
 
 def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> bytes:
-    """Bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends before."""
+    """Return the bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends
+    before.
+    """
     count = info.nbytes - first if count is None else count
     if isinstance(info.source, Memory):
         return bytes(info.source.content()[info.offset + first : info.offset + first + count])

@@ -145,7 +145,7 @@ HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def path_of(fd: int) -> Path | None:
-    """Where an open file or folder is now, whatever it was opened as; None where the system does not say."""
+    """Return where an open file or folder is now, whatever it was opened as; None where the system does not say."""
     try:
         if sys.platform == "darwin":
             import fcntl
@@ -157,17 +157,19 @@ def path_of(fd: int) -> Path | None:
 
 
 def user_id() -> int | None:
-    """The number of the user whose rights this process has; None where users have none."""
+    """Return the number of the user whose rights this process has; None where users have none."""
     return _os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def is_read_only(path: os.PathLike[str]) -> bool:
-    """Whether a file lies on a file system that is mounted for reading alone; False where the system does not say."""
+    """Return whether a file lies on a file system that is mounted for reading alone; False where the system does not
+    say.
+    """
     return hasattr(os, "statvfs") and bool(_os.statvfs(path).f_flag & getattr(os, "ST_RDONLY", 0))
 
 
 def peak_memory() -> int:
-    """Bytes of this process's largest resident size so far; 0 where the system does not tell."""
+    """Return the bytes of this process's largest resident size so far; 0 where the system does not tell."""
     try:
         import resource
     except ImportError:  # Windows

@@ -35,12 +35,12 @@ UNSEEN: Final = frozenset({"overlay"})
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes a user may still write where `path` is or would be created."""
+    """Return the bytes a user may still write where `path` is or would be created."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
+    """Return the type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
     if not MOUNTS.exists():
         return ""
     here, best, kind = _existing(path).resolve(), Path("/"), ""
@@ -53,20 +53,22 @@ def file_system(path: Path) -> str:
 
 
 def share_blocks(a: Path, b: Path) -> bool:
-    """Whether files at two paths, there or yet to be made, may share blocks: on one file system that can do that."""
+    """Return whether files at two paths, there or yet to be made, may share blocks: on one file system that can do
+    that.
+    """
     one, two = (_existing(p).stat().st_dev for p in (a, b))
     return one == two and file_system(a) in CLONES
 
 
 def goes_direct(path: Path, size: int, mode: Mode) -> bool:
-    """Whether a file of `size` bytes is worth reading or writing past the page cache."""
+    """Return whether a file of `size` bytes is worth reading or writing past the page cache."""
     if not hasattr(os, "O_DIRECT") or mode == "buffered":
         return False
     return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two paths are one file, by any name or link.
+    """Return whether two paths are one file, by any name or link.
 
     Where names in other letters are the same file, drivers of FUSE may give each spelling an inode of its own.
     """
@@ -80,8 +82,8 @@ def same(a: Path, b: Path) -> bool:
 
 
 def ignores_case(folder: Path) -> bool:
-    """Whether a name in other letters is the same file in a folder that is or would be there, as on most disks of
-    Windows and macOS."""
+    """Return whether a name in other letters is the same file in a folder that is or would be there, as on most disks
+    of Windows and macOS."""
     folder = _existing(folder)
     with suppress(OSError):  # a folder that may not be listed
         for place in (*folder.iterdir(), folder):

@@ -54,7 +54,7 @@ def _sync(fd: int, at: int, size: int, flags: int) -> None:
 
 
 def require_space(path: Path, size: int) -> None:
-    """ResourceError unless `size` bytes are free where `path` is or would be created."""
+    """Raise ResourceError unless `size` bytes are free where `path` is or would be created."""
     free = free_bytes(path)
     if free < size:
         raise _no_space(path, size, free)
@@ -66,7 +66,7 @@ def _no_space(path: Path, needed: int, free: int) -> ResourceError:
 
 
 def failure(e: OSError, path: Path, needed: int) -> MergeError:
-    """What to raise when writing failed with `needed` bytes still to be written."""
+    """Return what to raise when writing failed with `needed` bytes still to be written."""
     if e.errno == errno.EFBIG:
         return ResourceError(
             f"files of {needed} bytes are not allowed here: {e.strerror}",
@@ -157,7 +157,8 @@ class Writer:
             raise failure(e, self.path, self.size - self._written) from e
 
     def share(self, old: int, offset: int, at: int, size: int) -> tuple[int, int]:
-        """Bytes of an open file, from `offset` on, put at `at` without being copied, as far as whole pages go.
+        """Return the bytes of an open file, from `offset` on, put at `at` without being copied, as far as whole pages
+        go.
 
         Returns which of them, counted from the first; the caller writes the rest. (0, 0) where that cannot be done.
         """
@@ -177,7 +178,7 @@ class Writer:
             self._put(self._pages.pop(at).memory, at)
 
     def _aligned(self, data: memoryview) -> memoryview:
-        """The data in memory that a direct write accepts: itself, or a copy."""
+        """Return the data in memory that a direct write accepts: itself, or a copy."""
         if not self.direct or (not data.readonly and address(data) % PAGE == 0):
             return data
         if self._bounce is None:

@@ -15,12 +15,14 @@ from .windows import unshared_bytes, window_room
 
 
 def disk_bytes(plan: Plan) -> int:
-    """How much space the output takes where it goes."""
+    """Return how much space the output takes where it goes."""
     return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
 def admit(plan: Plan) -> Plan:
-    """The plan, with room for its output where that goes and in memory; UsageError or ResourceError otherwise."""
+    """Return the plan, with room for its output where that goes and in memory; UsageError or ResourceError
+    otherwise.
+    """
     job = plan.job
     window_room(job)
     check_output(
@@ -40,7 +42,8 @@ def plan_merge(job: Job) -> Plan:
 
 
 def require_device(job: Job) -> None:
-    """ResourceError where the device is not here. Only torch can tell, which is imported unless it is the default.
+    """Raise ResourceError where the device is not here. Only torch can tell, which is imported unless it is the
+    default.
 
     For plans that are not carried out: a merge finds out while it reads, when torch has been imported beside.
     """

@@ -89,7 +89,7 @@ class Block:
 
 
 def blocks(target: OutputTensor) -> Iterator[Block]:
-    """The target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
+    """Yield the target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
     (rows, cols), group = target.matrix, target.row_group
     for low, high in _uncut(target, rows, cols):
         whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
@@ -101,8 +101,8 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
 
 
 def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
-    """Row ranges between boundaries of uses and of what their formulas give, joined where one of them spans several, or
-    where rows that are encoded together do."""
+    """Return the row ranges between boundaries of uses and of what their formulas give, joined where one of them spans
+    several, or where rows that are encoded together do."""
     edges = {0, rows}
     held: list[tuple[int, int]] = []
     for u in target.uses:
@@ -116,7 +116,7 @@ def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
 
 
 def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
-    """Where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
+    """Yield where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
     piece, grain = use.piece, _grain(use)
     yield piece.start
     if 1 < grain < use.patch.view.matrix[0]:
@@ -131,7 +131,7 @@ def _grain(use: PatchPart) -> int:
 
 
 def _joined(use: PatchPart) -> bool:
-    """Whether its formula gives more than a row of the target at once."""
+    """Return whether its formula gives more than a row of the target at once."""
     return use.piece.transposed or use.patch.grain > 1
 
 

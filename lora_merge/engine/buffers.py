@@ -39,7 +39,7 @@ class WindowBuffers:
     base: Buffer = field(default_factory=Buffer)
 
     def views(self, window: Window) -> tuple[memoryview, memoryview]:
-        """The two buffers at the window's sizes; output bytes lie in pages as they will in the file."""
+        """Return the two buffers at the window's sizes; output bytes lie in pages as they will in the file."""
         return self.out.view(window.start, window.size), self.base.view(0, window.input_size)
 
 
@@ -91,7 +91,7 @@ class Pool(Generic[Item]):
             self._free.put(slot)
 
     def take(self) -> Item:
-        """A free slot."""
+        """Return a free slot."""
         return self._free.get()
 
     def give(self, slot: Item) -> None:

@@ -28,7 +28,9 @@ NARROW: Final = 16  # rows or columns
 
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
-    """The placements for `--device`, one or a list with commas, of one kind; ResourceError if one is not here."""
+    """Return the placements for `--device`, one or a list with commas, of one kind; ResourceError if one is not
+    here.
+    """
     found = tuple(place(d.strip(), dtype) for d in devices.split(","))
     if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
         raise ResourceError(f"{devices!r} is no list of devices to share the work", "--device", "write cuda:0,cuda:1")
@@ -36,8 +38,8 @@ def places(devices: str, dtype: str) -> tuple[Placement, ...]:
 
 
 def place(device: str, dtype: str) -> Placement:
-    """The placement for `--device` and a dtype by its name in files; ResourceError if there is no such device, or it
-    does not compute."""
+    """Return the placement for `--device` and a dtype by its name in files; ResourceError if there is no such device,
+    or it does not compute."""
     found = _tried(dtype)[-1][0] if device == "auto" else device
     try:
         where = torch.device(found)
@@ -55,24 +57,24 @@ def place(device: str, dtype: str) -> Placement:
 
 
 def _numbered(where: torch.device) -> torch.device:
-    """The device with its number: without one torch takes the current device, and each thread has its own."""
+    """Return the device with its number: without one torch takes the current device, and each thread has its own."""
     if where.index is None and where.type in {"cuda", "xpu"}:
         return torch.device(where.type, torch.get_device_module(where.type).current_device())
     return where
 
 
 def passed_over(device: str, dtype: str) -> list[str]:
-    """What `auto` would have taken if it worked, and why it does not."""
+    """Return what `auto` would have taken if it worked, and why it does not."""
     return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []
 
 
 def fallback_device(device: str, at: Sequence[Placement]) -> Placement | None:
-    """Where `auto` folds what does not fit a GPU's memory; who names a device is to get it, or an error."""
+    """Return where `auto` folds what does not fit a GPU's memory; who names a device is to get it, or an error."""
     return Placement(torch.device("cpu"), at[0].dtype) if device == "auto" and at[0].device.type != "cpu" else None
 
 
 def _tried(dtype: str) -> list[tuple[str, str]]:
-    """What `auto` looks at, the fastest first, and what is wrong with it; the last one is taken."""
+    """Return what `auto` looks at, the fastest first, and what is wrong with it; the last one is taken."""
     tried = []
     for kind in FAST:
         if _count(kind):
@@ -88,8 +90,8 @@ def _tried(dtype: str) -> list[tuple[str, str]]:
 
 @cache
 def _refusal(kind: str) -> str:
-    """Why CUDA finds no device where it is not for want of one: its driver is too old, or broken. torch only warns of
-    that, once in a process."""
+    """Return why CUDA finds no device where it is not for want of one: its driver is too old, or broken. torch only
+    warns of that, once in a process."""
     if kind != "cuda" or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return ""
     with warnings.catch_warnings(record=True) as said:
@@ -99,8 +101,8 @@ def _refusal(kind: str) -> str:
 
 
 def unusable(where: torch.device) -> str:
-    """Why nothing can be computed there; nothing if it can. A driver may see a GPU that this torch was not built for,
-    or whose memory others fill."""
+    """Return why nothing can be computed there; nothing if it can. A driver may see a GPU that this torch was not
+    built for, or whose memory others fill."""
     if where.type == "cpu":
         return ""
     try:
@@ -111,7 +113,7 @@ def unusable(where: torch.device) -> str:
 
 
 def _count(kind: str) -> int:
-    """How many devices of a kind are here."""
+    """Return how many devices of a kind are here."""
     _refusal(kind)  # before torch warns of it
     if kind in ("cuda", "xpu"):
         module = torch.cuda if kind == "cuda" else torch.xpu
@@ -120,14 +122,14 @@ def _count(kind: str) -> int:
 
 
 def _doubles(where: torch.device) -> bool:
-    """Whether it computes fp64."""
+    """Return whether it computes fp64."""
     if where.type == "xpu":
         return bool(torch.xpu.get_device_properties(where).has_fp64)
     return where.type != "mps"
 
 
 def precise(at: Placement) -> Placement:
-    """Where inverses and decompositions are computed: in fp64, on the CPU for a device that may not have them.
+    """Return where inverses and decompositions are computed: in fp64, on the CPU for a device that may not have them.
 
     In fp32 they would round up to 1 % of an fp16 output's elements differently.
     """
@@ -159,14 +161,14 @@ def release(at: Sequence[Placement]) -> None:
 
 
 def present() -> list[str]:
-    """Every device here, as --device takes it."""
+    """Return every device here, as --device takes it."""
     numbered = [f"{kind}:{n}" for kind in ("cuda", "xpu") for n in range(_count(kind))]
     return ["cpu", *numbered] + ["mps"] * _count("mps")
 
 
 def nth_device(device: str, number: int) -> str:
-    """The device for the n-th of several workers: GPUs go round, whatever names one device stays. `auto` takes its own
-    way where this one's GPU is of no use."""
+    """Return the device for the n-th of several workers: GPUs go round, whatever names one device stays. `auto` takes
+    its own way where this one's GPU is of no use."""
     count = _count("cuda") if device in {"auto", "cuda"} else 0
     own = f"cuda:{number % count}" if count > 1 else device
     return device if own != device and device == "auto" and unusable(torch.device(own)) else own
@@ -185,7 +187,7 @@ def share_cores(workers: int) -> None:
 
 
 def threads(at: Sequence[Placement]) -> int:
-    """How many blocks to fold side by side: on a CPU one per core that torch leaves idle within an operation, on
+    """Return how many blocks to fold side by side: on a CPU one per core that torch leaves idle within an operation, on
     CUDA one going up, one computed, one coming down. Others have one queue, and Metal's is not safe from several."""
     if at[0].device.type != "cpu":
         return len(at) * (3 if at[0].device.type == "cuda" else 1)

@@ -38,14 +38,14 @@ class StackedPatch:
         return self.algorithm.reads_base or self.magnitude is not None
 
     def region(self, block: Tensor) -> Tensor:
-        """The part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
+        """Return the part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
         part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
         return part.transpose(1, 2) if self.transposed else part
 
 
 def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
-    """W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the first one,
-    whose ΔW is formed before anything is added."""
+    """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the
+    first one, whose ΔW is formed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
         target = s.region(merged)
@@ -72,7 +72,7 @@ RULES: Final[Mapping[str, Callable[[Tensor, Sequence[StackedPatch]], Tensor]]] =
 
 
 def change(s: StackedPatch, base: Tensor) -> Tensor:
-    """F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
+    """Return F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
     seen = s.region(base) if s.view is None else s.view
     if s.view is None and s.whole is not None:  # its values are not read, but its shape may be
         seen = base.new_zeros(()).expand(len(base), *s.whole)

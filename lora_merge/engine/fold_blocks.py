@@ -95,7 +95,7 @@ class BlockMerger:
                 yield self.pool.submit(self._fold, group)
 
     def _most(self, block: Block) -> int:
-        """How many of these may go into one call."""
+        """Return how many of these may go into one call."""
         return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
@@ -180,8 +180,8 @@ class BlockMerger:
         return Outcome(+found, largest)
 
     def _overflown(self, item: Item, values: Tensor) -> bool:
-        """Whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of the base
-        may make that of one NaN among them: the proof tells whether it did so rightly."""
+        """Return whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of
+        the base may make that of one NaN among them: the proof tells whether it did so rightly."""
         sound = finite(values)
         if sound.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
             return False
@@ -191,11 +191,11 @@ class BlockMerger:
         return bool((known & ~sound).any())
 
     def _values(self, item: Item) -> Tensor:
-        """The base values of an item."""
+        """Return the base values of an item."""
         return decoded(item.base, item.block.target.weight, item.block.first, self.tensors.fetch)
 
     def _lane(self) -> DeviceStream:
-        """The calling thread's lane; threads share the placements out among them."""
+        """Return the calling thread's lane; threads share the placements out among them."""
         if not hasattr(self._own, "lane"):
             number, which = divmod(next(self._lanes), len(self.at))
             self._own.lane = DeviceStream(self.at[which], number)
@@ -212,7 +212,9 @@ class BlockMerger:
             self.notes.append(text)
 
     def _base(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor:
-        """[n, rows, cols] in the compute dtype, to be overwritten; padded bases stand in the low corner of zeros."""
+        """Return [n, rows, cols] in the compute dtype, to be overwritten; padded bases stand in the low corner of
+        zeros.
+        """
         block = group[0].block
         if not block.target.weight.padded:
             return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([*map(self._values, group)], at, lane)
@@ -226,20 +228,20 @@ class BlockMerger:
 
 
 def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
-    """What all of them have found. Waits for all, also if one fails: the memory must be at rest before anyone uses it
-    again."""
+    """Return what all of them have found. Waits for all, also if one fails: the memory must be at rest before anyone
+    uses it again."""
     wait(under_way)
     return sum((done.result() for done in under_way), Outcome())
 
 
 def _precise(at: Placement, block: Block) -> Placement:
-    """The placement, in fp64 where a formula factorises or inverts."""
+    """Return the placement, in fp64 where a formula factorises or inverts."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
     return precise(at) if any(r.decomposes for r in rows) else at
 
 
 def _in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Whether the base values lie where the result goes, in the compute dtype: no copy is needed in or out."""
+    """Return whether the base values lie where the result goes, in the compute dtype: no copy is needed in or out."""
     one = group[0]
     return len(group) == 1 and one.base is one.into and (at.device.type, at.dtype) == ("cpu", one.into.dtype)
 
@@ -255,7 +257,7 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
 
 
 def refitted(target: OutputTensor, largest: float) -> OutputTensor:
-    """The target with the small tensors that cover a weight of this largest magnitude, held in memory."""
+    """Return the target with the small tensors that cover a weight of this largest magnitude, held in memory."""
     encoding, sides, beside = target.packing
     assert encoding.codec.refit is not None, "only such weights outgrow what they have"
     made = {
@@ -266,7 +268,7 @@ def refitted(target: OutputTensor, largest: float) -> OutputTensor:
 
 
 def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor]]:
-    """Every block of a refitted target with its stored numbers."""
+    """Yield every block of a refitted target with its stored numbers."""
     shape = target.packing.encoding.stored_shape
     for block in blocks(target):
         base = stored_numbers(block, merger.tensors.fetch)

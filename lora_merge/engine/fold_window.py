@@ -78,7 +78,7 @@ class WindowMerger:
 
 
 def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
-    """The ranges of the window that are read into the output buffer and not folded."""
+    """Yield the ranges of the window that are read into the output buffer and not folded."""
     folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
     low, high = next(folds, (window.size, window.size))
     for r in window.direct:
@@ -93,7 +93,7 @@ def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
 
 
 def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
-    """The block's base values and the place of its result, as tensors on the buffers that hold them.
+    """Return the block's base values and the place of its result, as tensors on the buffers that hold them.
 
     Without `base` the values lie where the result goes.
     """

@@ -116,7 +116,7 @@ def merge_state_dict(
 
 
 def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
-    """Those that are merged at a time, as many as files have in a window: equal kinds are folded in one call."""
+    """Yield those that are merged at a time, as many as files have in a window: equal kinds are folded in one call."""
     some: list[OutputTensor] = []
     size = 0
     for target in targets:
@@ -168,14 +168,16 @@ def _merged(
 
 
 def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
-    """The stored numbers of a block in an output tensor."""
+    """Return the stored numbers of a block in an output tensor."""
     encoding = target.packing.encoding
     low, count = encoding.stored(block.first * block.cols), encoding.stored(block.elements)
     return out.view(-1).narrow(0, low, count).view(encoding.stored_shape((block.last - block.first, block.cols)))
 
 
 def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
-    """A state dict as a checkpoint, under a made-up file name; InputError for entries that are no plain tensors."""
+    """Return a state dict as a checkpoint, under a made-up file name; InputError for entries that are no plain
+    tensors.
+    """
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
         raise unlike(tensors, name, "a table of names and tensors")
@@ -196,7 +198,7 @@ def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Entries that are one tensor."""
+    """Return the entries that are one tensor."""
     first: dict[tuple[Any, ...], str] = {}
     found = []
     for name, value in tensors.items():
@@ -214,7 +216,7 @@ def _tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
 
 
 def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
-    """The adapters as make_job takes them, and opened."""
+    """Return the adapters as make_job takes them, and opened."""
     if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
         given = [given]
     given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
@@ -250,7 +252,7 @@ class LoadedAdapter:
         return tuple(dict.fromkeys(m.name for m in self.file.modules))
 
     def algorithm(self, name: str) -> str:
-        """The row of ALGORITHMS that a module's tensors are."""
+        """Return the row of ALGORITHMS that a module's tensors are."""
         module = self._module(name)
         complete = module.complete
         chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
@@ -260,7 +262,7 @@ class LoadedAdapter:
 
     @undisturbed()
     def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
-        """F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
+        """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
 
         Which way round a weight is that a PEFT adapter changes, [out, in] or [in, out], its shape and its name tell, as
         in a merge into a base that has nothing but this weight; ShapeMismatch where they contradict the configuration.
@@ -298,7 +300,7 @@ class LoadedAdapter:
 
 
 def _check_values(tensor: Tensor, where: str) -> None:
-    """InputError for a tensor that has a shape and no values."""
+    """Raise InputError for a tensor that has a shape and no values."""
     if tensor.device.type == "meta":
         raise InputError("a tensor on the meta device holds no values", where, "load the model before merging")
 

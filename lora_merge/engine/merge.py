@@ -101,7 +101,7 @@ class _Output:
     started: float
 
     def attempt(self, act: Callable[[], Outcome]) -> Outcome | Exception:
-        """What the act returns; a failure of any kind ends this output alone, and is its outcome."""
+        """Return what the act returns; a failure of any kind ends this output alone, and is its outcome."""
         try:
             return act()
         except Exception as e:  # noqa: BLE001
@@ -122,7 +122,7 @@ class _Output:
 
 
 def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
-    """The output under its temporary name, or why it cannot be made."""
+    """Return the output under its temporary name, or why it cannot be made."""
     started, job = time.monotonic(), plan.job
     try:
         part = stack.enter_context(
@@ -147,7 +147,7 @@ def _end(output: _Output, written: Written, reader: Reader) -> Report:
 
 
 def _prove(written: Written, reader: Reader) -> Mapping[str, Any] | None:
-    """What `verify` shows of the output; None where the job does not ask for it.
+    """Return what `verify` shows of the output; None where the job does not ask for it.
 
     Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to
     the last byte, asked for or not: they may have had others in between.

@@ -37,15 +37,15 @@ class PatchTensors:
     kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
 
     def whole(self, key: str) -> Tensor:
-        """All numbers of a weight of the base."""
+        """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
     def stacks(self, blocks: Sequence[Block], at: Placement, lane: DeviceStream) -> list[StackedPatch]:
-        """What is done to blocks of one kind, in order."""
+        """Return what is done to blocks of one kind, in order."""
         return [self.stack([b.slices[k] for b in blocks], at, lane) for k in range(len(blocks[0].slices))]
 
     def stack(self, slices: Sequence[BlockPart], at: Placement, lane: DeviceStream) -> StackedPatch:
-        """The same slice of n blocks as one StackedPatch."""
+        """Return the same slice of n blocks as one StackedPatch."""
         first = slices[0]
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
@@ -77,14 +77,16 @@ class PatchTensors:
         )
 
     def _check(self, patch: Patch) -> None:
-        """DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
+        """Raise DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
         row = ALGORITHMS[patch.algorithm]
         stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
         row.check_integers(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
-        """One slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has rows."""
+        """Return one slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has
+        rows.
+        """
         patch = s.use.patch
         if slot in patch.beside:
             return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
@@ -111,7 +113,7 @@ class PatchTensors:
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
-        """What was made for this key before, or is made now."""
+        """Return what was made for this key before, or is made now."""
         return lane.hold(self.kept.get(key, make, lane.settle))
 
     def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
@@ -125,8 +127,8 @@ class PatchTensors:
         return axis, stage(tensors, at)
 
     def _view(self, s: BlockPart, view: WeightView, at: Placement, lane: DeviceStream) -> Tensor:
-        """[out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's, with what
-        the adapters before have made of it where adapters act in turn."""
+        """Return [out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's,
+        with what the adapters before have made of it where adapters act in turn."""
         target = s.target
 
         def whole(piece: RowSlice) -> Tensor:
@@ -138,7 +140,7 @@ class PatchTensors:
         return gathered(view, whole, at)
 
     def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
-        """[rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
+        """Return [rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
         found = stage([values.reshape(target.matrix)], at)[0].clone()
         for block in blocks(target):
             if block.slices:

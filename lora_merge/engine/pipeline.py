@@ -111,7 +111,8 @@ class Pipeline:
                 yield WindowTask(window, number, base_bytes, own, number == alive[0], last, shared)
 
     def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
-        """Windows of the same file change places as long as torch is not there: those that need nothing of it go first.
+        """Yield the windows of the same file change places as long as torch is not there: those that need nothing of
+        it go first.
 
         Not where the base is hashed, in the order of its bytes, or made into several outputs: they have enough to do.
         """
@@ -220,7 +221,7 @@ class Pipeline:
         writer.close()
 
     def _writer(self, number: int, file: int) -> Writer:
-        """The writer of a plan's output file, its header written first. They come one after the other."""
+        """Return the writer of a plan's output file, its header written first. They come one after the other."""
         if (number, file) not in self.writers:
             if file:
                 self._leave(number, file - 1)
@@ -233,7 +234,7 @@ class Pipeline:
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:
-        """How much further back a plan's bytes lie than those of the first, whose header may be shorter."""
+        """Return how much further back a plan's bytes lie than those of the first, whose header may be shorter."""
         first, own = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
         return len(own) - len(first)
 

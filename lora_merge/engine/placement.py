@@ -60,14 +60,14 @@ class Placement:
 
 
 def _queues(device: torch.device) -> bool:
-    """Whether work is queued on streams there. Fake tensors know cuda where there is none."""
+    """Return whether work is queued on streams there. Fake tensors know cuda where there is none."""
     return device.type == "cuda" and torch.cuda.is_available()
 
 
 @cache
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The stream of a device's n-th lane, the same for all merges of a process: cuBLAS keeps a workspace for every
-    stream that it has seen, of 32 MiB on an H100, and torch has 32 to hand out in turn."""
+    """Return the stream of a device's n-th lane, the same for all merges of a process: cuBLAS keeps a workspace for
+    every stream that it has seen, of 32 MiB on an H100, and torch has 32 to hand out in turn."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -100,8 +100,8 @@ class DeviceStream:
                 self._held.clear()
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A tensor that another lane may have made, kept until the turn is over: were it freed while this lane's work
-        on it is queued, its memory would go to what the other one makes next."""
+        """Return a tensor that another lane may have made, kept until the turn is over: were it freed while this
+        lane's work on it is queued, its memory would go to what the other one makes next."""
         if self.stream:
             self._held.append(tensor)
         return tensor
@@ -112,7 +112,7 @@ class DeviceStream:
             self.stream.synchronize()
 
     def host(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised [shape] on the host; what an earlier call gave for this use is overwritten."""
+        """Return uninitialised [shape] on the host; what an earlier call gave for this use is overwritten."""
         count, old = prod(shape), self._memory.get(use)
         if old is None or old.numel() < count or old.dtype != dtype:
             old = self._memory[use] = _pinned(count, dtype) if self.stream else torch.empty(count, dtype=dtype)
@@ -120,7 +120,9 @@ class DeviceStream:
 
 
 def _pinned(count: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [count] in pinned memory; where the system gives none of it, in any, which copies wait for."""
+    """Return uninitialised [count] in pinned memory; where the system gives none of it, in any, which copies wait
+    for.
+    """
     try:
         return torch.empty(count, dtype=dtype, pin_memory=True)
     except RuntimeError:
@@ -128,7 +130,8 @@ def _pinned(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = None) -> Tensor:
-    """[n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move) where it can be.
+    """Return [n, …] on the compute device; one copy per tensor, cast after the transfer (fewer bytes to move) where it
+    can be.
 
     With a lane, its memory is used: the result on a CPU, and the way there on CUDA, are overwritten by the next call.
     """
@@ -148,18 +151,18 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = 
 
 
 def move(tensors: Any, at: Placement) -> Any:
-    """A dataclass with its tensors at the placement."""
+    """Return a dataclass with its tensors at the placement."""
     held = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
     return replace(tensors, **{k: stage([v], at).squeeze(0) for k, v in held.items() if isinstance(v, Tensor)})
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
-    """[n, …] int64 on the compute device."""
+    """Return [n, …] int64 on the compute device."""
     return torch.stack([t.to(torch.int64).to(at.device) for t in tensors])
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor as int64 on the CPU; DoesNotFit for one of numbers that are not whole."""
+    """Return the tensor as int64 on the CPU; DoesNotFit for one of numbers that are not whole."""
     found = tensor.to("cpu", torch.int64)
     same = not tensor.is_floating_point() or bool((found == tensor.cpu().double()).all())
     expect(holds=same, otherwise="stored indices are no whole numbers")
@@ -167,7 +170,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def numbers(values: Sequence[float], at: Placement) -> Tensor:
-    """[n, 1, 1] at the placement."""
+    """Return [n, 1, 1] at the placement."""
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
 
@@ -205,19 +208,19 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
 
 
 def pieces(source: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of two tensors of one shape, a few at a time."""
+    """Yield the rows of two tensors of one shape, a few at a time."""
     rows = max(1, PIECE * len(source) // max(source.numel(), 1))
     for first in range(0, len(source), rows):
         yield source[first : first + rows], into[first : first + rows]
 
 
 def fits(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether every finite number of one float dtype is, once rounded, a finite one of another."""
+    """Return whether every finite number of one float dtype is, once rounded, a finite one of another."""
     return torch.finfo(old).max <= ROOM[new]
 
 
 def odd(tensor: Tensor) -> bool:
-    """Whether a number may have been too large for its dtype; never False where one was.
+    """Return whether a number may have been too large for its dtype; never False where one was.
 
     Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; where it
     overflows by itself, the largest bits decide, at a tenth.
@@ -272,14 +275,16 @@ def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
 
 
 def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:
-    """The error for a merged tensor whose sum overflowed in the compute dtype: what it should be is not known."""
+    """Return the error for a merged tensor whose sum overflowed in the compute dtype: what it should be is not
+    known.
+    """
     wider = {torch.float16: "fp32", torch.float64: ""}.get(dtype, "fp64")
     fix = f"write --compute-dtype {wider}, or lower the strength" if wider else "lower the strength"
     return TooLarge(f"a merged value is too large for {_called(dtype)}, the compute dtype", name, fix)
 
 
 def _called(dtype: torch.dtype) -> str:
-    """The dtype as options call it."""
+    """Return the dtype as options call it."""
     names = {stored: option for option, stored in (DTYPES | COMPUTE_DTYPES).items()}
     return names[FILE_DTYPES[dtype]]
 
@@ -290,7 +295,7 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor detached, contiguous, on the CPU; the same object's data where it is that already.
+    """Return the tensor detached, contiguous, on the CPU; the same object's data where it is that already.
 
     Bits of a lazy negation are the opposite of its values, and those are what programs write to files.
     """
@@ -304,8 +309,8 @@ def _holds(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers in a form that one cast rounds correctly, and that torch casts fast: fp16 to fp8 by way of fp32 takes
-    a fifth of the time."""
+    """Return the numbers in a form that one cast rounds correctly, and that torch casts fast: fp16 to fp8 by way of
+    fp32 takes a fifth of the time."""
     if tensor.dtype == torch.float16 and dtype.itemsize == 1:
         return tensor.float()
     if tensor.dtype != torch.float64 or not dtype.is_floating_point or dtype.itemsize > 2:

@@ -30,7 +30,8 @@ WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 def from_base(
     patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], kept: Kin
 ) -> Mapping[str, Tensor]:
-    """The slots that the patch's file lacks, CPU tensors without n, from the base before any adapter: so PEFT does
+    """Return the slots that the patch's file lacks, CPU tensors without n, from the base before any adapter: so PEFT
+    does
     where several act in turn too. What several layers share is made once and goes into `kept`, which is of one plan."""
 
     def read(slot: str) -> Tensor:
@@ -52,5 +53,5 @@ def from_base(
 
 
 def cast(values: Tensor, dtype: str) -> Tensor:
-    """The numbers as this dtype of files holds them, in fp64 for F64 and else in fp32."""
+    """Return the numbers as this dtype of files holds them, in fp64 for F64 and else in fp32."""
     return host(host(values, TORCH_DTYPES[dtype]), torch.float64 if dtype == "F64" else torch.float32)

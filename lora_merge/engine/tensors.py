@@ -35,7 +35,7 @@ class TensorCache:
         self._kept: dict[tuple[Source, int, int], Tensor] = {}
 
     def fetch(self, info: StoredTensor) -> Tensor:
-        """The tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
+        """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.source, info.offset, info.nbytes)  # one without elements lies where the next one does
         tensor = self._kept.get(key)
         if tensor is None:
@@ -59,7 +59,9 @@ class DeviceCache:
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
-        """The tensor of this key: made once, also where two threads ask at a time, and settled before it is shared."""
+        """Return the tensor of this key: made once, also where two threads ask at a time, and settled before it is
+        shared.
+        """
         found = self._made.get(key)
         if found is not None:
             return found
@@ -87,7 +89,7 @@ def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor
 
 
 def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
-    """The stored numbers of a block of a weight that is not padded, read from where they lie."""
+    """Return the stored numbers of a block of a weight that is not padded, read from where they lie."""
     (first, count), weight = block.stored, block.target.weight
     size, offset = weight.packing.encoding.nbytes, weight.stored.offset
     shape = weight.packing.encoding.stored_shape((block.last - block.first, block.cols))
@@ -95,7 +97,7 @@ def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
-    """All numbers of a weight, with zeros where nothing of it is stored."""
+    """Return all numbers of a weight, with zeros where nothing of it is stored."""
     values = decoded(fetch(weight.stored), weight, 0, fetch)
     if not weight.padded:
         return values
@@ -105,7 +107,7 @@ def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
 
 
 def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placement) -> Tensor:
-    """[rows, cols] a view at the placement; `whole` gives all rows of a piece's weight, `piece.cols` wide."""
+    """Return [rows, cols] a view at the placement; `whole` gives all rows of a piece's weight, `piece.cols` wide."""
     parts = []
     for piece, _ in view.addresses():
         rows = whole(piece)[piece.start : piece.stop]
@@ -114,13 +116,13 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
 
 
 def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:
-    """A weight's rows from `first` on as they are stored, but for the rounding to the dtype there."""
+    """Return a weight's rows from `first` on as they are stored, but for the rounding to the dtype there."""
     encoding, sides, _ = packing
     return encoding.codec.encode(values, {role: fetch(info) for role, info in sides.items()}, first)
 
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The bytes as a tensor that shares them."""
+    """Return the bytes as a tensor that shares them."""
     kind = TORCH_DTYPES[dtype]
     if not raw.nbytes:
         return torch.empty(shape, dtype=kind)
@@ -128,12 +130,12 @@ def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def packed(raw: memoryview, packing: Packing, shape: tuple[int, ...]) -> Tensor:
-    """The bytes of a weight's rows of this shape as their stored numbers, which share them."""
+    """Return the bytes of a weight's rows of this shape as their stored numbers, which share them."""
     return view_bytes(raw, packing.encoding.dtype, packing.encoding.stored_shape(shape))
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:
-    """InputError naming the tensor if it holds NaN or infinite values."""
+    """Raise InputError naming the tensor if it holds NaN or infinite values."""
     if not tensor.is_floating_point():
         return
     if tensor.dtype.itemsize == 1:  # no isfinite for fp8: compare exponent and mantissa bits

@@ -124,7 +124,7 @@ class Window:
 
 
 def window_room(job: Job) -> int:
-    """Bytes that a window's output may have, and its input; ResourceError if nothing fits."""
+    """Return the bytes that a window's output may have, and its input; ResourceError if nothing fits."""
     room = job.max_memory // (2 * SLOTS)
     if room < SMALLEST_WINDOW:
         raise ResourceError("the memory bound is too small", f"--max-memory {job.max_memory}",
@@ -133,24 +133,24 @@ def window_room(job: Job) -> int:
 
 
 def window_bytes(plan: Plan) -> int:
-    """How large a window may be under the job's memory bound; ResourceError if nothing fits."""
+    """Return how large a window may be under the job's memory bound; ResourceError if nothing fits."""
     return max(SMALLEST_WINDOW, int(window_room(plan.job) / _widening(plan)))
 
 
 def unshared_bytes(plan: Plan) -> int:
-    """Bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
+    """Return the bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
     untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
     return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
 
 
 def buffer_bytes(plan: Plan) -> int:
-    """How much host memory windows may take at once."""
+    """Return how much host memory windows may take at once."""
     slots = min(SLOTS * window_bytes(plan), plan.size)
     return int(slots * (1 + _widening(plan)))
 
 
 def _widening(plan: Plan) -> float:
-    """Bytes read for a byte written, where an encoding shrinks most; at least 1."""
+    """Return the bytes read for a byte written, where an encoding shrinks most; at least 1."""
     made = (t for f in plan.files for t in f.targets if not t.copied)
     pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
     return max([1.0, *(read.nbytes(WIDTH) / written.nbytes(WIDTH) for read, written in pairs)])
@@ -165,7 +165,7 @@ def layout_key(plan: Plan) -> tuple[Any, ...]:
 
 
 def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
-    """The whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger.
+    """Yield the whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger.
 
     Long untouched stretches have windows of their own: those can go out before torch is there.
     """
@@ -183,14 +183,14 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
 
 
 def sharable(window: Window) -> bool:
-    """Whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
+    """Return whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
     return window.untouched and all(
         isinstance(r.source, Path) and (r.offset - window.start - r.at) % PAGE == 0 for r in window.direct
     )
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:
-    """Whether a long untouched stretch ends, or begins, between them."""
+    """Return whether a long untouched stretch ends, or begins, between them."""
     if window.untouched:
         return window.size >= STRETCH and not part.untouched
     return part.untouched and part.target.nbytes >= STRETCH
@@ -201,7 +201,7 @@ def _window(file: int, start: int, plans: int) -> Window:
 
 
 def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
-    """One tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
+    """Yield one tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
     target = targets[0]
     if not target.nbytes:
         return  # no elements, whatever was to be added to them
@@ -224,7 +224,9 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
 
 
 def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
-    """The shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has none."""
+    """Yield the shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has
+    none.
+    """
     own = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
     for low, high in pairwise(sorted(cuts)):

@@ -77,7 +77,7 @@ class Index:
 
 
 def open_checkpoint(path: Path) -> Index:
-    """The checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
+    """Return the checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
 
     InputError for what is missing, damaged, malicious or of no known kind. Links are followed, as model
     caches are made of them; text inside files (index entries, component names) is never used as a path.
@@ -112,7 +112,7 @@ def _opened(path: Path) -> Index:
 
 
 def configuration(path: Path) -> Path | None:
-    """The configuration that is read with the folder or PEFT file at `path`; None where there is none.
+    """Return the configuration that is read with the folder or PEFT file at `path`; None where there is none.
 
     PEFT's tensors tell no alpha, whatever their file is called: DeepSpeed's zero_to_fp32 writes pytorch_model.bin.
     """
@@ -125,7 +125,9 @@ def configuration(path: Path) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _holds_peft(path: Path, _: FileState | None) -> bool:
-    """Whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to open."""
+    """Return whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to
+    open.
+    """
     return any(PEFT in key for key in _header(path).tensors)
 
 
@@ -138,7 +140,7 @@ def _trained_whole(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
+    """Return the JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
     value = json_value(path)
     if not isinstance(value, dict):
         raise InputError("not a JSON object", str(path), "download or write it again")
@@ -146,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(path: Path) -> Any:
-    """The JSON in a side file; InputError if it is none, or absurdly long or deep."""
+    """Return the JSON in a side file; InputError if it is none, or absurdly long or deep."""
     with open_regular(path) as f:
         if FileState.of(f.fileno()).size > JSON_LIMIT:
             raise InputError("JSON file of absurd length", str(path), "download it again")
@@ -196,7 +198,7 @@ def _component(path: Path) -> Index:
 
 
 def _peft(path: Path, config: Mapping[str, Any]) -> Index:
-    """An adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
+    """Return an adapter folder of PEFT or mlx-lm; `config` is its adapter_config.json."""
     for name in (*PEFT_FILES, MLX_FILE):
         if (path / name).exists():
             return _of_files(path, [path / name, *_trained_whole(path)], config=config)
@@ -207,7 +209,7 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
 
 
 def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
-    """A diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
+    """Return a diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
         raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
@@ -236,7 +238,7 @@ _KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}
 
 
 def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Index:
-    """One file, or shards checked against their index."""
+    """Return one file, or shards checked against their index."""
     if weights.index is None:
         require_all(weights)
         return _of_files(folder, weights.files, notes=notes)
@@ -278,7 +280,7 @@ def _of_files(
     config: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Index:
-    """The union of some files; InputError where two hold the same name."""
+    """Return the union of some files; InputError where two hold the same name."""
     headers: dict[Path, Header] = {}
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -294,7 +296,7 @@ def _of_files(
 
 
 def _of_first(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """All entries; of one that several have, the first."""
+    """Return all entries; of one that several have, the first."""
     found: dict[str, str] = {}
     for one in metadata:
         found |= {key: text for key, text in one.items() if key not in found}
@@ -302,7 +304,7 @@ def _of_first(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _header(path: Path) -> Header:
-    """The header of one file of either kind; what it is, its first bytes say, not its name."""
+    """Return the header of one file of either kind; what it is, its first bytes say, not its name."""
     with open_regular(path) as f:
         start = f.read(9)
     # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after the length tells.

@@ -18,7 +18,7 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:
-    """The header of a .safetensors file: name, dtype and shape of each tensor, laid out in this order.
+    """Return the header of a .safetensors file: name, dtype and shape of each tensor, laid out in this order.
 
     Padded with spaces so that its length, which is where the data starts, equals `data_start` modulo 4096:
     pages of the output then line up with pages of the input. It is a multiple of 8 in any case.
@@ -54,12 +54,12 @@ def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def metadata_of(header: bytes) -> dict[str, str]:
-    """The metadata entries of a header that `layout` made."""
+    """Return the metadata entries of a header that `layout` made."""
     return _metadata(header[8:].decode())[0]
 
 
 def _metadata(text: str) -> tuple[dict[str, str], int]:
-    """The entries, and where they end."""
+    """Return the entries, and where they end."""
     assert text.startswith(_METADATA), "every output has metadata"
     return _DECODER.raw_decode(text, len(_METADATA))
 

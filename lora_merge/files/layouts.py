@@ -73,7 +73,7 @@ def shard_of(path: Path) -> tuple[int, int] | None:
 
 
 def weights_in(folder: Path) -> list[Weights]:
-    """Every set of weights of this folder, the preferred first; InputError for shards that are missing."""
+    """Return every set of weights of this folder, the preferred first; InputError for shards that are missing."""
     groups: dict[tuple[str, str, str, int], list[Path]] = {}
     indexes: dict[tuple[str, str, str], Path] = {}
     for path in entries(folder):
@@ -96,7 +96,7 @@ def weights_in(folder: Path) -> list[Weights]:
 
 
 def require_all(weights: Weights) -> None:
-    """InputError unless the shards of a set without an index are complete by their own numbers."""
+    """Raise InputError unless the shards of a set without an index are complete by their own numbers."""
     numbers = [n for n in (shard_of(f) for f in weights.files) if n]
     if not numbers or weights.index:
         return
@@ -136,12 +136,12 @@ def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Pa
 
 
 def _shards_of(w: Weights) -> tuple[str, str, str] | None:
-    """What shards without an index are shards of; None for other weights."""
+    """Return what shards without an index are shards of; None for other weights."""
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
 def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]]:
-    """The set to use and what to tell the user about the others; InputError where only they can choose."""
+    """Return the set to use and what to tell the user about the others; InputError where only they can choose."""
     first, others = found[0], found[1:]
     if first.stem not in STEMS and others:
         raise InputError(
@@ -168,7 +168,7 @@ def components(folder: Path, named: Iterable[str]) -> list[Path]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What the folder holds, sorted by name; hidden entries left out."""
+    """Return what the folder holds, sorted by name; hidden entries left out."""
     try:
         return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except OSError as e:

@@ -73,7 +73,7 @@ only of a file in which nothing is an adapter's."""
 
 
 def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
-    """What a file without adapter tensors is, if its keys tell, and what to do with it."""
+    """Return what a file without adapter tensors is, if its keys tell, and what to do with it."""
     keys = [*keys]
     what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
     if what is None and keys and not any("." in key for key in keys):
@@ -82,15 +82,15 @@ def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
 
 
 def are_factors(loaded: Sequence[object]) -> bool:
-    """Whether a list of tensors is up, down, up, down …, as cloneofsimo's first files are."""
+    """Return whether a list of tensors is up, down, up, down …, as cloneofsimo's first files are."""
     shapes = [tuple(getattr(t, "shape", ())) for t in loaded]
     pairs = [*zip(shapes[::2], shapes[1::2], strict=False)]
     return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
 
 
 def nested(value: object, depth: int = 3) -> Iterator[str]:
-    """Names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors; what lies there
-    more than once by one of its names, and no more names than tell what a file is."""
+    """Return the names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors; what
+    lies there more than once by one of its names, and no more names than tell what a file is."""
     seen: set[int] = set()
     return islice(_nested(value, "", depth, seen), TELLING)
 
@@ -107,7 +107,7 @@ def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[st
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
-    """The error for a file of `size` bytes that begins with `start` and is no safetensors file."""
+    """Return the error for a file of `size` bytes that begins with `start` and is no safetensors file."""
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):

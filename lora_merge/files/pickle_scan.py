@@ -83,7 +83,7 @@ class _Scan:
     heaviest: int = 1
 
     def take(self, count: int) -> bytes:
-        """The next bytes; EOFError where there are fewer."""
+        """Return the next bytes; EOFError where there are fewer."""
         found = self.data[self.at : self.at + count]
         if len(found) < count:
             raise EOFError("the pickle ends too early")
@@ -91,7 +91,7 @@ class _Scan:
         return found
 
     def number(self, count: int) -> int:
-        """The next bytes as a number."""
+        """Return the next bytes as a number."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
@@ -102,7 +102,7 @@ class _Scan:
         return str(self.take(end + 1)[:-1], "utf-8")
 
     def items(self) -> list[_Value]:
-        """What was put on the stack since the last mark."""
+        """Return what was put on the stack since the last mark."""
         found, self.stack = self.stack, self.marks.pop()
         return found
 
@@ -130,7 +130,7 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
 
 
 def _push(kind: str, width: int, *, lengths: int = 0) -> Callable[[_Scan], None]:
-    """A value of so many bytes, or whose length stands in so many."""
+    """Return a value of so many bytes, or whose length stands in so many."""
 
     def run(scan: _Scan) -> None:
         count = scan.number(lengths) if lengths else width
@@ -210,7 +210,7 @@ def _global(scan: _Scan) -> None:
 
 
 def _is_value(module: str, name: str) -> bool:
-    """Whether it is torch's name of a dtype, a storage or the like, which is only ever handed over."""
+    """Return whether it is torch's name of a dtype, a storage or the like, which is only ever handed over."""
     return module in ("torch", "torch.cuda") and (
         name.endswith(("Storage", "Tensor")) or (name.islower() and name.replace("_", "").isalnum())
     )
@@ -222,7 +222,7 @@ def _call(scan: _Scan) -> None:
 
 
 def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
-    """What a call makes; NotRun for a call that makes more than it was given."""
+    """Return what a call makes; NotRun for a call that makes more than it was given."""
     given: tuple[_Value, ...] = args.what if args.kind == "tuple" else ()
     if called.kind != "global" or called.what not in CALLED or args.kind != "tuple":
         raise NotRun(f"GLOBAL {called.what if called.kind == 'global' else called.kind}, which is called")

@@ -79,7 +79,7 @@ class _Loading:
 
 
 def read_pickled(path: Path) -> Header:
-    """The tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
+    """Return the tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
     import torch  # what fails here is no fault of the file
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < TELLS_PLACES:
@@ -115,7 +115,7 @@ def _read(path: Path) -> Header:
 
 
 def _reason(e: BaseException) -> str:
-    """What was found wrong. What Python, zipfile and torch say is about their own insides: --debug shows it."""
+    """Return what was found wrong. What Python, zipfile and torch say is about their own insides: --debug shows it."""
     if isinstance(e, NotRun):
         return str(e)
     archive = isinstance(e, zipfile.BadZipFile) or "PytorchStreamReader" in str(e)
@@ -214,7 +214,7 @@ def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
 
 
 def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...]]:
-    """The dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
+    """Return the dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
     unwrapped: list[str] = []
     while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
         inner = next((w for w in WRAPPERS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None)
@@ -266,7 +266,7 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
 
 
 def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
-    """Where the bytes of one tensor lie; what lies nowhere in one piece is made."""
+    """Return where the bytes of one tensor lie; what lies nowhere in one piece is made."""
     dtype, item = FORMAT_NAMES[str(value.dtype).removeprefix("torch.")], value.element_size()
     shape, nbytes = tuple(value.shape), value.numel() * value.element_size()
     assert ITEM_BITS[dtype] == 8 * item, "the two libraries agree on dtypes"
@@ -290,7 +290,7 @@ def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
 
 
 def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
-    """The bytes of a tensor that is strewn over its storage, which is read from the archive."""
+    """Return the bytes of a tensor that is strewn over its storage, which is read from the archive."""
     import torch
 
     if not value.numel() or start is None or loading.records is None:
@@ -303,7 +303,7 @@ def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
 
 
 def raw_bytes(value: Tensor) -> memoryview:
-    """The elements in order, as bytes; they share memory with the tensor where it is in order."""
+    """Return the elements in order, as bytes; they share memory with the tensor where it is in order."""
     import torch
 
     plain = value.detach().resolve_conj().resolve_neg().contiguous()

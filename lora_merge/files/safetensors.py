@@ -34,7 +34,7 @@ class _Malformed(ValueError):
 
 
 def parse_file(path: Path) -> Header:
-    """The header of one file; InputError for anything malformed, saying what the file is where that shows."""
+    """Return the header of one file; InputError for anything malformed, saying what the file is where that shows."""
     with open_regular(path) as f:
         state, start = FileState.of(f.fileno()), b""
         try:
@@ -67,7 +67,9 @@ def _raw(f: BinaryIO, start: bytes, size: int) -> bytes:
 
 
 def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if malformed."""
+    """Return the tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if
+    malformed.
+    """
     try:
         return _checked(_json(raw), path, 8 + len(raw), size)
     except RecursionError as e:
@@ -145,7 +147,9 @@ def _int(text: str) -> int | float:
 
 
 def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> StoredTensor:
-    """One tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200 000."""
+    """Return one tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200
+    000.
+    """
     if not isinstance(entry, dict):
         raise _Malformed(f"the entry of {quoted(name)} is no JSON object")
     try:
@@ -175,7 +179,7 @@ def _all_u64(numbers: list[Any]) -> bool:
 
 
 def _nbytes(shape: list[int], bits: int) -> int | None:
-    """Bytes of the tensor; None where 64 bits overflow on the way, or where they are no whole number."""
+    """Return the bytes of the tensor; None where 64 bits overflow on the way, or where they are no whole number."""
     count = 1
     for n in shape:
         count *= n

@@ -48,7 +48,8 @@ CONFIG_DTYPES: Final = {name: TABLE[name].library for name in ("F32", "F16", "BF
 
 
 def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What of the base folder is copied as it is, and which sub-folders are not: those with weights of their own.
+    """Return what of the base folder is copied as it is, and which sub-folders are not: those with weights of their
+    own.
 
     Of these, layers that sentence-transformers put behind the model are copied too. The others are another model, an
     earlier output, a checkpoint of the training: what this one needs of them, if anything, only the user knows. All
@@ -90,8 +91,8 @@ def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
-    """A note for every adapter folder with a tokenizer of another size than that of the base folder, which is what the
-    output has; nothing is read."""
+    """Yield a note for every adapter folder with a tokenizer of another size than that of the base folder, which is
+    what the output has; nothing is read."""
     for folder in adapters if base.is_dir() else ():
         if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
             yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: take it where the "
@@ -110,8 +111,8 @@ def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
 
 
 def _behind(folder: Path) -> frozenset[Path]:
-    """The sub-folders that `modules.json` names; its text is never used as a path. They hold layers that no adapter of
-    the transformer changes."""
+    """Return the sub-folders that `modules.json` names; its text is never used as a path. They hold layers that no
+    adapter of the transformer changes."""
     file = folder / MODULES
     rows = json_value(file) if file.exists() else []
     named = [row.get("path") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -119,7 +120,7 @@ def _behind(folder: Path) -> frozenset[Path]:
 
 
 def _stale(name: str) -> bool:
-    """Whether a file of this name beside the merged weights would be wrong."""
+    """Return whether a file of this name beside the merged weights would be wrong."""
     return Path(name).suffix in WEIGHTS or ".index." in name
 
 
@@ -142,7 +143,7 @@ def _require_file(path: Path) -> None:
 
 
 def output_name(file: Path, base: Index) -> str:
-    """The name of the output file for one of the base's, relative to the folder; pickles become .safetensors."""
+    """Return the name of the output file for one of the base's, relative to the folder; pickles become .safetensors."""
     relative = file.relative_to(base.path)
     if relative.suffix == ".safetensors":
         return relative.as_posix()
@@ -193,7 +194,7 @@ def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Itera
 
 
 def _indented(content: Mapping[str, Any]) -> str:
-    """What `json.dumps(content, indent=2)` gives, with a line break behind it; the map in a third of its time.
+    """Return what `json.dumps(content, indent=2)` gives, with a line break behind it; the map in a third of its time.
 
     Without `indent` the encoder is written in C; the separator brings the line breaks of a table of plain strings.
     """
@@ -208,7 +209,9 @@ def _indented(content: Mapping[str, Any]) -> str:
 
 
 def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
-    """A model's config.json, saying the dtype and sizes that the weights now have; as it was if those are its own."""
+    """Return a model's config.json, saying the dtype and sizes that the weights now have; as it was if those are its
+    own.
+    """
     if dtype not in CONFIG_DTYPES and not resized:
         return content
     try:
@@ -250,5 +253,5 @@ def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
 
 
 def stored_name(info: StoredTensor) -> str:
-    """The tensor's name inside its file; in a pipeline the plan's name has the component in front."""
+    """Return the tensor's name inside its file; in a pipeline the plan's name has the component in front."""
     return info.stored or info.name

@@ -42,7 +42,7 @@ class Document:
     """Table → its own fields, and the tables that `<<` puts into it; as far as was asked."""
 
     def line(self, place: Place) -> int:
-        """The line of a value, or of what is nearest above it."""
+        """Return the line of a value, or of what is nearest above it."""
         node = self.root
         for step in place:
             inner = self._child(node, step)
@@ -52,14 +52,14 @@ class Document:
         return _line(node)
 
     def text(self, place: Place) -> str | None:
-        """A scalar as it was written, 1.0 and not 1; None where there is none."""
+        """Return a scalar as it was written, 1.0 and not 1; None where there is none."""
         node: Node | None = self.root
         for step in place:
             node = None if node is None else self._child(node, step)
         return str(node.value) if isinstance(node, ScalarNode) else None
 
     def _child(self, node: Node, step: str | int) -> Node | None:
-        """The value of a field or the n-th item, looked up through `<<` as well."""
+        """Return the value of a field or the n-th item, looked up through `<<` as well."""
         if isinstance(node, SequenceNode):
             fits = isinstance(step, int) and step < len(node.value)
             return node.value[step] if fits else None
@@ -76,7 +76,9 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """The document; UsageError with the line where it is no YAML, InputError for what is built to exhaust memory."""
+    """Return the document; UsageError with the line where it is no YAML, InputError for what is built to exhaust
+    memory.
+    """
     try:
         check_depth(text, name)
         root = yaml.compose(text, LOADER)
@@ -92,7 +94,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def check_depth(text: str, name: str) -> None:
-    """InputError for what is nested too deeply; yaml.YAMLError where it is no YAML.
+    """Raise InputError for what is nested too deeply; yaml.YAMLError where it is no YAML.
 
     Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process.
     """
@@ -104,7 +106,7 @@ def check_depth(text: str, name: str) -> None:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """A regular file of at most `limit` bytes, as text; InputError for any other."""
+    """Return a regular file of at most `limit` bytes, as text; InputError for any other."""
     with open_regular(path) as f:
         raw = f.read(limit + 1)
     if len(raw) > limit:

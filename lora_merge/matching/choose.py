@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 def choose(
     module: Module, view: WeightView, context: AdapterContext, near: Mapping[str, WeightView] = MappingProxyType({})
 ) -> Choice:
-    """The formula of a module on the weight it was trained on; `near` has the module's other parameters by name.
+    """Return the formula of a module on the weight it was trained on; `near` has the module's other parameters by name.
 
     InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the weight.
     """
@@ -104,7 +104,7 @@ class _Chooser:
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def _ways(self, name: str, view: WeightView) -> Sequence[WeightView]:
-        """The weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
+        """Return the weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
         try:
             found, stated = self.context.orientation.ways(self.module, name, view)
         except Untold as e:
@@ -114,7 +114,9 @@ class _Chooser:
         return found
 
     def _check_factors(self, module: Module, name: str) -> None:
-        """InputError if a tensor that the formula computes with holds whole numbers, whose scale is stored nowhere."""
+        """Raise InputError if a tensor that the formula computes with holds whole numbers, whose scale is stored
+        nowhere.
+        """
         integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
         for slot, info in {**module.shared, **module.slots}.items():
             if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is no number
@@ -171,7 +173,9 @@ class _Chooser:
         return found
 
     def _told_by(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
-        """What the configuration says in numbers; of another part's an α beside the tensors is the better one."""
+        """Return what the configuration says in numbers; of another part's an α beside the tensors is the better
+        one.
+        """
         better = self.told.borrowed and "alpha" in self.module.shared
         return {} if better else self.told.numbers(name, self.module.name, shapes)
 
@@ -189,7 +193,7 @@ class _Chooser:
         return value
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """The configuration's settings, and the largest weight that the adapter changes with this formula."""
+        """Return the configuration's settings, and the largest weight that the adapter changes with this formula."""
         row = ALGORITHMS[name]
         stated = {k: v for k, v in self.context.given.items() if k in row.settings}
         return {
@@ -228,5 +232,5 @@ def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> Inpu
 
 
 def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
-    """Whether an alpha changes the scale."""
+    """Return whether an alpha changes the scale."""
     return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)

@@ -37,7 +37,9 @@ TWICE: Final = "the adapter holds it a second time under another name, equal byt
 
 
 def _tied(one: str, two: str) -> bool:
-    """Whether two names are those of two modules, both meant, that share a table; not of one behind two prefixes."""
+    """Return whether two names are those of two modules, both meant, that share a table; not of one behind two
+    prefixes.
+    """
     found = TIED.search(one) or TIED.search(two)
     return found is not None and _innermost(one) != _innermost(two)
 
@@ -76,7 +78,7 @@ class DuplicateCheck:
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:
-        """Whether they are the same formula with the same numbers and tensors on the same rows."""
+        """Return whether they are the same formula with the same numbers and tensors on the same rows."""
         ours, theirs = ({**p.module.slots, **p.module.shared} for p in (one, two))
         alike = all(
             getattr(one, field) == getattr(two, field)
@@ -93,7 +95,7 @@ ADDED: Final = (
 
 
 def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
-    """The matches with a note on every one of which modules read rows that adapters before it change.
+    """Return the matches with a note on every one of which modules read rows that adapters before it change.
 
     Those are the modules for which adding differences and acting in turn give other weights: orthogonal and scaling
     formulas, DoRA and all others that read the base. Where adapters act in turn there is nothing to note.
@@ -105,7 +107,7 @@ def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
 
 
 def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str]:
-    """What is to be noted of one adapter, where those before it change these rows."""
+    """Yield what is to be noted of one adapter, where those before it change these rows."""
     met: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(one) if changed else ():
         pieces = [*patch.view.pieces]
@@ -121,7 +123,7 @@ def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str
 
 
 def _reading(one: Match) -> Iterator[tuple[Patch, str]]:
-    """Every patch of an adapter whose formula reads the base, once, with a tensor that it changes."""
+    """Yield every patch of an adapter whose formula reads the base, once, with a tensor that it changes."""
     seen = set()
     for key, uses in one.uses.items():
         for use in uses:
@@ -139,7 +141,7 @@ class _Changed:
         self._stops = {key: list(accumulate((stop for _, stop in ranges), max)) for key, ranges in rows.items()}
 
     def meets(self, piece: RowSlice) -> bool:
-        """Whether it changes a row of the piece."""
+        """Return whether it changes a row of the piece."""
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
         before = bisect_left(starts, piece.stop)  # so many ranges begin before the piece ends
         return before > 0 and stops[before - 1] > piece.start

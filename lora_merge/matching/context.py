@@ -63,13 +63,13 @@ class AdapterContext:
         return Orientation(self.rules, self.weights.values(), self._fits, self.base, self.given.get(SETTING))
 
     def trained(self, name: str) -> Trained:
-        """What the file's metadata says about a formula."""
+        """Return what the file's metadata says about a formula."""
         if name not in self._trained:
             self._trained[name] = trained(ALGORITHMS[name], self.adapter.index.metadata, str(self.adapter.path))
         return self._trained[name]
 
     def with_shared(self, module: Module, name: str) -> Module:
-        """The module with the tensors that the file has once for all modules, as far as a formula takes them."""
+        """Return the module with the tensors that the file has once for all modules, as far as a formula takes them."""
         keys, tensors = self.rules.of(module.name).shared(name, module.name), self.adapter.index.tensors
         found = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
         return replace(module, slots={**found, **module.slots}) if found else module
@@ -94,7 +94,7 @@ class AdapterContext:
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
 
     def _fits(self, module: Module, view: WeightView) -> bool:
-        """Whether some formula takes the module's tensors for a weight that is seen so."""
+        """Return whether some formula takes the module's tensors for a weight that is seen so."""
         try:
             rows, _ = self.candidates(module, view)
         except MergeError:
@@ -106,7 +106,9 @@ class AdapterContext:
 def fit(
     name: str, stored: tuple[tuple[str, Shape], ...], weight: Shape, matrix: tuple[int, int]
 ) -> Mapping[str, Shape]:
-    """The shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide matrix."""
+    """Return the shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide
+    matrix.
+    """
     shapes = ALGORITHMS[name].fit(dict(stored), weight)
     if matrix != flat(weight) and not ALGORITHMS[name].stacked:
         raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} is not made for")
@@ -114,7 +116,7 @@ def fit(
 
 
 def shapes_of(module: Module) -> str:
-    """The shapes of a module's tensors, for a message."""
+    """Return the shapes of a module's tensors, for a message."""
     return ", ".join(f"{slot} {list(shape)}" for slot, shape in module.shapes.items())
 
 

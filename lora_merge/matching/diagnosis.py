@@ -48,7 +48,7 @@ PARTS: Final = {
 
 
 def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
-    """The likely reason why names found no place, in one sentence that names both sides.
+    """Return the likely reason why names found no place, in one sentence that names both sides.
 
     `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
     names (where shapes do not fit) "" if nothing looks wrong.
@@ -70,7 +70,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
 
 
 def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
-    """Both sides in one sentence if the adapter looks made for another variant of the base, else "".
+    """Return both sides in one sentence if the adapter looks made for another variant of the base, else "".
 
     Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
     `explain` takes, and is called only where the base has variants.
@@ -82,7 +82,7 @@ def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
 
 
 def absence(absent: Sequence[str], held: Sequence[str]) -> str:
-    """Modules speak of networks that the base does not hold."""
+    """Return the modules speak of networks that the base does not hold."""
     missing, there = (" and ".join(map(_part, labels)) for labels in (absent, held))
     if list(held) == ["model"]:
         return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
@@ -100,7 +100,7 @@ def likely_reason(
     stored: Mapping[str, Shape],
     title: str,
 ) -> str:
-    """The likely reason, "" if nothing is unmatched and nothing looks wrong.
+    """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
 
     `modules` are the adapter's, without prefixes, `stored` those of the base; `title` is what else that is called.
     """
@@ -113,7 +113,7 @@ def likely_reason(
 
 
 def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """What both sides are, if the adapter is for this architecture but another variant; else ""."""
+    """Return what both sides are, if the adapter is for this architecture but another variant; else ""."""
     theirs, ours = seen(modules), seen(stored)
     if base is None or base not in architectures(theirs):
         return ""
@@ -123,7 +123,7 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
 
 
 def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """What both sides are, if the adapter is for another architecture; else ""."""
+    """Return what both sides are, if the adapter is for another architecture; else ""."""
     theirs, ours = seen(modules), seen(stored)
     found, here = architectures(theirs), [base] if base else architectures(ours)
     if not found or any(a in found for a in here):

@@ -31,7 +31,7 @@ MOST: Final = 2  # modules that have the tensor, at the least, where one has not
 
 
 def gaps(modules: Sequence[Module], rules: Rules) -> dict[str, str]:
-    """Module that lacks a slot → the slot."""
+    """Return the module that lacks a slot → the slot."""
     weights = [m for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((_has(m), m.algorithms) for m in weights)
@@ -54,7 +54,7 @@ def _has(m: Module) -> frozenset[str]:
 
 
 def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int]) -> frozenset[str]:
-    """The one slot that sets this module apart from all others of its algorithms."""
+    """Return the one slot that sets this module apart from all others of its algorithms."""
     for (slots, algorithms), count in kinds.items():
         missing = slots - _has(m)
         if count < MOST or len(missing) != 1 or not _has(m) < slots:
@@ -67,12 +67,12 @@ def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int
 
 
 def incomplete(what: str, path: Path) -> InputError:
-    """The error for a module that lacks a tensor."""
+    """Return the error for a module that lacks a tensor."""
     return InputError("the adapter is incomplete", f"{path}: {what}", "export or download it again")
 
 
 def lacks(module: Module) -> str:
-    """Which partner is missing for the closest row of the table."""
+    """Return which partner is missing for the closest row of the table."""
     known = [ALGORITHMS[a] for a in module.algorithms]
     without = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
     have = ", ".join(sorted(module.slots)) or "alpha"

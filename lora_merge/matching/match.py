@@ -56,7 +56,7 @@ class KnownBase(NamedTuple):
 
 
 def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatched: Unmatched) -> Match:
-    """What one adapter does to the base, all of its modules placed; `skip` leaves out what has no place.
+    """Return what one adapter does to the base, all of its modules placed; `skip` leaves out what has no place.
 
     `alone`: what is known of the adapter before it is held against the base's tensors. One error names everything of a
     kind that is wrong.
@@ -110,7 +110,7 @@ class MatchBuilder:
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, notes: Sequence[str], unmatched: Unmatched) -> Match:
-        """What was gathered, or one error that names what is wrong."""
+        """Return what was gathered, or one error that names what is wrong."""
         odd = self.odd | self.stored.halves(self.names, self.replaced)
         self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # it has no new value either
         unfit, resized = sizes(self.replaced, self.base, self.path)
@@ -138,7 +138,7 @@ class MatchBuilder:
         self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
 
     def _seek(self, module: Module) -> WeightView | None:
-        """The weight of a module, or its bias to be; None, and in the result why, where it has no place."""
+        """Return the weight of a module, or its bias to be; None, and in the result why, where it has no place."""
         try:
             view = self.places.find(module)
         except ShapeMismatch as e:
@@ -176,7 +176,7 @@ class MatchBuilder:
             self._place_bias(module, patch)
 
     def _repeats(self, name: str, others: Sequence[str]) -> bool:
-        """Whether what is stored for the head is stored for the embeddings, too; noted."""
+        """Return whether what is stored for the head is stored for the embeddings, too; noted."""
         shared = self.places.embeddings() if self.places.lacks_head(name) else None
         if shared is None or all(self.places.look(other) != shared for other in others):
             return False
@@ -191,14 +191,14 @@ class MatchBuilder:
             self.ends[name] = key
 
     def _of_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Where a value of a head goes that the base does not have."""
+        """Return where a value of a head goes that the base does not have."""
         view = self.pair.place(info, name, parameter, rows=rows)
         if view is not None and self.pair.key(view):
             self.ends[info.name] = self.pair.key(view)
         return view
 
     def _grow(self, module: Module, view: WeightView) -> WeightView:
-        """The weight at the size that the adapter gives it; noted where it is larger than the base's."""
+        """Return the weight at the size that the adapter gives it; noted where it is larger than the base's."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
             self.grown[view.pieces[0].key] = larger.shape
@@ -239,7 +239,7 @@ class MatchBuilder:
         return patch
 
     def _is_nothing(self, module: Module) -> bool:
-        """Whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""
+        """Return whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""
         weight = self.places.named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
@@ -271,7 +271,7 @@ class MatchBuilder:
         self.components.update(components)
 
     def _new_bias(self, module: Module) -> WeightView | None:
-        """A bias for a layer that has none in the base: created as zeros, where a model may read it."""
+        """Return a bias for a layer that has none in the base: created as zeros, where a model may read it."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
             return None  # it changes a bias, and makes none
         weight = self.places.look(module.name, "weight")

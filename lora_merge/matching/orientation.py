@@ -79,7 +79,7 @@ class Orientation:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
 
     def _is_turned(self, module: Module, view: WeightView) -> bool | None:
-        """Whether the weight is [in, out]; None where only the user knows, who states it."""
+        """Return whether the weight is [in, out]; None where only the user knows, who states it."""
         rules, name = self._rules.of(module.name), _leaf(module)
         known = stored(name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind)
         if known is not None:

@@ -31,7 +31,7 @@ class Places:
         self._parts = heights(context.adapter.modules)
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
-        """A parameter by its name; None if the base has none of this name."""
+        """Return a parameter by its name; None if the base has none of this name."""
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
@@ -39,7 +39,7 @@ class Places:
         return self.stored.view(next((view for view in found if view is not None), None))
 
     def named(self, name: str, parameter: str) -> WeightView | None:
-        """The parameter of a module, by any of the names that the configuration may mean."""
+        """Return the parameter of a module, by any of the names that the configuration may mean."""
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
@@ -47,7 +47,9 @@ class Places:
         return next((view for view in found if view is not None), None) or self._of_head(name, parameter)
 
     def find(self, module: Module) -> WeightView | None:
-        """The weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has none."""
+        """Return the weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has
+        none.
+        """
         name, number = part(module.name)
         view = self.named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
@@ -61,7 +63,7 @@ class Places:
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
     def of(self, modules: Iterable[Module]) -> Iterator[Place]:
-        """Where weights and biases of the modules lie, of those that have a place."""
+        """Yield where weights and biases of the modules lie, of those that have a place."""
         for module in (m for m in modules if m.parameter == "weight"):
             with suppress(MergeError):  # which is raised when the module is placed
                 view = self.find(module)
@@ -69,7 +71,7 @@ class Places:
                     yield Place(module, view, self.look(module.name, "bias"))
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
-        """The module's other parameters as far as a formula asks for them, and the weights of its relatives."""
+        """Return the module's other parameters as far as a formula asks for them, and the weights of its relatives."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
         found = {parameter: self.named(part(module.name)[0], parameter) for parameter in wanted}
         found |= {f"{LAYER}{n}": self.named(name, "weight") for n, name in enumerate(relatives)}
@@ -83,22 +85,24 @@ class Places:
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
     def dtype(self, module: Module) -> str:
-        """The dtype of a module's weight in the base; "" where it has none."""
+        """Return the dtype of a module's weight in the base; "" where it has none."""
         view = self.named(module.name, "weight")
         return self.base[view.pieces[0].key].dtype if view is not None else ""
 
     def embeddings(self) -> WeightView | None:
-        """The table whose weight a head uses that the base does not have."""
+        """Return the table whose weight a head uses that the base does not have."""
         if self.pair.tied is not None:
             return whole(self.pair.shared, self.pair.tied.info.shape)
         return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
 
     def lacks_head(self, name: str) -> bool:
-        """Whether this is the name of a head that the base does not have."""
+        """Return whether this is the name of a head that the base does not have."""
         return self.pair.is_head(name) and self.look(name) is None
 
     def _of_head(self, name: str, parameter: str) -> WeightView | None:
-        """The weight of a head that the base does not have: its own if it can be given one, else the embeddings."""
+        """Return the weight of a head that the base does not have: its own if it can be given one, else the
+        embeddings.
+        """
         if parameter != "weight" or not self.pair.is_head(name):
             return None
         return self.pair.own_weight if self.pair.parts(name) else self.embeddings()

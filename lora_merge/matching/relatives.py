@@ -22,7 +22,7 @@ from .patch import Patch
 
 
 def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext) -> Rules:
-    """The rules with what is to be known of every layer whose basis the file lacks.
+    """Return the rules with what is to be known of every layer whose basis the file lacks.
 
     `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.
     """
@@ -55,18 +55,20 @@ def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], s
 
 
 def kin(patch: Patch) -> tuple[WeightView, ...]:
-    """The weights of all layers that share what is rebuilt from them; empty where nothing is shared."""
+    """Return the weights of all layers that share what is rebuilt from them; empty where nothing is shared."""
     return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
 
 
 def _width(module: Module) -> int:
-    """How many inputs a layer has."""
+    """Return how many inputs a layer has."""
     shape = module.shapes.get("diagonal", ())
     return shape[0] if shape else 0
 
 
 def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
-    """Kind → its layers by number; None where that depends on the order of the paths, and they are in none."""
+    """Return the kind → its layers by number; None where that depends on the order of the paths, and they are in
+    none.
+    """
     numbered: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     unsure = set()
@@ -83,7 +85,7 @@ def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]
 
 
 def _number(path: str) -> int | None:
-    """The number of a layer's block: behind `layers`, else the first part of its name that is one."""
+    """Return the number of a layer's block: behind `layers`, else the first part of its name that is one."""
     parts = path.split(".")
     after = parts[parts.index("layers") + 1 : parts.index("layers") + 2] if "layers" in parts else []
     found = next((part for part in [*after, *parts] if part.isdecimal()), None)

@@ -49,5 +49,5 @@ REBUILT: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def rebuilt(name: str, shapes: Shapes) -> str:
-    """What the user should know of a module whose file lacks such slots; "" where it has them."""
+    """Return what the user should know of a module whose file lacks such slots; "" where it has them."""
     return REBUILT[name] if ALGORITHMS[name].is_rebuilt(shapes) else ""

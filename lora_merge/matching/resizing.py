@@ -35,8 +35,8 @@ ADDED: Final = frozenset({LORA_BIAS.name})
 def with_values(
     modules: Sequence[Module], strange: Sequence[StoredTensor], rules: Rules
 ) -> tuple[list[Module], list[StoredTensor]]:
-    """The modules, with the trained value of their parameter as one more tensor where their formula works on that; and
-    what is left of the strange tensors."""
+    """Return the modules, with the trained value of their parameter as one more tensor where their formula works on
+    that; and what is left of the strange tensors."""
     asking = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
     told = [(info, rules.of(info.name).plain(info.name)) for info in strange] if asking else []
     found = {meant.target: info for info, meant in told if meant and meant.kind == "value" and meant.rows is None}
@@ -52,7 +52,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
 
 
 def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
-    """Whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
+    """Return whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
     info = module.slots.get("diff")
     if info is None or own is None or own.dtype not in WHOLE:
         return False
@@ -60,12 +60,12 @@ def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
 
 
 def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
-    """Whether a tensor is the base's own."""
+    """Return whether a tensor is the base's own."""
     return info.shape == own.shape and not values.differing(info, own)
 
 
 def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
-    """A value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
+    """Return a value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
     info = module.slots.get("diff")
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
         return module, view
@@ -79,8 +79,8 @@ IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that t
 def sizes(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[str]]:
-    """What does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does, and
-    its bias with it. Whole numbers take the place of the same kind alone: any others may be quantised."""
+    """Return what does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does,
+    and its bias with it. Whole numbers take the place of the same kind alone: any others may be quantised."""
     unfit: list[MergeError] = []
     notes = []
     for key, info in replaced.items():
@@ -100,7 +100,7 @@ def sizes(
 
 
 def _one_base(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
-    """FitError if what two adapters store of the base is not the same."""
+    """Raise FitError if what two adapters store of the base is not the same."""
     for number, one in enumerate(matched):
         for key, info in one.bases.items():
             for other, ref in zip(matched, refs, strict=True):
@@ -133,20 +133,22 @@ def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) 
 
 
 def _beside(one: Match) -> Iterator[str]:
-    """Keys of what formulas of an adapter read beside the weights that they change."""
+    """Return the keys of what formulas of an adapter read beside the weights that they change."""
     views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
     return (piece.key for view in views for piece in view.pieces)
 
 
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
-    """The difference that puts a whole value in the place of what is there."""
+    """Return the difference that puts a whole value in the place of what is there."""
     view = whole(key, info.shape)
     module = Module.of_value(*apart(key), info)
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
 def clashes(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
-    """FitError if two adapters replace the same parameter, or stand on different values of one: there is no sum."""
+    """Raise FitError if two adapters replace the same parameter, or stand on different values of one: there is no
+    sum.
+    """
     _one_base(refs, matched, values)
     seen: dict[str, int] = {}
     for number, one in enumerate(matched):
@@ -182,7 +184,7 @@ FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
 
 
 def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
-    """The weight at the size that the adapter gives it; `view` itself where that is its own.
+    """Return the weight at the size that the adapter gives it; `view` itself where that is its own.
 
     `model` is the base's architecture. FitError if it would shrink, or if it is no whole tensor of the base.
     """
@@ -202,7 +204,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
 
 
 def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
-    """The name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
+    """Return the name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
     piece = weight.pieces[0]
     whole_tensor = piece.rows == weight.shape[0] and piece.size == prod(base[piece.key].shape)
     named = len(weight.pieces) == 1 and piece.key.endswith(".weight")

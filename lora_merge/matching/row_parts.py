@@ -33,7 +33,9 @@ class NoPlace(ValueError):
 
 
 def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
-    """Module that was trained in parts → number of the part → rows that its tensors write, 0 where they do not tell."""
+    """Return the module that was trained in parts → number of the part → rows that its tensors write, 0 where they do
+    not tell.
+    """
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = part(module.name)
@@ -43,7 +45,7 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
 
 
 def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping[str, Split]) -> WeightView:
-    """The rows of part `number` in the weight `view`; NoPlace if it has none, or does not fill it.
+    """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or does not fill it.
 
     `parts`: the rows that each of the adapter's parts writes. `told`: who tells of the base → the rows of every layer
     that is fused in the weight, in order. Where nobody does, parts that fill the weight follow each other.

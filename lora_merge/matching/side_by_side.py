@@ -66,7 +66,7 @@ def as_trained(
 
 
 def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """A cheap look: whether the first row and the last have numbers in their own layer's columns alone."""
+    """Return a cheap look: whether the first row and the last have numbers in their own layer's columns alone."""
     rows, rank = up.shape[0], prod(up.shape[1:])
     r = rank // len(fused)
     ends = ((0, (0, r)), (rows - 1, (rank - r, rank)))
@@ -77,7 +77,7 @@ def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
 
 
 def _is_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """Whether every layer's rows have numbers in its own columns alone."""
+    """Return whether every layer's rows have numbers in its own columns alone."""
     r = prod(up.shape[1:]) // len(fused)
     bounds = pairwise([0, *accumulate(fused)])
     return all(values.zero_outside(up, rows, (k * r, (k + 1) * r)) for k, rows in enumerate(bounds))

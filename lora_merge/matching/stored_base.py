@@ -47,7 +47,7 @@ class StoredBase:
         return {key: info for key, info in self.other.items() if key not in self.idle}
 
     def view(self, view: WeightView | None) -> WeightView | None:
-        """A place in the base, in the shape that it has for the adapter."""
+        """Return a place in the base, in the shape that it has for the adapter."""
         key = view.pieces[0].key if view else ""
         return whole(key, self.other[key].shape) if key in self.other else view
 
@@ -63,7 +63,7 @@ class StoredBase:
         }
 
     def lacking(self, patch: Patch) -> MergeError | None:
-        """The error for a start that was taken out of tied ends, where what is left of these is not at hand."""
+        """Return the error for a start that was taken out of tied ends, where what is left of these is not at hand."""
         key = patch.view.pieces[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
         if patch.algorithm not in STARTED or key not in ends - {*self.residual}:
@@ -73,7 +73,7 @@ class StoredBase:
                         "save it with save_embedding_layers=True, and merge it at strength 1")  # fmt: skip
 
     def resized(self, where: str) -> MergeError:
-        """The error for what the adapter does not tell of a base with another vocabulary."""
+        """Return the error for what the adapter does not tell of a base with another vocabulary."""
         return ShapeMismatch("the base was resized before training", f"{self.path}: {where}",
                              "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
 
@@ -81,7 +81,7 @@ class StoredBase:
 def stored_base(
     context: AdapterContext, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
 ) -> StoredBase:
-    """The base with what the adapter stores of it; every copy is compared with the base's own."""
+    """Return the base with what the adapter stores of it; every copy is compared with the base's own."""
     stored = [*_stored(context, names, base, tied)]
     started = {own.name for info, own in stored if _takes_start(context, info)}
     copies: dict[str, StoredTensor] = {}
@@ -109,7 +109,7 @@ def stored_base(
 
 
 def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:
-    """Whether this is a copy from under a layer out of whose weight a start was taken."""
+    """Return whether this is a copy from under a layer out of whose weight a start was taken."""
     name = info.name.partition(".base_layer.")[0]
     complete = next((m.complete for m in context.adapter.modules if m.name == name), ())
     return bool(complete) and context.rules.of(name).algorithm(name, complete) in STARTED

@@ -55,7 +55,7 @@ class AdapterPair:
         self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
 
     def is_head(self, name: str) -> bool:
-        """Whether a module is the head."""
+        """Return whether a module is the head."""
         return f".{name}".endswith(f".{self._head}")
 
     @property
@@ -64,7 +64,9 @@ class AdapterPair:
         return whole(self.weight, self.own[self.weight].shape) if self.own else None
 
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Where a value of the head, or of rows of it, goes that the base does not have; None if it can go nowhere."""
+        """Return where a value of the head, or of rows of it, goes that the base does not have; None if it can go
+        nowhere.
+        """
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
         if self.tied is None or not self.is_head(name) or (parameter != "weight" and key not in self.own):
             return None
@@ -80,21 +82,22 @@ class AdapterPair:
         return whole(key, shared.shape)
 
     def trained(self, rows: Sequence[int]) -> list[str]:
-        """Modules of which the adapter trained these tokens."""
+        """Return the modules of which the adapter trained these tokens."""
         plain = (self.context.rules.of(t.name).plain(t.name) for t in self.context.adapter.strange)
         return [p.target.rpartition(".")[0] for p in plain if p and p.rows == rows]
 
     def origin(self, view: WeightView) -> WeightView:
-        """Where the values are that a place starts from: for a head those of the embeddings."""
+        """Return where the values are that a place starts from: for a head those of the embeddings."""
         source = self.sources.get(self.key(view))
         return whole(source.name, source.shape) if source else view
 
     def key(self, view: WeightView) -> str:
-        """The name of a head's tensor that the base does not have; "" for all other places."""
+        """Return the name of a head's tensor that the base does not have; "" for all other places."""
         return view.pieces[0].key if view.pieces[0].key in self.own else ""
 
     def as_one(self, name: str) -> bool:
-        """Whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not always).
+        """Return whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not
+        always).
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
@@ -105,7 +108,7 @@ class AdapterPair:
         return flag and self._has_both and name not in self._unlike
 
     def parts(self, name: str) -> bool:
-        """Whether what has this name in the adapter changes one end alone, and the other can keep its weight."""
+        """Return whether what has this name in the adapter changes one end alone, and the other can keep its weight."""
         return bool(self.own and self.context.rules.of(name).kind) and not self.as_one(name)
 
     @cached_property
@@ -119,11 +122,11 @@ class AdapterPair:
         return frozenset(m.name for m in (*heads, *tables)) - same
 
     def _scale(self, module: Module) -> float:
-        """What PEFT multiplies the factors with: each end has its own, whether they share these or not."""
+        """Return what PEFT multiplies the factors with: each end has its own, whether they share these or not."""
         return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, head: Module, table: Module) -> bool:
-        """Whether the head's A is the transpose of the embeddings' B, the smaller two factors."""
+        """Return whether the head's A is the transpose of the embeddings' B, the smaller two factors."""
         a, b = head.slots["down"], table.slots["up"]
         if a.shape != b.shape[::-1] or "magnitude" in {**head.shared, **table.shared}:
             return False
@@ -132,7 +135,7 @@ class AdapterPair:
 
 
 def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Strengths, unmatched: Unmatched) -> Match:
-    """The match with the head apart from the embeddings, where the adapter changes one of the two alone.
+    """Return the match with the head apart from the embeddings, where the adapter changes one of the two alone.
 
     `ends`: module of the adapter that changes one end → the tensor that it changes. FitError where PEFT trained one end
     and the two cannot be stored apart, unless `unmatched` is "skip": then both change.
@@ -154,7 +157,7 @@ def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Stre
 
 
 def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
-    """The error for a head that cannot be stored apart, where PEFT trained one end alone."""
+    """Return the error for a head that cannot be stored apart, where PEFT trained one end alone."""
     names = [name for name in both if pair.context.rules.of(name).kind]
     if not names or (
         pair.tied is None and not pair.context.by_config
@@ -194,7 +197,7 @@ def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, l
 
 
 def _differ(pair: AdapterPair, match: Match) -> bool:
-    """Whether the two tensors that a base stores for tied ends change, and not as one."""
+    """Return whether the two tensors that a base stores for tied ends change, and not as one."""
     ends = pair.stored, pair.shared
     tokens = [{u.piece.start for u in match.uses.get(end, ()) if _trains_tokens(u)} for end in ends]
     names = [u.patch.module.name for end in ends for u in match.uses.get(end, ()) if not _trains_tokens(u)]
@@ -207,14 +210,16 @@ def _trains_tokens(use: PatchPart) -> bool:
 
 
 def _moved(use: PatchPart, key: str, strength: float) -> PatchPart:
-    """The same rows of another tensor of this shape."""
+    """Return the same rows of another tensor of this shape."""
     pieces = tuple(piece._replace(key=key) for piece in use.patch.view.pieces)
     patch = replace(use.patch, view=use.patch.view._replace(pieces=pieces))
     return PatchPart(patch, use.piece._replace(key=key), use.start, strength)
 
 
 def shared_layers(context: AdapterContext) -> MergeError | None:
-    """The error for an adapter of layers that two parts of the model share: it changes the one or both, not as one."""
+    """Return the error for an adapter of layers that two parts of the model share: it changes the one or both, not as
+    one.
+    """
     shared = SHARED_LAYERS.get(context.model)
     names = [
         m.name for m in context.adapter.modules if shared and shared.match(m.name) and context.rules.of(m.name).kind
@@ -225,7 +230,7 @@ def shared_layers(context: AdapterContext) -> MergeError | None:
 
 
 def check_alone(refs: Sequence[Adapter], matched: Sequence[Match]) -> None:
-    """FitError if one adapter parts the head from the embeddings and another changes both as one."""
+    """Raise FitError if one adapter parts the head from the embeddings and another changes both as one."""
     for number, one in enumerate(matched):
         for head, info in one.parted.items():
             for other, ref in zip(matched, refs, strict=True):

@@ -27,7 +27,7 @@ AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
 def unstored(
     rules: Rules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[Rules, list[Module]]:
-    """The rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
+    """Return the rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
     InputError where nothing tells them."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
         return rules, modules
@@ -45,7 +45,7 @@ def unstored(
 
 
 def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Paths of the layers that the configuration means → their weights."""
+    """Return the paths of the layers that the configuration means → their weights."""
     paths = {key.removesuffix(".weight"): info for key, info in base.items() if key.endswith(".weight")}
     saved = rules.fields.texts("modules_to_save")
     return {
@@ -57,7 +57,7 @@ def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, Stored
 
 
 def _doubt(rules: Rules, paths: list[str], config: Mapping[str, Any]) -> str:
-    """Why these may be other layers than those that were trained; "" if they are the same.
+    """Return why these may be other layers than those that were trained; "" if they are the same.
 
     Every class of a type of model has its one stack of layers whole. What lies outside, such as a head, and a second
     stack, only the class that was trained has for sure.
@@ -80,7 +80,7 @@ def _doubt(rules: Rules, paths: list[str], config: Mapping[str, Any]) -> str:
 
 
 def _before_number(path: str) -> str:
-    """What a path begins with up to the first number; "" where it has none."""
+    """Return what a path begins with up to the first number; "" where it has none."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0]]) or "." if numbers else ""

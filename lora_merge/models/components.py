@@ -72,7 +72,7 @@ UNSURE: Final = ("clip", "unknown")
 def components(
     shapes: Mapping[str, Shape], config: Mapping[str, Any], folders: Collection[str], extra: Architecture | None
 ) -> list[Component]:
-    """All networks of a base, the denoiser (or only network) first.
+    """Return all networks of a base, the denoiser (or only network) first.
 
     `folders` are the sub-folders of a pipeline, of which keys say `<folder>.<name>`. InputError if the user's
     architecture `extra` is none of them.
@@ -109,7 +109,7 @@ def _prefix(key: str, folders: Collection[str]) -> str | None:
 
 
 def _container(prefix: str, folders: Collection[str]) -> Component:
-    """An empty component for what is under a telling prefix."""
+    """Return an empty component for what is under a telling prefix."""
     for pattern, role in FOLDERS if folders else CONTAINERS:
         if m := pattern.fullmatch(prefix.removesuffix(".") if folders else prefix):
             named = m.groupdict()
@@ -124,7 +124,7 @@ def _container(prefix: str, folders: Collection[str]) -> Component:
 
 
 def _identified(component: Component, shapes: Mapping[str, Shape], extra: Architecture | None) -> Component:
-    """The component with its architecture, kind and label filled in."""
+    """Return the component with its architecture, kind and label filled in."""
     keys = component.keys
 
     def shape_of(body: str) -> Shape | None:
@@ -142,7 +142,7 @@ def _identified(component: Component, shapes: Mapping[str, Shape], extra: Archit
 
 
 def _may_be(architecture: Architecture, role: str) -> bool:
-    """Whether a network in this role can be of the architecture: an encoder can be any language model."""
+    """Return whether a network in this role can be of the architecture: an encoder can be any language model."""
     return _role(architecture) == role or (role == "te" and architecture.component == "model")
 
 
@@ -164,7 +164,7 @@ def _rest(
     loose: dict[str, str], shapes: Mapping[str, Shape], config: Mapping[str, Any],
     extra: Architecture | None, *, aside: bool,
 ) -> Component:  # fmt: skip
-    """The component that the keys without a telling prefix make up; `aside` if there is a denoiser already."""
+    """Return the component that the keys without a telling prefix make up; `aside` if there is a denoiser already."""
     for prefix in () if aside else LOOSE:
 
         def shape_of(body: str, prefix: str = prefix) -> Shape | None:
@@ -183,7 +183,7 @@ def _rest(
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    """The model's class, as config.json tells it; "" where it does not, or not in words."""
+    """Return the model's class, as config.json tells it; "" where it does not, or not in words."""
     told = config.get("architectures")
     name = told[0] if isinstance(told, list) and told else told or config.get("_class_name")
     return name if isinstance(name, str) else ""
@@ -196,7 +196,9 @@ def _without(prefix: str, keys: Iterable[str]) -> dict[str, str]:
 def _one(
     shape_of: Callable[[str], Shape | None], among: Sequence[Architecture], extra: Architecture | None
 ) -> tuple[Architecture, str] | None:
-    """The architecture that fits, the user's first. Two that fit would be a bug in our files: tests rule it out."""
+    """Return the architecture that fits, the user's first. Two that fit would be a bug in our files: tests rule it
+    out.
+    """
     hits = recognise(shape_of, (extra,) if extra else ()) or recognise(shape_of, among)
     return hits[0] if len(hits) == 1 else None
 

@@ -62,7 +62,7 @@ def canonical(
 
 
 def _width(body: str, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> int:
-    """The input width of the layer that a parameter belongs to; 0 where nothing tells."""
+    """Return the input width of the layer that a parameter belongs to; 0 where nothing tells."""
     stem = body.removesuffix("bias").removesuffix("weight")
     shape = shapes[keys.get(stem + "weight", keys[body])]
     return shape[1] if len(shape) > 1 else 0
@@ -100,7 +100,7 @@ def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | No
 
 
 def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, WeightView]]:
-    """The matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each turned."""
+    """Yield the matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each turned."""
     count, rows, cols = view.shape
     parts = hit.row.parts
     each, rest = divmod(rows, len(parts))
@@ -116,13 +116,13 @@ def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, We
 
 
 def _matrices(view: WeightView) -> WeightView:
-    """A stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
+    """Return a stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
     count, rows, cols = view.shape
     return WeightView((RowSlice(view.pieces[0].key, 0, count * rows, cols),), view.shape)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
-    """Rows of every part; empty where they do not come out even."""
+    """Return the rows of every part; empty where they do not come out even."""
     sized = sum(p.sized for p in row.parts)
     rest = rows - sized * width
     each, odd = divmod(rest, len(row.parts) - sized) if len(row.parts) > sized else (0, rest)
@@ -163,7 +163,7 @@ def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
 
 
 def _together(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView | None:
-    """One weight of a spelling from its canonical parts; None where some are missing."""
+    """Return one weight of a spelling from its canonical parts; None where some are missing."""
     count = 1 + max(n for n, _ in parts)
     if len(parts) != count * len(row.parts) or (row.stack and row.parts[0].transposed):  # turned stacks are as stored
         return None

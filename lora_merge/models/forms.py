@@ -70,18 +70,18 @@ class NameTable:
         self._layers: dict[str, dict[str, set[RowSlice]]] = {}
 
     def knows(self, name: str) -> bool:
-        """Whether a name, dotted or flat, has a place, but perhaps with other numbers."""
+        """Return whether a name, dotted or flat, has a place, but perhaps with other numbers."""
         coarse = _coarse(name)
         return any(coarse in forms for forms in self._flat_forms)
 
     def dotted(self, name: str) -> Place:
-        """The place of a parameter by its path, in any spelling."""
+        """Return the place of a parameter by its path, in any spelling."""
         of = form(name)
         found = self._strong(name, of)
         return found if found[1] else self._weak(name, of)
 
     def flat(self, name: str) -> Place:
-        """The place of a parameter by a path with underscores for its dots, but for the last."""
+        """Return the place of a parameter by a path with underscores for its dots, but for the last."""
         coarse = _coarse(name)
         for forms, find in zip(self._flat_forms, (self._strong, self._weak), strict=True):
             found = _only(find(path, of) for of in forms.get(coarse, ()) for path in _unflattened(of, name))
@@ -90,7 +90,9 @@ class NameTable:
         return UNKNOWN
 
     def layers(self, body: str) -> list[RowSlice]:
-        """The rows of a tensor that are canonical weights, in order; none for rows that do not follow each other."""
+        """Return the rows of a tensor that are canonical weights, in order; none for rows that do not follow each
+        other.
+        """
         of = form(body)
         if of not in self._layers:
             forms = [of, *(".".join(path) for _, path in self._native.names_of(tuple(of.split("."))))]
@@ -120,7 +122,7 @@ class NameTable:
         self._sources.setdefault(".".join(path), {}).setdefault(body, set()).update(rows)
 
     def _direct(self, of: str) -> Row | bool:
-        """Whether names of this form can only be the tensors' own, or the one row that these are renamed by."""
+        """Return whether names of this form can only be the tensors' own, or the one row that these are renamed by."""
         if of not in self._rules:
             ((source, rows), *others) = self._sources[of].items()
             row = next(iter(rows), None)
@@ -141,7 +143,7 @@ class NameTable:
         return UNKNOWN if key is None else (whole(key, self._shapes[key]), True)
 
     def _names(self, of: str) -> Names:
-        """All names of one form."""
+        """Return all names of one form."""
         if of not in self._made:
             sources = self._sources[of]
             found, own = self._canonical(sources)
@@ -182,7 +184,7 @@ class NameTable:
 
 
 def _only(places: Iterable[Place]) -> Place:
-    """The one place of all; none, though known, where they are several."""
+    """Return the one place of all; none, though known, where they are several."""
     found = UNKNOWN
     for view, known in places:
         if known and (not found[1] or found[0] != view):
@@ -191,8 +193,8 @@ def _only(places: Iterable[Place]) -> Place:
 
 
 def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
-    """What else a parameter may be called: `norm.scale` also `norm.weight`, a bare one also `….weight`; and without
-    its first level."""
+    """Yield what else a parameter may be called: `norm.scale` also `norm.weight`, a bare one also `….weight`; and
+    without its first level."""
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
         yield f"{path}.weight"
@@ -206,7 +208,9 @@ def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
 
 
 def _behind(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
-    """How to make every path that a name with this last level may mean, and some that it may not: `_others` tells."""
+    """Yield how to make every path that a name with this last level may mean, and some that it may not: `_others`
+    tells.
+    """
     if leaf == "weight":
         yield "", ""
     if leaf in ("weight", "bias"):
@@ -223,7 +227,7 @@ def _path(way: Way, name: str, module: str) -> str:
 
 
 def _coarse(path: str) -> str:
-    """The flat name, with `#` for all digits."""
+    """Return the flat name, with `#` for all digits."""
     module, dot, leaf = path.rpartition(".")
     return _DIGITS.sub("#", f"{module.replace('.', '_')}{dot}{leaf}")
 
@@ -242,7 +246,7 @@ def _flat_pattern(of: str) -> re.Pattern[str]:
 
 
 def _unflattened(of: str, name: str) -> Iterator[str]:
-    """The path of this form that a flat name may stand for."""
+    """Yield the path of this form that a flat name may stand for."""
     if match := _flat_pattern(of).fullmatch(name):
         numbers = iter(match.groups())
         yield ".".join(next(numbers) if s == "#" else s for s in of.split("."))

@@ -75,7 +75,7 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     before, after = module + dot + match["before"], match["after"] or ""
 
     def size(what: str, axis: int) -> int:
-        """A size of a neighbour's weight; 0 if there is none."""
+        """Return a size of a neighbour's weight; 0 if there is none."""
         named = (f"{before}{what}{after}{end}" for end in (".weight", ".scale", ""))
         shape = next((shapes[key] for key in named if key in shapes), ())
         return shape[axis] if len(shape) > axis else 0
@@ -87,7 +87,7 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
 
 
 def agreed(told: Mapping[str, Split]) -> Split:
-    """The rows that all tell; () where nothing tells, or not all the same."""
+    """Return the rows that all tell; () where nothing tells, or not all the same."""
     return next(iter(told.values())) if len({*told.values()}) == 1 else ()
 
 
@@ -126,6 +126,6 @@ def _of_mlp(
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The first of these that a configuration states as a number; 0 if it states none."""
+    """Return the first of these that a configuration states as a number; 0 if it states none."""
     found = (config.get(name) for name in names)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)

@@ -20,19 +20,19 @@ _BLOCK = re.compile(r"_\d+_")
 
 
 def seen(modules: Mapping[str, Shape]) -> Seen:
-    """The modules of one network, flat; blocks that differ in nothing but their number become one."""
+    """Return the modules of one network, flat; blocks that differ in nothing but their number become one."""
     return frozenset(
         (_BLOCK.sub("_0_", name.lower().replace(".", "_"), count=1), shape[:2]) for name, shape in modules.items()
     )
 
 
 def architectures(modules: Seen) -> list[Architecture]:
-    """All architectures that the names fit; more than one where too little is there to tell."""
+    """Return all architectures that the names fit; more than one where too little is there to tell."""
     return [a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter)]
 
 
 def variants(architecture: Architecture, modules: Seen) -> list[str]:
-    """Which of the variants that an architecture file tells apart the names and widths are of."""
+    """Return which of the variants that an architecture file tells apart the names and widths are of."""
     return [name for name, conditions in architecture.variants.items() if all(_holds(c, modules) for c in conditions)]
 
 

@@ -26,12 +26,16 @@ def tables() -> Mapping[str, Table]:
 
 
 def type_of(config: Mapping[str, Any]) -> str:
-    """The type of a model by its config.json: `model_type` of transformers, else the class of diffusers; or ""."""
+    """Return the type of a model by its config.json: `model_type` of transformers, else the class of diffusers; or
+    "".
+    """
     return str(config.get("model_type") or config.get("_class_name") or "")
 
 
 def in_order(names: Sequence[str], model: str) -> list[str] | None:
-    """Paths of modules in the order in which the class of a model of this type lists them; None where nothing tells."""
+    """Return the paths of modules in the order in which the class of a model of this type lists them; None where
+    nothing tells.
+    """
     known = tables()
     return _ordered(list(names), 0, "", [known[model]] if model in known else list(known.values()))
 

@@ -105,7 +105,9 @@ class Names:
             self.notes = (*self.notes, AVERAGED)
 
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
-        """Where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two places."""
+        """Return where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two
+        places.
+        """
         for name in _written(module):
             views: list[WeightView] = []
             for start, parts in self._readers(name, parameter):
@@ -130,13 +132,15 @@ class Names:
         return self._by_pattern[pattern]
 
     def _as_stored(self, view: WeightView | None) -> WeightView | None:
-        """The place by the keys of the base."""
+        """Return the place by the keys of the base."""
         if view is None or not self._stored:
             return view
         return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
 
     def lone_expert(self, modules: Sequence[str]) -> str:
-        """The prefix of the adapter's names for the base, if that is one of two experts that they speak of; else ""."""
+        """Return the prefix of the adapter's names for the base, if that is one of two experts that they speak of;
+        else "".
+        """
         first, second = EXPERTS
         denoisers = [p for p in self.parts if p.role == "denoiser"]
         alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
@@ -145,7 +149,8 @@ class Names:
         return first if not self.second and any(m.startswith(first) for m in modules) else second
 
     def value(self, view: WeightView) -> WeightView:
-        """The place as a stored value of the parameter has it, in contrast to a factor or difference of the weight.
+        """Return the place as a stored value of the parameter has it, in contrast to a factor or difference of the
+        weight.
 
         They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
         """
@@ -155,7 +160,7 @@ class Names:
         return transposed(view) if piece.transposed and self._as_stored(own) == view else view
 
     def recognised(self, key: str) -> bool:
-        """Whether a table knows the network that a base tensor is of."""
+        """Return whether a table knows the network that a base tensor is of."""
         part = self._part(key)
         return part is not None and part.architecture is not None
 
@@ -177,21 +182,21 @@ class Names:
         return splits(name, shapes, self._config, kind) if whole_one else {}
 
     def component(self, key: str) -> str:
-        """What part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
+        """Return what part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
         part = self._part(key)
         return part.label if part else "model"
 
     def _part(self, key: str) -> Component | None:
-        """The network that a base tensor belongs to; None for what is in none that matters."""
+        """Return the network that a base tensor belongs to; None for what is in none that matters."""
         name = self._name(key)
         return next((part for part in self.parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
 
     def _name(self, key: str) -> str:
-        """What a base tensor is called without levels that training left."""
+        """Return what a base tensor is called without levels that training left."""
         return self._inner.get(key, key)
 
     def wanted(self, module: str) -> str:
-        """What part of a model an adapter's module name speaks of."""
+        """Return what part of a model an adapter's module name speaks of."""
         main = self.parts[0].label if self.parts and self.parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):
             if hint in DENOISERS and hint != "transformer_2":
@@ -201,7 +206,7 @@ class Names:
         return main
 
     def weights(self, part: Component | None = None) -> dict[str, Shape]:
-        """Module → shape of the weight, of one network; of the main one without."""
+        """Return the module → shape of the weight, of one network; of the main one without."""
         part = part or (self.parts[0] if self.parts else None)
         found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
         return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
@@ -242,7 +247,9 @@ class Names:
         return [p for p in encoders if p.label == hint]
 
     def _by_id(self, kind: str, encoders: Sequence[Component]) -> list[Component]:
-        """The encoders that ComfyUI calls so; of those that only their place tells apart, the one in that place."""
+        """Return the encoders that ComfyUI calls so; of those that only their place tells apart, the one in that
+        place.
+        """
         if kind == NO_ID:
             return [p for p in encoders if not p.kind.startswith("clip")]
         unsure = [p for p in encoders if p.kind in UNSURE]
@@ -262,7 +269,9 @@ class Names:
 
 
 def names(index: Index, extra: Path | None = None) -> Names:
-    """The name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not usable."""
+    """Return the name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not
+    usable.
+    """
     stored = unwrapped(index.tensors)
     tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
@@ -278,7 +287,7 @@ def names(index: Index, extra: Path | None = None) -> Names:
 
 
 def guess(modules: Mapping[str, Shape]) -> str:
-    """What an adapter was made for, from its modules' names and the shapes of the weights they change.
+    """Return what an adapter was made for, from its modules' names and the shapes of the weights they change.
 
     "unknown" if nothing tells, "A or B" if too little does.
     """
@@ -287,20 +296,20 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
 
 def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The modules that do not speak of an encoder, without their prefixes."""
+    """Return the modules that do not speak of an encoder, without their prefixes."""
     innermost = {module: list(prefixed(module))[-1] for module in modules}
     return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
 
 
 def _look(parts: Iterable[Component], body: str, parameter: str) -> list[WeightView | None]:
-    """All places of a name in these components; those in a denoiser come before all others."""
+    """Return all places of a name in these components; those in a denoiser come before all others."""
     found = [(part.role, *part.find(body, parameter)) for part in parts]
     of_denoisers = [view for role, view, known in found if known and role == "denoiser"]
     return of_denoisers or [view for _, view, known in found if known]
 
 
 def _written(module: str) -> Iterator[str]:
-    """The name as it is, then with slips corrected."""
+    """Yield the name as it is, then with slips corrected."""
     names = [module]
     yield module
     for pattern, replacement in REWRITES:

@@ -34,7 +34,7 @@ class Component:
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of the whole base, by key
 
     def knows(self, module: str, parameter: str) -> bool:
-        """Whether it has a parameter of this name, but perhaps for other numbers."""
+        """Return whether it has a parameter of this name, but perhaps for other numbers."""
         return self._table.knows(f"{module}.{parameter}".strip(".")) or self._table.knows(_flat(module, parameter))
 
     def find(self, module: str, parameter: str) -> tuple[WeightView | None, bool]:
@@ -43,7 +43,7 @@ class Component:
         return found if found[1] else self._table.flat(_flat(module, parameter))
 
     def dotted(self, name: str) -> WeightView | None:
-        """The place of a parameter by its path, in any spelling; None if it has none, or several."""
+        """Return the place of a parameter by its path, in any spelling; None if it has none, or several."""
         return self._table.dotted(name)[0]
 
     @property
@@ -52,7 +52,9 @@ class Component:
         return self.architecture is not None and self.layout + IN_SHARDS in self.architecture.tables
 
     def cut(self, piece: RowSlice) -> tuple[int, ...]:
-        """Rows of every layer that rows of a tensor hold, in order; () if no layers fill them one after the other."""
+        """Return the rows of every layer that rows of a tensor hold, in order; () if no layers fill them one after the
+        other.
+        """
         layers = self._table.layers(piece.key.removeprefix(self.prefix))
         there = [p for p in layers if piece.start <= p.start and p.stop <= piece.stop]
         bounds = [piece.start, *(p.stop for p in there)]

@@ -92,7 +92,9 @@ class TiedPair:
 
 
 def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """The embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing tells."""
+    """Return the embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing
+    tells.
+    """
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
     if any(c.endswith(COUPLE) for c in named):
@@ -144,7 +146,7 @@ def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> 
 
 
 def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """The only tensor with a row for every token, where nothing else tells."""
+    """Return the only tensor with a row for every token, where nothing else tells."""
     told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
     return TiedPair(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None

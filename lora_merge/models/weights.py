@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 def unstored(name: str, shape: Shape, like: StoredTensor) -> Weight:
-    """A weight of zeros beside a stored tensor, in its dtype."""
+    """Return a weight of zeros beside a stored tensor, in its dtype."""
     return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.file, 0, 0))
 
 
@@ -84,7 +84,7 @@ class WeightView(NamedTuple):
     shape: Shape
 
     def addresses(self) -> Iterator[tuple[RowSlice, int]]:
-        """Every piece with the row of the view that it begins at."""
+        """Yield every piece with the row of the view that it begins at."""
         first = 0
         for piece in self.pieces:
             yield piece, first
@@ -98,13 +98,13 @@ class WeightView(NamedTuple):
 
 
 def whole(key: str, shape: Shape) -> WeightView:
-    """A stored tensor as it is."""
+    """Return a stored tensor as it is."""
     rows, cols = flat(shape)
     return WeightView((RowSlice(key, 0, rows, cols),), shape)
 
 
 def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
-    """Rows [start, stop) of a view whose pieces are not transposed."""
+    """Return the rows [start, stop) of a view whose pieces are not transposed."""
     pieces = []
     for p, at in view.addresses():
         lo, hi = max(start - at, 0), min(stop - at, p.rows)
@@ -114,19 +114,19 @@ def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
 
 
 def transposed(view: WeightView) -> WeightView:
-    """A whole matrix the other way round."""
+    """Return a whole matrix the other way round."""
     (p,) = view.pieces
     turned = RowSlice(p.key, p.start, p.stop, p.cols, not p.transposed)
     return WeightView((turned,), view.shape[::-1])
 
 
 def turned(like: WeightView, view: WeightView) -> WeightView:
-    """A whole matrix the way round that another one is seen."""
+    """Return a whole matrix the way round that another one is seen."""
     return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
 
 
 def stacked(parts: Sequence[WeightView]) -> WeightView | None:
-    """The views' rows, one below the other; None if their widths differ.
+    """Return the views' rows, one below the other; None if their widths differ.
 
     Neighbouring rows of one tensor become one piece again, so q, k and v of a fused tensor are that tensor.
     """

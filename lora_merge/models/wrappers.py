@@ -26,7 +26,7 @@ ATTACHED: Final = (
 
 
 def unwrapped(keys: Iterable[str]) -> dict[str, str]:
-    """The name without such levels → the key; nothing where no key has one, or two would have one name."""
+    """Return the name without such levels → the key; nothing where no key has one, or two would have one name."""
     every = list(keys)
     text = "\n".join(every)
     if not any(level in text for level in LEVELS):
@@ -36,7 +36,7 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
 
 
 def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
-    """What the user should know of a base with such names, which are given by the name without the levels."""
+    """Return what the user should know of a base with such names, which are given by the name without the levels."""
     levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
     notes = [KEPT.format(levels=listed(sorted(levels)))]
     if "base_layer" in levels:
@@ -48,7 +48,7 @@ def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
 
 
 def _is_attached(key: str, layers: Collection[str]) -> bool:
-    """Whether a tensor lies in a wrapped layer beside the layer itself, as an attached adapter does."""
+    """Return whether a tensor lies in a wrapped layer beside the layer itself, as an attached adapter does."""
     parts = key.split(".")
     inside = any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
     return inside and ".base_layer." not in key

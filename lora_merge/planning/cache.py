@@ -24,7 +24,9 @@ class CheckpointCache:
         self._size = 0
 
     def base(self, path: Path, table: Path | None) -> tuple[Index, Names]:
-        """A base and its names (`table`: the user's name table); InputError if it is none that can be merged into."""
+        """Return a base and its names (`table`: the user's name table); InputError if it is none that can be merged
+        into.
+        """
         found = self._get(("base", path, table))
         if found is None:
             index = open_checkpoint(path)
@@ -35,7 +37,7 @@ class CheckpointCache:
         return found
 
     def adapter(self, path: Path) -> AdapterFile:
-        """An adapter as modules; InputError if it is none."""
+        """Return an adapter as modules; InputError if it is none."""
         found = self._get(("adapter", path))
         if found is None:
             index = open_checkpoint(path)

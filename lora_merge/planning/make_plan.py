@@ -132,7 +132,7 @@ def _unusual(job: Job, number: int) -> Iterator[str]:
 
 
 def check_stored(matched: Matched) -> None:
-    """InputError for a change of what is quantised and cannot be decoded, or not encoded again."""
+    """Raise InputError for a change of what is quantised and cannot be decoded, or not encoded again."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
     changed = whole.union(*(m.uses for m in found))
@@ -153,7 +153,9 @@ def check_stored(matched: Matched) -> None:
 def _files(
     job: Job, base: Index, matched: Sequence[Match]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
-    """The output file for every input file: same tensors, same order, same metadata plus ours; the index files."""
+    """Return the output file for every input file: same tensors, same order, same metadata plus ours; the index
+    files.
+    """
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
@@ -172,7 +174,7 @@ def _files(
 
 
 def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Every output tensor, not yet placed, with the input file whose counterpart holds it."""
+    """Yield every output tensor, not yet placed, with the input file whose counterpart holds it."""
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
     own, parted = weights(base, matched), {key for one in matched for key in one.parted}

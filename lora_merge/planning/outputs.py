@@ -34,7 +34,7 @@ class Contents:
 
 
 def contents(plan: Plan) -> Contents:
-    """What the output of a plan holds."""
+    """Return what the output of a plan holds."""
     sides: dict[str, Side] = dict(plan.indexes)
     for name in plan.sides:
         file = plan.base.path / name
@@ -46,12 +46,13 @@ def contents(plan: Plan) -> Contents:
 
 
 def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
-    """Names of files beside the weights that an output lacks, or has with other bytes."""
+    """Return the names of files beside the weights that an output lacks, or has with other bytes."""
     return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
 
 
 def misleading(plan: Plan, output: Path) -> list[str]:
-    """Names of what is written of the merge's own beside the weights and would let them be loaded as another model, or
+    """Return the names of what is written of the merge's own beside the weights and would let them be loaded as
+    another model, or
     not at all: an index or a config.json that is missing, or one of another model, or of the base's sizes and ties.
     """
     found = []

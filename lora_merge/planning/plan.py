@@ -127,7 +127,8 @@ class Plan:
         return sum(1 for t in targets if t.uses or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
-        """Tensor → its shape in the base and in the output, where an adapter brings another, of one output folder.
+        """Return the tensor → its shape in the base and in the output, where an adapter brings another, of one output
+        folder.
 
         The shape in the base is () for a head that was tied to other weights there.
         """
@@ -201,13 +202,13 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
 
 
 def sources(job: Job) -> tuple[Path, ...]:
-    """All that a job reads: the base and what `kept` names."""
+    """Return all that a job reads: the base and what `kept` names."""
     base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
     return base, *kept(job)
 
 
 def kept(job: Job) -> tuple[Path, ...]:
-    """What no output takes the place of: the adapters, their configurations, the name table."""
+    """Return what no output takes the place of: the adapters, their configurations, the name table."""
     adapters = [ref.path for ref in job.adapters]
     found = (*adapters, *map(configuration, adapters), job.map)
     return tuple(path for path in found if path is not None)

@@ -40,7 +40,7 @@ LEGACY: Final = (0x100000, 0x10000)  # the bytes behind the 8 digits that old we
 
 
 def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
-    """One text for every input file, to plan a header with before the files' digests are known.
+    """Return one text for every input file, to plan a header with before the files' digests are known.
 
     They are as long as digests and all different; none is a key of the base's own list of merged models, where a
     digest would replace that key's entry. So the header with the digests is never longer than the planned one.
@@ -77,7 +77,7 @@ def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
 
 
 def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
-    """What was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
+    """Return what was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
     from ..version import __version__
 
     left = iter(digests)
@@ -115,13 +115,13 @@ def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
 
 
 def config_hash(path: Path) -> str:
-    """SHA-256 of the configuration that is read with an input; empty where there is none."""
+    """Return SHA-256 of the configuration that is read with an input; empty where there is none."""
     file = configuration(path)
     return sha256(file) if file else ""
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a regular file; reads all of it."""
+    """Return SHA-256 of a regular file; reads all of it."""
     digest = hashlib.sha256()
     with open_regular(path) as f:
         while data := f.read(1 << 24):
@@ -130,7 +130,7 @@ def sha256(path: Path) -> str:
 
 
 def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
-    """The entries that AUTOMATIC1111's web UI and its relatives write for a merged checkpoint and show in it."""
+    """Return the entries that AUTOMATIC1111's web UI and its relatives write for a merged checkpoint and show in it."""
     files = [(base.files[0], job.base.name, digests[0])]
     number = len(base.files)
     for ref, index in zip(job.adapters, adapters, strict=True):
@@ -164,12 +164,14 @@ def _json(value: Any) -> str:
 
 
 def _utf8(text: str) -> str:
-    """The text with ? for what UTF-8 does not have: the odd bytes of a file's name. Inputs are found by content."""
+    """Return the text with ? for what UTF-8 does not have: the odd bytes of a file's name. Inputs are found by
+    content.
+    """
     return text.encode("utf-8", "replace").decode()
 
 
 def parsed(text: str) -> dict[str, Any] | None:
-    """The JSON object in a metadata entry; None for anything else."""
+    """Return the JSON object in a metadata entry; None for anything else."""
     if not text.startswith("{") or len(text) > LIMIT:
         return None
     try:

@@ -67,8 +67,8 @@ class _Used:
 
 
 def account(plan: Plan, reader: Reader) -> Account:
-    """What became of every tensor of the adapters; VerificationFailed where the plan lost one, or a part of its place,
-    or gives a reason that does not hold."""
+    """Return what became of every tensor of the adapters; VerificationFailed where the plan lost one, or a part of its
+    place, or gives a reason that does not hold."""
     whole = Account()
     for ref, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
         names = [*_names(matched.adapter.index)]
@@ -81,7 +81,7 @@ def account(plan: Plan, reader: Reader) -> Account:
 
 
 def _used(plan: Plan) -> list[_Used]:
-    """What the output tensors take from each adapter."""
+    """Return what the output tensors take from each adapter."""
     found = [_Used() for _ in plan.adapters]
     own = plan.base.tensors
     home = {file: one for one, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
@@ -97,7 +97,9 @@ def _used(plan: Plan) -> list[_Used]:
 
 
 def _names(index: Index) -> Iterator[str]:
-    """Names of all tensors of an adapter, as the library reads its files; by our own reader where it cannot."""
+    """Yield the names of all tensors of an adapter, as the library reads its files; by our own reader where it
+    cannot.
+    """
     named = {(info.file, stored_name(info)): name for name, info in index.tensors.items()}
     for file in index.files:
         for stored in _stored(file, index):
@@ -107,7 +109,7 @@ def _names(index: Index) -> Iterator[str]:
 
 
 def _stored(file: Path, index: Index) -> Collection[str]:
-    """The names in one file."""
+    """Return the names in one file."""
     import safetensors
 
     try:
@@ -118,7 +120,7 @@ def _stored(file: Path, index: Index) -> Collection[str]:
 
 
 def _check_places(used: _Used, ref: Adapter) -> None:
-    """VerificationFailed where a module changes only some of the rows that it was placed on."""
+    """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
     for patch in used.patches.values() if not _may_be_off(ref) else ():
         missing = [p for p in patch.view.pieces if p not in used.written[patch.module.where]]
         if missing:
@@ -129,7 +131,7 @@ def _check_places(used: _Used, ref: Adapter) -> None:
 def _unused(
     names: Collection[str], matched: Match, used: Collection[str], ref: Adapter, reader: Reader
 ) -> Iterator[tuple[str, str]]:
-    """Every tensor without use, and why; VerificationFailed if nothing says why, or what it says is wrong."""
+    """Yield every tensor without use, and why; VerificationFailed if nothing says why, or what it says is wrong."""
     told, tensors = _told(matched), matched.adapter.index.tensors
     shared, copies = any(map(_is_for_all, used)), _Copies([tensors[name] for name in used if name in tensors], reader)
     lost = []
@@ -154,7 +156,9 @@ def _unused(
 
 
 def _told(matched: Match) -> Mapping[str, str]:
-    """Tensor → why it changes nothing, as the report says it: of single tensors, and of modules for all of theirs."""
+    """Return the tensor → why it changes nothing, as the report says it: of single tensors, and of modules for all of
+    theirs.
+    """
     left = matched.unmatched
     of_modules = {
         info.name: left[module.where]
@@ -167,17 +171,17 @@ def _told(matched: Match) -> Mapping[str, str]:
 
 
 def _is_for_all(name: str) -> bool:
-    """Whether PEFT keeps this for several layers."""
+    """Return whether PEFT keeps this for several layers."""
     return name.startswith(FOR_ALL) and not name.startswith(OF_LAYERS)
 
 
 def _may_be_off(ref: Adapter) -> bool:
-    """Whether an adapter's strength is 0 somewhere."""
+    """Return whether an adapter's strength is 0 somewhere."""
     return ref.strength == 0 or any(factor == 0 or part.startswith(BLOCK_LIST) for part, factor in ref.parts)
 
 
 def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
-    """Whether a reason holds, as far as bytes and strengths tell."""
+    """Return whether a reason holds, as far as bytes and strengths tell."""
     if why == OFF:
         return _may_be_off(ref)
     if why == ZEROS:
@@ -193,12 +197,12 @@ class _Copies:
         self._numbers: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
 
     def read(self, info: StoredTensor) -> Array:
-        """The numbers of a tensor, without axes of length 1."""
+        """Return the numbers of a tensor, without axes of length 1."""
         return decode(self._reader.read(info), info.dtype).reshape(info.shape).squeeze()
 
     def has(self, info: StoredTensor) -> bool:
-        """Whether a used tensor holds the same numbers, or the same turned over: PEFT saves the factors of a head that
-        is tied to the embeddings so."""
+        """Return whether a used tensor holds the same numbers, or the same turned over: PEFT saves the factors of a
+        head that is tied to the embeddings so."""
         found = self.read(info)
         return any(_digest(seen) in self._of(seen.shape) for seen in (found, found.T))
 

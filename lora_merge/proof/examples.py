@@ -123,7 +123,7 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
 
 
 def shapes(example: Example) -> dict[str, Shape]:
-    """Shape per slot."""
+    """Return the shape per slot."""
     return {slot: what if isinstance(what, tuple) else np.shape(what) for slot, what in example.slots.items()}
 
 
@@ -137,14 +137,14 @@ def tensors(name: str, example: Example) -> dict[str, Array]:
 
 
 def weight(example: Example) -> Array:
-    """A weight of the example's shape, flattened: [out, cols]."""
+    """Return a weight of the example's shape, flattened: [out, cols]."""
     return np.random.default_rng(5).standard_normal((example.shape[0], int(np.prod(example.shape[1:]))))
 
 
 def given(
     name: str, example: Example, base: Array, rows: Array | None = None, stored: dict[str, Array] | None = None
 ) -> FormulaInput:
-    """The example as the reference formulas take it, for some rows of ΔW or all."""
+    """Return the example as the reference formulas take it, for some rows of ΔW or all."""
     row, stored = ALGORITHMS[name], dict(tensors(name, example) if stored is None else stored)
     derived = row.derived(shapes(example), example.shape, example.settings)
     stored |= {slot: np.asarray(value) for slot, value in derived.items()}

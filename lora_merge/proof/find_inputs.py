@@ -20,7 +20,7 @@ DEPTH: Final = 3  # folders below the searched ones
 
 
 def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
-    """Where the inputs are, by content; searched in these folders and a few levels below.
+    """Return where the inputs are, by content; searched in these folders and a few levels below.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
@@ -55,7 +55,7 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
 
 
 def different(one: Input, path: Path) -> str | None:
-    """What of the input at `path` is not as the recipe says; None if it is the same."""
+    """Return what of the input at `path` is not as the recipe says; None if it is the same."""
     for name, size, digest in one.files:
         file = path / name if path.is_dir() else path
         if _size(file) != size or sha256(file) != digest:

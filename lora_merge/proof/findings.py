@@ -36,5 +36,5 @@ class Findings:
                 mine[adapter] = mine.get(adapter, 0.0) + value
 
     def retained(self, adapter: int) -> float | None:
-        """The share of an adapter's change that is in the file; None where nothing of it was looked at."""
+        """Return the share of an adapter's change that is in the file; None where nothing of it was looked at."""
         return self.applied[adapter] / self.intended[adapter] if self.intended.get(adapter) else None

@@ -27,16 +27,16 @@ class Grid:
     scale: float = 1.0
 
     def decode(self, raw: bytes | bytearray | memoryview) -> Array:
-        """The elements as float64, integers as int64, in one dimension."""
+        """Return the elements as float64, integers as int64, in one dimension."""
         found = decode(raw, self.dtype)
         return found if self.scale == 1 else found * self.scale
 
     def step(self, values: Array) -> Array:
-        """The distance of neighbouring numbers around each value."""
+        """Return the distance of neighbouring numbers around each value."""
         return step(values, self.dtype) if self.scale == 1 else step(values / self.scale, self.dtype) * self.scale
 
     def rounded(self, values: Array) -> Array:
-        """The nearest numbers, ties to even; cut to the range."""
+        """Return the nearest numbers, ties to even; cut to the range."""
         if self.scale == 1:
             return saturated(rounded(values, self.dtype), self.dtype)
         return saturated(rounded(values / self.scale, self.dtype), self.dtype) * self.scale
@@ -46,7 +46,7 @@ class Grid:
         return saturated(values / self.scale, self.dtype) * self.scale
 
     def beyond(self, values: Array) -> Array:
-        """Which numbers there is no room for."""
+        """Return which numbers there is no room for."""
         return beyond(values / self.scale, self.dtype)
 
     @property
@@ -56,7 +56,7 @@ class Grid:
 
 
 def scale_of(raw: bytes | bytearray) -> float:
-    """The one number of a scale's tensor."""
+    """Return the one number of a scale's tensor."""
     (scale,) = struct.unpack("<f", raw)
     return float(scale) if np.isfinite(scale) and scale > 0 else float("nan")
 
@@ -69,7 +69,7 @@ class Stored:
         self._grids: dict[str, Grid] = {}  # of the base's weights that are not plain numbers
 
     def grid(self, info: StoredTensor) -> Grid:
-        """The numbers that a tensor can hold."""
+        """Return the numbers that a tensor can hold."""
         packing = self._base.packed.get(info.name)
         if packing is None or self._base.tensors[info.name] is not info:
             return Grid(info.dtype)
@@ -79,7 +79,7 @@ class Stored:
         return self._grids[info.name]
 
     def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
-        """The tensor seen in `shape`, or these entries of its first axis."""
+        """Return the tensor seen in `shape`, or these entries of its first axis."""
         if entries is None:
             return self.grid(info).decode(self._reader.read(info)).reshape(shape)
         width = info.nbytes // max(shape[0], 1)

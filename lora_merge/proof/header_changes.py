@@ -33,14 +33,16 @@ class Change:
 
 
 def changed_files(made: Index) -> list[Path]:
-    """Files of an output whose header is not as it was sealed, or has lost the seal that goes with its recipe."""
+    """Return the files of an output whose header is not as it was sealed, or has lost the seal that goes with its
+    recipe.
+    """
     due = (parsed(made.metadata.get(KEY, "")) or {}).get("format") == FORMAT
     states = {path: intact(path, made.headers[path]) for path in made.files}
     return [path for path, state in states.items() if state is False or (state is None and due)]
 
 
 def header_changes(plan: Plan, made: Index) -> list[Change]:
-    """What was changed after the merge in the headers of `made`; `plan` is the plan that gives it.
+    """Return what was changed after the merge in the headers of `made`; `plan` is the plan that gives it.
 
     Without a seal, as in files of earlier versions and other programs, only entries of the base are compared.
     """
@@ -61,7 +63,7 @@ def header_changes(plan: Plan, made: Index) -> list[Change]:
 
 
 def notes(changes: Sequence[Change], made: Index) -> list[str]:
-    """What is to be known of headers that say what the merge says; VerificationFailed for one that does not."""
+    """Return what is to be known of headers that say what the merge says; VerificationFailed for one that does not."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
@@ -73,7 +75,9 @@ def notes(changes: Sequence[Change], made: Index) -> list[str]:
 
 
 def beside(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
-    """The failure of a proof, with what was changed in the header that the proof began with: its recipe may be it."""
+    """Return the failure of a proof, with what was changed in the header that the proof began with: its recipe may be
+    it.
+    """
     told = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
     if not told:
         return failure
@@ -85,12 +89,12 @@ def beside(failure: VerificationFailed, changes: Sequence[Change]) -> Verificati
 
 
 def _is_written_again(file: OutputFile, path: Path, made: Index) -> bool:
-    """Whether a header says just what was sealed, in another order or with other spaces."""
+    """Return whether a header says just what was sealed, in another order or with other spaces."""
     return _fits_seal(file, made.headers[path].metadata) and not [*_odd_fields(path, made)]
 
 
 def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
-    """Whether the header that a merge makes of these entries has the seal that is among them."""
+    """Return whether the header that a merge makes of these entries has the seal that is among them."""
     planned = metadata_of(file.header)
     if entries.keys() != planned.keys():
         return False
@@ -102,7 +106,7 @@ def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
 
 
 def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Iterator[str]:
-    """What is seen to be different in a changed header."""
+    """Yield what is seen to be different in a changed header."""
     found, planned = made.headers[path].metadata, metadata_of(file.header)
     for what, keys in (("added", found.keys() - planned.keys()), ("taken out", planned.keys() - found.keys())):
         if keys:
@@ -113,7 +117,9 @@ def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Itera
 
 
 def _of_base(file: OutputFile, found: Mapping[str, str]) -> Iterator[str]:
-    """The entries of the base that are others here; of those only that are here, where no merge of ours wrote them."""
+    """Yield the entries of the base that are others here; of those only that are here, where no merge of ours wrote
+    them.
+    """
     edited = [key for key, text in file.kept.items() if key not in OURS and found.get(key, text) != text]
     gone = [key for key in file.kept if KEY in found and key not in OURS and key not in found]
     for what, keys in (("edited", edited), ("taken out", gone)):
@@ -148,7 +154,7 @@ def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapp
 
 
 def _same(key: str, found: str, wanted: str) -> bool:
-    """Whether an entry says the same; a recipe perhaps of another version of this program."""
+    """Return whether an entry says the same; a recipe perhaps of another version of this program."""
     if key != KEY:
         return found == wanted
     one, other = parsed(found) or {}, parsed(wanted) or {}
@@ -156,7 +162,7 @@ def _same(key: str, found: str, wanted: str) -> bool:
 
 
 def _odd_fields(path: Path, made: Index) -> Iterator[str]:
-    """Tensors of which a header says more than a merge writes."""
+    """Yield the tensors of which a header says more than a merge writes."""
     with open_regular(path) as f:
         raw = f.read(made.headers[path].data_offset)[8:]
     try:

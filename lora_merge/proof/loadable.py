@@ -27,7 +27,7 @@ LATER: Final = "take it from lora-merge replay, or merge again"
 
 
 def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> list[str]:
-    """What should be known of how others read the output at `part`; VerificationFailed if they read another one.
+    """Return what should be known of how others read the output at `part`; VerificationFailed if they read another one.
 
     `written`: the headers of the files, where they were written just now.
     Nothing is read but headers and side files.
@@ -111,7 +111,7 @@ def _check_configs(plan: Plan, part: Path, fix: str) -> None:
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
-    """Whether it says that head and embeddings are one, on every level where transformers looks for it."""
+    """Yield whether it says that head and embeddings are one, on every level where transformers looks for it."""
     yield config.get(TIED) is not False
     text = config.get("text_config")
     yield isinstance(text, dict) and text.get(TIED) is True
@@ -129,7 +129,7 @@ def _check_pipeline(plan: Plan, part: Path, fix: str) -> None:
 
 
 def _json(path: Path, fix: str) -> dict[str, Any]:
-    """A side file of the output."""
+    """Return a side file of the output."""
     try:
         return read_json(path)
     except InputError as e:

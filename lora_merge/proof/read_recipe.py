@@ -50,13 +50,13 @@ class Recipe:
         return (self.base, *(a for a, _, _ in self.adapters))
 
     def job(self, paths: Sequence[Path], output: str | Path, **options: Any) -> Job:
-        """The job it describes, for inputs found at `paths`; UsageError where its values make none."""
+        """Return the job it describes, for inputs found at `paths`; UsageError where its values make none."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
 def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
-    """The recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
+    """Return the recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
     text = index.metadata.get(KEY)
     if text is None:
         raise InputError("the file says nothing about how it was made", str(index.path),
@@ -75,7 +75,7 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
 
 
 def damaged(path: Path, why: str) -> InputError:
-    """What to raise where the recipe in the file at `path` cannot be followed."""
+    """Return what to raise where the recipe in the file at `path` cannot be followed."""
     return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", AGAIN)
 
 
@@ -126,7 +126,7 @@ def _number(value: Any) -> float:
 
 
 def _inside(value: Any) -> str:
-    """A name of a file inside its input; ValueError for one that leads out of it."""
+    """Return a name of a file inside its input; ValueError for one that leads out of it."""
     path = PurePosixPath(_text(value))
     if path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value or not path.parts:
         raise ValueError(f"{quoted(value)} is no file of an input")
@@ -134,7 +134,7 @@ def _inside(value: Any) -> str:
 
 
 def _file_name(value: Any) -> str:
-    """A name that a file in any folder can have."""
+    """Return a name that a file in any folder can have."""
     if "/" in _inside(value) or len(value.encode()) > NAME_LIMIT or not value.isprintable():
         raise ValueError(f"{quoted(value)} is no name of a file")
     return str(value)

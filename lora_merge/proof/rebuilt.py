@@ -17,7 +17,7 @@ REPORT = "report it with the configuration of the adapter and of the base"
 
 
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
-    """What the patch's file lacks; nothing where it has all. VerificationFailed where it is not what it must be.
+    """Return what the patch's file lacks; nothing where it has all. VerificationFailed where it is not what it must be.
 
     `read`: a slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]; in float32,
     or in float64 if the base stores it so.

@@ -63,7 +63,7 @@ class Made:
     changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # patch, piece, rows → s ΔW
 
     def on(self, key: str) -> Made:
-        """The same for another tensor that a formula reads."""
+        """Return the same for another tensor that a formula reads."""
         return replace(self, key=key)
 
     @property
@@ -121,7 +121,7 @@ class Recomputation:
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
-        """What some rows show; each stands for `weight` of its tensor."""
+        """Return what some rows show; each stands for `weight` of its tensor."""
         cols = target.matrix[1]
         found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         findings = self._judged(target, rows, found, exact)
@@ -129,7 +129,7 @@ class Recomputation:
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
-        """What these rows must be before they are rounded."""
+        """Return what these rows must be before they are rounded."""
         base = self._base(target.weight, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
         made = Made(target)
@@ -190,7 +190,7 @@ class Recomputation:
             f.intended[number] = weight * float(np.sum(change * change))
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> Array:
-        """Rows of the written tensor."""
+        """Return the rows of the written tensor."""
         width = cols * ITEM_BYTES[target.dtype]
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
         return self._grid(target).decode(raw).reshape(len(rows), cols)
@@ -199,7 +199,7 @@ class Recomputation:
         return self.grids.get(target.name) or Grid(target.dtype)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
-        """Rows of a weight seen as a matrix `cols` wide; zeros where nothing of it is stored."""
+        """Return the rows of a weight seen as a matrix `cols` wide; zeros where nothing of it is stored."""
         info = weight.stored
         if not weight.padded:
             return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
@@ -209,7 +209,9 @@ class Recomputation:
         return found.reshape(len(rows), cols)
 
     def _change(self, use: PatchPart, rows: Array, made: Made) -> Array | None:
-        """s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of them."""
+        """Return s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of
+        them.
+        """
         inside = (rows >= use.piece.start) & (rows < use.piece.stop)
         if not inside.any():
             return None
@@ -221,14 +223,14 @@ class Recomputation:
         return made.changes[key]
 
     def _inside(self, use: PatchPart, rows: Array, made: Made) -> Array:
-        """ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
+        """Return ΔW at strength 1 for rows of the stored tensor that all lie in the use's piece."""
         if use.piece.transposed:
             seen = np.arange(use.start, use.start + use.piece.rows)
             return self._delta(use.patch, seen, made).T[rows - use.piece.start]
         return self._delta(use.patch, rows - use.piece.start + use.start, made)
 
     def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
-        """ΔW for rows of the weight as the adapter saw it."""
+        """Return ΔW for rows of the weight as the adapter saw it."""
         if patch.magnitude is None:
             return REFERENCE[patch.algorithm].formula(self._given(patch, rows, made))
         axis, shape = patch.magnitude
@@ -264,14 +266,14 @@ class Recomputation:
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Array]:
-        """What follows from the untouched base: once for all rows of a weight, as it may take long."""
+        """Return what follows from the untouched base: once for all rows of a weight, as it may take long."""
         of = kin(patch) or id(patch)
         if of not in self._made:
             self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, made))
         return self._made[of]
 
     def _as_loaded(self, patch: Patch, made: Made, slot: str) -> Array:
-        """A slot that the base or the file holds, or the weight, before the first adapter."""
+        """Return a slot that the base or the file holds, or the weight, before the first adapter."""
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return held(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
@@ -279,8 +281,8 @@ class Recomputation:
         return held(self._view(view, 0, made, None), "F64" if wide else "F32")
 
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
-        """Rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with what the
-        adapters before have made of them where adapters act in turn."""
+        """Return the rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with
+        what the adapters before have made of them where adapters act in turn."""
         parts = []
         for piece, at in view.addresses():
             inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
@@ -297,7 +299,7 @@ class Recomputation:
         return found
 
     def _after(self, adapter: int, values: Array, rows: Array, made: Made) -> Array:
-        """Rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
+        """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
         for use in made.uses:
             change = self._change(use, rows, made) if use.patch.adapter < adapter else None
             if change is not None:
@@ -306,19 +308,19 @@ class Recomputation:
 
 
 def _divisor(norm: Array) -> Array:
-    """What DoRA divides by: NaN where the norm is infinite, as a row with such a number has no direction."""
+    """Return what DoRA divides by: NaN where the norm is infinite, as a row with such a number has no direction."""
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 
 def _whole(use: PatchPart) -> bool:
-    """Whether one row of the formula costs as much as all of them."""
+    """Return whether one row of the formula costs as much as all of them."""
     magnitude = use.patch.magnitude
     row = REFERENCE.get(use.patch.algorithm)
     return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:
-    """Bytes of an open file; fewer only at its end."""
+    """Return the bytes of an open file; fewer only at its end."""
     raw, done = memoryview(bytearray(count)), 0
     while done < count and (got := read_at(fd, raw[done:], offset + done)):
         done += got

@@ -82,7 +82,7 @@ def prove(  # noqa: PLR0913  # what may be said of an output
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
-    """The plan that makes `made` a second time, under another name; its inputs are searched by content."""
+    """Return the plan that makes `made` a second time, under another name; its inputs are searched by content."""
     index = open_checkpoint(made)
     recipe = read_recipe(index)
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
 
 
 def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
-    """VerificationFailed unless the plan gives the tensors that are there."""
+    """Raise VerificationFailed unless the plan gives the tensors that are there."""
     try:
         for file in plan.files:
             check_header(file, made / file.name if file.name else made)
@@ -105,7 +105,7 @@ def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
 
 
 def _followed(job: Job, made: Index) -> Plan:
-    """The plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
+    """Return the plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
     try:
         return plan_job(job, CheckpointCache())
     except UsageError as e:
@@ -115,7 +115,7 @@ def _followed(job: Job, made: Index) -> Plan:
 
 
 def refuse_to_unmerge(made: Path) -> NoReturn:
-    """UsageError that says what to do instead."""
+    """Raise UsageError that says what to do instead."""
     recipe = read_recipe(open_checkpoint(made))
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
@@ -134,7 +134,7 @@ def _around(output: Path, search: Sequence[Path]) -> list[Path]:
 
 
 def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
-    """The recipe's job; its name table lies in a temporary file until the stack closes."""
+    """Return the recipe's job; its name table lies in a temporary file until the stack closes."""
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options["map"] = folder / recipe.map_name
@@ -145,7 +145,7 @@ def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitS
 def _job_of(
     made: Index, base: str | Path, adapters: Sequence[Stated], options: Mapping[str, Any], stack: ExitStack
 ) -> Job:  # fmt: skip
-    """The job for named inputs; what is not named comes from the recipe, or else from the output itself."""
+    """Return the job for named inputs; what is not named comes from the recipe, or else from the output itself."""
     plain = [a[0] if isinstance(a, tuple) and a[1] is None else a for a in adapters]
     if KEY not in made.metadata:
         job = make_job(base, plain, made.path, **options)
@@ -171,7 +171,7 @@ def _job_of(
 
 
 def _dtype(made: Index, base: Index) -> str:
-    """The --dtype that gives the output its dtypes."""
+    """Return the --dtype that gives the output its dtypes."""
     floats = {n: t.dtype for n, t in made.tensors.items() if t.dtype in FLOATS}
     if all(base.tensors[n].dtype == d for n, d in floats.items() if n in base.tensors):
         return "keep"

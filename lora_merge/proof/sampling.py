@@ -25,12 +25,12 @@ Range: TypeAlias = tuple[OutputTensor, int, int]
 
 
 def shuffled(name: str) -> int:
-    """A number that says nothing but the name; the same everywhere."""
+    """Return a number that says nothing but the name; the same everywhere."""
     return zlib.crc32(name.encode())
 
 
 def sample(target: OutputTensor) -> Array:
-    """Rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
+    """Return the rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
     rows, cols = target.matrix
     random = Random(shuffled(target.name))
     count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
@@ -56,7 +56,7 @@ def runs(entries: Array) -> Iterator[tuple[int, int]]:
 
 
 def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[Range]:
-    """All bytes, or sampled ranges, always the same ones."""
+    """Yield all bytes, or sampled ranges, always the same ones."""
     if full:
         for t in targets:
             yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
@@ -97,6 +97,6 @@ def _follows(last: Range, this: Range) -> bool:
 
 
 def stretch(some: Sequence[Range]) -> Range:
-    """All bytes of neighbours, as counted from the first one's tensor."""
+    """Return all bytes of neighbours, as counted from the first one's tensor."""
     target, first, _ = some[0]
     return target, first, sum(count for _, _, count in some)

@@ -54,7 +54,9 @@ class _Planned:
 
 
 def read_again(plan: Plan, reader: Reader) -> Reading:
-    """How many modules a second reading places where the plan does; VerificationFailed where the two disagree."""
+    """Return how many modules a second reading places where the plan does; VerificationFailed where the two
+    disagree.
+    """
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets)
 
@@ -67,7 +69,7 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
 def compare(
     job: Job, base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor], number: Number
 ) -> Reading:
-    """The same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
+    """Return the same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
     seen = Base(base.tensors, base.config, Places(shapes, base.components))
@@ -101,7 +103,9 @@ def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Plann
 
 
 def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:
-    """VerificationFailed unless the plan has the module where the claim says, with the same tensors and numbers."""
+    """Raise VerificationFailed unless the plan has the module where the claim says, with the same tensors and
+    numbers.
+    """
     if len(planned) > 1:
         raise _disagreement(claim, path, "the tensors of one module are applied as those of several",
                             ", ".join(quoted(p.name) for p in planned), claim.name)  # fmt: skip
@@ -148,7 +152,7 @@ def _spans(uses: Sequence[tuple[str, PatchPart]]) -> Iterator[tuple[Span, float]
 
 
 def _places(spans: Mapping[Span, float]) -> str:
-    """Rows of tensors, for people."""
+    """Return the rows of tensors, for people."""
     told = [f"rows {s.start} to {s.stop} of {quoted(s.key)}{' turned' if s.transposed else ''}" for s in sorted(spans)]
     return "; ".join(told) or "nowhere"
 

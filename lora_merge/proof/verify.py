@@ -39,7 +39,7 @@ EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 def verify(
     plan: Plan, part: Path, reader: Reader, *, full: bool = False, written: Sequence[bytes] = ()
 ) -> dict[str, Any]:
-    """What was proven about the files at `part`; VerificationFailed if they are not what the plan says.
+    """Return what was proven about the files at `part`; VerificationFailed if they are not what the plan says.
 
     `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
     """
@@ -100,7 +100,7 @@ def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, c
 
 
 def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
-    """The planned tensors, where they are in the file; names, dtypes, shapes and sizes are as planned.
+    """Return the planned tensors, where they are in the file; names, dtypes, shapes and sizes are as planned.
 
     `written` is the header that was written just now: it is there to the byte. Without it, the file may come from
     another version or program, which may order tensors otherwise; header_changes.py looks at its metadata.
@@ -127,7 +127,7 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
 
 
 def _begins(path: Path, header: bytes, size: int) -> bool:
-    """Whether a file of this size begins with these bytes."""
+    """Return whether a file of this size begins with these bytes."""
     try:
         with open_regular(path) as f:
             return FileState.of(f.fileno()).size == size and f.read(len(header)) == header
@@ -138,7 +138,9 @@ def _begins(path: Path, header: bytes, size: int) -> bool:
 def _unmerged(
     targets: Sequence[OutputTensor], compared: dict[str, int], scales: Container[str], *, full: bool
 ) -> list[Range]:
-    """What is to be compared of the tensors without a change, and counts it; `scales` are those of merged weights."""
+    """Return what is to be compared of the tensors without a change, and counts it; `scales` are those of merged
+    weights.
+    """
     plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
@@ -159,12 +161,12 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
-    """Whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
+    """Return whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
 def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Recomputation) -> int:
-    """A tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
+    """Return a tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
 
     Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
     """
@@ -192,7 +194,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
 
 
 def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
-    """VerificationFailed if any recomputed row is wrong, with what it looks like."""
+    """Raise VerificationFailed if any recomputed row is wrong, with what it looks like."""
     f = merged.findings
     if not f.wrong:
         return
@@ -227,7 +229,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What is no number in the output, and changes too small for its dtype."""
+    """Yield what is no number in the output, and changes too small for its dtype."""
     changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
     dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
     f = merged.findings

@@ -88,15 +88,15 @@ class Fields:
     matching: Matching = field(default_factory=Matching, compare=False, repr=False)
 
     def get(self, name: str) -> Any:
-        """The value as it is; None where absent."""
+        """Return the value as it is; None where absent."""
         return self.values.get(name)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number."""
+        """Return a finite number."""
         return self._number(name, self.get(name), default)
 
     def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
-        """A whole number inside of these bounds; exact, also where a double would round it."""
+        """Return a whole number inside of these bounds; exact, also where a double would round it."""
         value = default if self.get(name) is None else allowed.number(self.get(name))
         if value is None or isinstance(self.get(name), str):
             raise self.odd(name, f"a whole number from {allowed}")
@@ -110,21 +110,23 @@ class Fields:
         return default if value is None else value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise self.odd(name, "a string")
         return default if value is None else value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings; empty where absent."""
+        """Return a list of strings; empty where absent."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise self.odd(name, "a list of strings")
         return tuple(value)
 
     def is_end(self, name: str, text: str, before: str = "") -> bool:
-        """Whether a text ends with one of the strings of a list, or with `before` and one; however many these are."""
+        """Return whether a text ends with one of the strings of a list, or with `before` and one; however many these
+        are.
+        """
         if (name, before) not in self.matching.ends:
             ends = frozenset(before + end for end in self.texts(name))
             self.matching.ends[name, before] = ends, sorted(set(map(len, ends)))
@@ -132,7 +134,7 @@ class Fields:
         return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
 
     def indices(self, name: str, value: object) -> tuple[int, ...]:
-        """A list of row numbers, each once."""
+        """Return a list of row numbers, each once."""
         if id(value) not in self.matching.rows:  # one list may be that of every module
             rows: list[Any] = value if isinstance(value, list) else [None]
             whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
@@ -142,7 +144,7 @@ class Fields:
         return self.matching.rows[id(value)]
 
     def pattern(self, name: str, module: str, default: float) -> float:
-        """The number whose key, a regular expression, matches the module's path or the end of it;
+        """Return the number whose key, a regular expression, matches the module's path or the end of it;
         first one wins."""
         table = self.get(name)
         if not table:
@@ -156,7 +158,7 @@ class Fields:
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def matches(self, expression: str, module: str, name: str) -> bool:
-        """Whether an expression that is the field `name` matches the whole of the module's path."""
+        """Return whether an expression that is the field `name` matches the whole of the module's path."""
         with self._refusing(name):
             self.matching.steps.left += STEPS_A_NAME
             steps = self.matching.steps
@@ -167,7 +169,7 @@ class Fields:
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """A pattern that is not run becomes an InputError that names its field."""
+        """Return A pattern that is not run becomes an InputError that names its field."""
         try:
             yield
         except Refused as e:
@@ -175,12 +177,12 @@ class Fields:
             raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:
-        """The release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""
+        """Return the release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""
         found = VERSION.match(self.text("peft_version", default))
         return tuple(int(part) for part in found.groups() if part) if found else ()
 
     def odd(self, name: str, wanted: str) -> InputError:
-        """The error for a field of the wrong type."""
+        """Return the error for a field of the wrong type."""
         shown = repr(self.get(name.partition("[")[0]))[:80]
         return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
 
@@ -199,12 +201,12 @@ class Fields:
 
 
 def refuse(method: str, why: str, instead: str, where: str) -> InputError:
-    """The error for an adapter that has no merged form, or none that its files tell."""
+    """Return the error for an adapter that has no merged form, or none that its files tell."""
     return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
 
 
 def refuse_lora(fields: Fields) -> None:
-    """InputError if a LoRA configuration is in truth another method, or one that changed its
+    """Raise InputError if a LoRA configuration is in truth another method, or one that changed its
     base."""
     for name, (method, why, instead) in REFUSED_LORA.items():
         if fields.get(name):
@@ -218,7 +220,7 @@ def refuse_lora(fields: Fields) -> None:
 
 
 def refuse_start(fields: Fields, start: object) -> None:
-    """InputError if the factors started in a way that changed the base for good."""
+    """Raise InputError if the factors started in a way that changed the base for good."""
     if start is None or isinstance(start, bool):
         return
     if not isinstance(start, str):

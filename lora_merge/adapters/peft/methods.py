@@ -132,7 +132,7 @@ _FREQUENCIES: Final = Count("spectrum", 0, "n_frequency", "n_frequency_pattern")
 
 
 def _projected(name: str) -> dict[str, Any]:
-    """What VeRA and PVeRA have in common, under their names."""
+    """Return what VeRA and PVeRA have in common, under their names."""
     shared = {slot: f"{name}_{letter}" for letter, slot in _PAIR.items()}
     own = {f".{name}_lambda_b": "out_scale", f".{name}_lambda_d": "rank_scale"}
     suffixes = own | {f".{name}_{letter}": slot for letter, slot in _PAIR.items()}

@@ -32,12 +32,12 @@ def flag(name: str, *, default: bool = False) -> Callable[[Fields], bool]:
 
 
 def integer(name: str, default: int, allowed: Bounds = COUNT) -> Callable[[Fields], int]:
-    """A whole number inside of these bounds."""
+    """Return a whole number inside of these bounds."""
     return lambda fields: fields.integer(name, default, allowed)
 
 
 def text(name: str, default: str, *known: str) -> Callable[[Fields], str]:
-    """A string, one of these if any are known."""
+    """Return a string, one of these if any are known."""
 
     def read(fields: Fields) -> str:
         value = fields.text(name, default)
@@ -49,22 +49,22 @@ def text(name: str, default: str, *known: str) -> Callable[[Fields], str]:
 
 
 def other(name: str, default: str, other: str) -> Callable[[Fields], bool]:
-    """Whether a field with two known values has the other one."""
+    """Return whether a field with two known values has the other one."""
     return lambda fields: text(name, default, default, other)(fields) == other
 
 
 def number(name: str, default: float) -> Scale:
-    """A scale that is a field of its own."""
+    """Return a scale that is a field of its own."""
     return lambda fields, _module, _row, _shapes: fields.number(name, default)
 
 
 def _numbers(fields: Fields, name: str, module: str, default: float) -> set[float]:
-    """What a pattern gives a module, or each of the parameters that it may mean."""
+    """Return what a pattern gives a module, or each of the parameters that it may mean."""
     return {fields.pattern(name, path, default) for path in parameters(fields, module) or (bare(module),)}
 
 
 def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float:
-    """The one number that a pattern gives a module; DoesNotFit if that is open."""
+    """Return the one number that a pattern gives a module; DoesNotFit if that is open."""
     found = _numbers(fields, name, module, default)
     if len(found) > 1:
         raise DoesNotFit(f"{name} has several numbers for the parameters that this may mean")
@@ -72,7 +72,7 @@ def _by_pattern(fields: Fields, name: str, module: str, default: float) -> float
 
 
 def _shares(fields: Fields, module: str) -> bool:
-    """Whether PEFT gives this head the factors of the embeddings; its scale stays that of its own rank."""
+    """Return whether PEFT gives this head the factors of the embeddings; its scale stays that of its own rank."""
     return module.endswith("lm_head") and fields.flag("ensure_weight_tying", default=False)
 
 
@@ -82,7 +82,7 @@ def no_rank(_: str, __: Shapes) -> int:
 
 
 def stored_rank(row: str, shapes: Shapes) -> int:
-    """The rank of a row's tensors; 0 where the configured one alone counts.
+    """Return the rank of a row's tensors; 0 where the configured one alone counts.
 
     A start that was taken out of the weight is cut to all that the weight has, and PEFT scales it by the configured
     rank all the same (0.21.2, `pissa_init`).
@@ -109,7 +109,7 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
 
 
 def rank_doubt(fields: Fields, row: str, module: str, shapes: Shapes) -> str:
-    """What the user should know if a LoRA's tensors have another rank than the configuration says; "" if not."""
+    """Return what the user should know if a LoRA's tensors have another rank than the configuration says; "" if not."""
     rank = stored_rank(row, shapes)
     if not rank or fields.get("r") is None or _shares(fields, module):
         return ""
@@ -120,7 +120,9 @@ def rank_doubt(fields: Fields, row: str, module: str, shapes: Shapes) -> str:
 
 
 def check_count(fields: Fields, count: Count | None, module: str, shapes: Shapes) -> None:
-    """DoesNotFit if a length is another than the configuration's; nothing where the configuration does not tell."""
+    """Raise DoesNotFit if a length is another than the configuration's; nothing where the configuration does not
+    tell.
+    """
     if count is None or fields.get(count.field) is None or fields.get("proportional_parameters"):
         return
     said = fields.number(count.field, 0)
@@ -155,8 +157,8 @@ def supra(fields: Fields, _: str, row: str, shapes: Shapes) -> float:
 
 
 def terms(*, told: bool) -> Callable[[Fields], int]:
-    """How many terms of its series Cayley's transform was trained with; 0 where it was exact. `told`: whether the
-    configuration has to say it, because its default has changed."""
+    """Return how many terms of its series Cayley's transform was trained with; 0 where it was exact. `told`: whether
+    the configuration has to say it, because its default has changed."""
 
     def read(fields: Fields) -> int:
         if told and fields.get("use_cayley_neumann") is None:
@@ -172,13 +174,13 @@ def terms(*, told: bool) -> Callable[[Fields], int]:
 
 
 def limit(name: str, default: float, switch: str) -> Callable[[Fields], float]:
-    """A number that counts where a switch is on; else 0."""
+    """Return a number that counts where a switch is on; else 0."""
     return lambda fields: fields.number(name, default) if fields.flag(switch, default=False) else 0.0
 
 
 def mlx_scale(fields: Fields) -> float | None:
-    """c of mlx-lm is its `scale` alone. Early versions multiplied it by a field alpha over the rank, later ones leave
-    that field unread; where it would make a difference the user has to say (mlx-lm, tuner/lora.py)."""
+    """Return c of mlx-lm is its `scale` alone. Early versions multiplied it by a field alpha over the rank, later ones
+    leave that field unread; where it would make a difference the user has to say (mlx-lm, tuner/lora.py)."""
     table = fields.get("lora_parameters")
     if not isinstance(table, dict):
         raise fields.odd("lora_parameters", "an object")

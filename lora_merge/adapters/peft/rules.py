@@ -108,7 +108,7 @@ class Rules:
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
 
     def counting(self, modules: Sequence[str], model: str) -> Rules:
-        """The rules with the order of the modules in a model of this type, for the methods that count them."""
+        """Return the rules with the order of the modules in a model of this type, for the methods that count them."""
         if not self.method.counted:
             return self
         paths = sorted({bare(name) for name in modules})
@@ -116,7 +116,7 @@ class Rules:
         return replace(self, layers=tuple(order or paths), ordered=order is not None)
 
     def of(self, module: str) -> Rules:
-        """The rules for one module: those of its component, where components have their own.
+        """Return the rules for one module: those of its component, where components have their own.
 
         A file that was renamed speaks of `diffusion_model.`, or of nothing, where its header says `transformer.`.
         """
@@ -134,7 +134,7 @@ class Rules:
     def algorithm(
         self, module: str, candidates: Sequence[str], weight: WeightView | None = None, model: str = ""
     ) -> str | None:
-        """The row for a module on its weight in a model of this type; None leaves it to the table.
+        """Return the row for a module on its weight in a model of this type; None leaves it to the table.
 
         InputError if it is none of ours, DoesNotFit if nothing tells which way round stacked experts are.
         """
@@ -170,8 +170,8 @@ class Rules:
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
-        """What the user should know of a configuration that says another rank than the tensors have, or that others
-        do not read; or ""."""
+        """Return what the user should know of a configuration that says another rank than the tensors have, or that
+        others do not read; or ""."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
         return rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
@@ -187,11 +187,11 @@ class Rules:
         return {**{name: value for name, value in found.items() if value is not None}, **self.told.get(module, {})}
 
     def is_shared(self, module: str) -> bool:
-        """Whether this is no module, but where the file keeps the tensors that all modules share."""
+        """Return whether this is no module, but where the file keeps the tensors that all modules share."""
         return f"{module}." == SHARED_PREFIX and bool(self.method.shared)
 
     def holds_for_all(self, key: str) -> bool:
-        """Whether a key that no suffix knows is of a tensor that several modules share."""
+        """Return whether a key that no suffix knows is of a tensor that several modules share."""
         stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in self.method.shared.values() if "{" in name)
         return bool(stems) and key.startswith((*stems, f"{SHARED_PREFIX}frod_s_size."))
 
@@ -202,19 +202,21 @@ class Rules:
         return {slot: SHARED_PREFIX + name.format(**told) for slot, name in SHARED.get(algorithm, {}).items()}
 
     def _group(self, module: str) -> int:
-        """Which of TinyLoRA's vectors a layer has; InputError where that depends on an order that nothing tells."""
+        """Return which of TinyLoRA's vectors a layer has; InputError where that depends on an order that nothing
+        tells.
+        """
         layers = len(self.layers) or 1
         groups = max(1, round(layers * (1 - self.fields.number("weight_tying", 0.0))))
         return min(self._number(module) // max(1, layers // groups), groups - 1) if groups > 1 else 0
 
     def _number(self, module: str) -> int:
-        """Which of the layers this is, in the order of the model's code."""
+        """Return which of the layers this is, in the order of the model's code."""
         if len(self.layers) != 1 and not self.ordered:
             raise refuse(self.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, f"{self.fields.where}: {module}")
         return self.layers.index(bare(module))
 
     def plain(self, key: str) -> Plain | None:
-        """What a tensor is that belongs to no algorithm; None for all others."""
+        """Return what a tensor is that belongs to no algorithm; None for all others."""
         for pattern, kind, why in PLAIN:
             if (match := pattern.fullmatch(key)) is None:
                 continue
@@ -227,7 +229,7 @@ class Rules:
         return None
 
     def _tokens(self, module: str) -> tuple[int, ...]:
-        """Row numbers of the embedding's trained tokens."""
+        """Return the row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
         value = self.fields.get(name)
         if isinstance(value, dict):
@@ -241,7 +243,7 @@ class Rules:
 
 
 def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Rules:
-    """The rules of a file with this configuration and header; InputError for what cannot be merged."""
+    """Return the rules of a file with this configuration and header; InputError for what cannot be merged."""
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
     if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
@@ -261,8 +263,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
 
 
 def _finetrainers(text: str) -> dict[str, Any]:
-    """The configuration as diffusers would write it, which is the transformer's; other tools mean something else by
-    this entry, then {}."""
+    """Return the configuration as diffusers would write it, which is the transformer's; other tools mean something
+    else by this entry, then {}."""
     try:
         config = from_json(text)
     except ValueError:

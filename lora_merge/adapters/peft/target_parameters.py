@@ -47,20 +47,24 @@ TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embedd
 
 
 def bare(module: str) -> str:
-    """The module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak of."""
+    """Return the module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak
+    of.
+    """
     path = _LEVELS.sub("", module) if "_mod" in module else module  # all of them have that
     before, found, rest = path.partition(PEFT)
     return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
 
 
 def paths(fields: Fields, module: str) -> tuple[str, ...]:
-    """What a module may be called, best first: one tower trained alone lacks the level that a model of two has."""
+    """Return what a module may be called, best first: one tower trained alone lacks the level that a model of two
+    has.
+    """
     tower = TOWER.fullmatch(_trained_class(fields))
     return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
 
 
 def shared_kind(path: str) -> str:
-    """What FRoD calls the layers that share a basis, by the end of a module's path; tuners/frod/model.py."""
+    """Return what FRoD calls the layers that share a basis, by the end of a module's path; tuners/frod/model.py."""
     *above, last = path.split(".")
     if not above or above[-1].isdigit():
         return last
@@ -70,7 +74,7 @@ def shared_kind(path: str) -> str:
 
 
 def saved_inside(fields: Fields, name: str) -> bool:
-    """Whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
+    """Return whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
     if not fields.get("modules_to_save"):
         return False
     levels = bare(name).split(".")[:-1]
@@ -111,14 +115,14 @@ def _by_owner(fields: Fields) -> tuple[Mapping[str, list[tuple[int, str]]], list
 
 
 def is_layer(fields: Fields, path: str) -> bool:
-    """Whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
+    """Return whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
     if fields.get("target_modules") == "all-linear":
         return not path.endswith("experts")
     return _named(fields, "target_modules", path) and not _named(fields, "exclude_modules", path)
 
 
 def _named(fields: Fields, name: str, path: str) -> bool:
-    """A regular expression for the whole path, or names of which one is its end."""
+    """Return a regular expression for the whole path, or names of which one is its end."""
     value = fields.get(name)
     if isinstance(value, str):
         return fields.matches(value, path, name)
@@ -126,7 +130,7 @@ def _named(fields: Fields, name: str, path: str) -> bool:
 
 
 def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
-    """The row for stacked experts of these sides, which tell the way round unless they are equal.
+    """Return the row for stacked experts of these sides, which tell the way round unless they are equal.
 
     `model`: the base's type. `apart`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
     nothing tells.
@@ -145,7 +149,7 @@ def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bo
 
 
 def _in_out(fields: Fields, model: str) -> bool | None:
-    """Whether the model's experts are [in, out]; None if nothing tells what it is."""
+    """Return whether the model's experts are [in, out]; None if nothing tells what it is."""
     for known in (model, _trained_class(fields)):
         if known:
             return _plain(known).startswith(IN_OUT)
@@ -153,7 +157,7 @@ def _in_out(fields: Fields, model: str) -> bool | None:
 
 
 def _trained_class(fields: Fields) -> str:
-    """What the model was that PEFT wrapped; "" where the task was told, and with it the class."""
+    """Return what the model was that PEFT wrapped; "" where the task was told, and with it the class."""
     mapping = fields.get("auto_mapping")
     return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 

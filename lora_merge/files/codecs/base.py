@@ -50,21 +50,21 @@ class Encoding:
     row_group: int = 1  # rows that are encoded together; blocks are cut between such groups
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many consecutive numbers: whole units."""
+        """Return the bytes of so many consecutive numbers: whole units."""
         numbers, size = self.unit
         return count // numbers * size
 
     def stored(self, count: int) -> int:
-        """How many stored numbers so many consecutive ones of the weight are."""
+        """Return how many stored numbers so many consecutive ones of the weight are."""
         return self.nbytes(count) // ITEM_BYTES[self.dtype]
 
     def count(self, nbytes: int) -> int:
-        """How many consecutive numbers have room in so many bytes."""
+        """Return how many consecutive numbers have room in so many bytes."""
         numbers, size = self.unit
         return nbytes // size * numbers
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The shape that the container tells of a weight of this one: rows as they are, the last axis packed."""
+        """Return the shape that the container tells of a weight of this one: rows as they are, the last axis packed."""
         numbers, size = self.unit
         width = ITEM_BYTES.get(self.dtype, 0)
         return shape if numbers * width in (0, size) else (*shape[:-1], shape[-1] // numbers * size // width)

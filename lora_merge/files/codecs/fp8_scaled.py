@@ -41,17 +41,19 @@ def decode(numbers: Tensor, sides: Sides, _: int) -> Tensor:
 
 
 def encode(values: Tensor, sides: Sides, _: int) -> Tensor:
-    """W / s, in the dtype of the arithmetic."""
+    """Return W / s, in the dtype of the arithmetic."""
     return values / float(sides[SCALE])
 
 
 def fault(_: str, numbers: Sequence[float]) -> str:
-    """What is wrong with a scale."""
+    """Return what is wrong with a scale."""
     return "" if all(0 < n < inf for n in numbers) else f"its scale is no positive number: {numbers[0]:g}"
 
 
 def refit(encoding: Encoding, largest: float) -> Mapping[str, bytes]:
-    """The scale that just covers a weight, as ComfyUI computes it: the largest magnitude becomes the largest number."""
+    """Return the scale that just covers a weight, as ComfyUI computes it: the largest magnitude becomes the largest
+    number.
+    """
     return {SCALE: struct.pack("<f", largest / TABLE[encoding.dtype].largest)}
 
 
@@ -70,7 +72,7 @@ def claim(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _packed(tensors: Tensors, stem: str, scale: str, more: tuple[str, ...]) -> Iterator[tuple[str, Packing]]:
-    """The weight of a layer, if its tensors are as this codec reads them."""
+    """Yield the weight of a layer, if its tensors are as this codec reads them."""
     weight, side = tensors.get(f"{stem}.weight"), tensors.get(f"{stem}.{scale}")
     if weight is None or side is None or weight.dtype not in FORMATS.values():
         return

@@ -23,7 +23,7 @@ PLAIN: Final = Codec("plain", decode=_as_they_are, encode=_as_they_are)
 
 @cache
 def plain(dtype: str) -> Packing:
-    """How a weight is stored that is nothing but numbers of a dtype; the same object every time."""
+    """Return how a weight is stored that is nothing but numbers of a dtype; the same object every time."""
     bits = ITEM_BITS[dtype]
     shared = gcd(bits, 8)
     return Packing(Encoding(PLAIN, dtype, (8 // shared, bits // shared)), MappingProxyType({}))

@@ -65,13 +65,15 @@ class Quantised:
         return (f"a part of the base is quantised and stays as it is: {self.how}",) if self.parts else ()
 
     def holds(self, key: str) -> bool:
-        """Whether a tensor is in one of the parts."""
+        """Return whether a tensor is in one of the parts."""
         while key and key not in self.parts:
             key = key.rpartition(".")[0]
         return key in self.parts
 
     def check(self, path: Path, dtype: str, changed: Iterable[str]) -> None:
-        """InputError for a merge that changes quantised tensors: by an adapter, or by their conversion to a dtype."""
+        """Raise InputError for a merge that changes quantised tensors: by an adapter, or by their conversion to a
+        dtype.
+        """
         if not self.parts:
             return
         if any(map(self.holds, changed)):
@@ -96,21 +98,21 @@ class Quantised:
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
-    """What is quantised in any component of a pipeline."""
+    """Return what is quantised in any component of a pipeline."""
     inside = {f"{name}.{part}".removesuffix(".") for name, one in parts.items() for part in one.parts}
     how = (f"{one.how}, in {name}" for name, one in parts.items() if one.parts)
     return Quantised(next(how, ""), frozenset(inside))
 
 
 def packed(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Packing]:
-    """The weights of one checkpoint that a codec reads, by the name of their numbers; all others are plain."""
+    """Return the weights of one checkpoint that a codec reads, by the name of their numbers; all others are plain."""
     return {name: packing for codec in CODECS for name, packing in codec.claim(tensors, metadata)}
 
 
 def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
-    """What of one checkpoint is quantised, other than by a codec."""
+    """Return what of one checkpoint is quantised, other than by a codec."""
     signs = dict(SIGNS)
     read = {name for one in packed.values() for name in one.names}
     found: dict[str, str] = {}

@@ -53,7 +53,7 @@ class Condition:
     absent: bool
 
     def holds(self, shape_of: Callable[[str], Shape | None]) -> bool:
-        """Whether the tensors satisfy it; `shape_of` gives a tensor's shape, None where there is none."""
+        """Return whether the tensors satisfy it; `shape_of` gives a tensor's shape, None where there is none."""
         shape = shape_of(self.key)
         there = shape is not None and (self.shape is None or fits(self.shape, shape))
         return there != self.absent
@@ -105,12 +105,12 @@ class Architecture:
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Architecture, ...]:
-    """All architectures that come with the program."""
+    """Return all architectures that come with the program."""
     return tuple(load(p) for p in sorted(FOLDER.glob("*.yaml")))
 
 
 def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
-    """Every (architecture, layout) whose conditions hold; for a known model exactly one."""
+    """Return every (architecture, layout) whose conditions hold; for a known model exactly one."""
     return [
         (a, layout)
         for a in among
@@ -120,7 +120,7 @@ def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architect
 
 
 def load(file: Path) -> Architecture:
-    """One file, checked; InputError with file and line for anything that is not as it should be."""
+    """Return one file, checked; InputError with file and line for anything that is not as it should be."""
     text = read_text(file, LONGEST)
     try:
         if file.parent != FOLDER:
@@ -223,7 +223,7 @@ def _bad(file: Path, line: int, why: str) -> InputError:
 
 
 def fits(want: tuple[str, ...], shape: Shape) -> bool:
-    """Whether a shape is as a condition wants it: ("H", "3H"), ("_", "64")."""
+    """Return whether a shape is as a condition wants it: ("H", "3H"), ("_", "64")."""
     letters: dict[str, int] = {}
     return len(want) == len(shape) and all(_axis(w, n, letters) for w, n in zip(want, shape, strict=True))
 

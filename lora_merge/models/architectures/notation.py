@@ -81,7 +81,7 @@ class Row:
         return whole and _even(self.name) and _even(part.path)
 
     def renamed(self, path: Path) -> Path:
-        """The canonical path of a path that begins with this row's name."""
+        """Return the canonical path of a path that begins with this row's name."""
         bound = {s[1]: have for s, have in zip(self.name, path, strict=False) if s[0] == "{"}
         return fill(self.parts[0].path, bound) + path[len(self.name) :]
 
@@ -101,7 +101,7 @@ class Hit:
 
 
 def parse(name: str, canonical: str, ranges: Mapping[str, int]) -> Iterator[Row]:
-    """The rows that one line of a table stands for; BadRow."""
+    """Yield the rows that one line of a table stands for; BadRow."""
     if len(name) + len(canonical) > LONGEST_LINE:
         raise BadRow(f"too long, more than {LONGEST_LINE} characters")
     for left, right in _alternatives(name, canonical):
@@ -122,7 +122,7 @@ def _alternatives(name: str, canonical: str) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(text: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """All values of the variables that occur in arithmetic; one empty choice where there is none."""
+    """Yield all values of the variables that occur in arithmetic; one empty choice where there is none."""
     sums = [b for b in _BRACES.findall(text) if not re.fullmatch("[a-z]", b)]
     names = sorted(set(re.findall("[a-z]", " ".join(sums))))
     if missing := [n for n in names if n not in ranges]:
@@ -212,7 +212,7 @@ class Table:
         self._longest = max((len(path) for path in (*self._names, *self._parts)), default=0)
 
     def settled(self, names: Iterable[str]) -> Table:
-        """The same table for a base of these names: `{last}` has become a number."""
+        """Return the same table for a base of these names: `{last}` has become a number."""
         open_rows = [row for row in self._rows if LAST in row.name]
         if not open_rows:
             return self
@@ -225,20 +225,24 @@ class Table:
         return Table(rows)
 
     def canonical(self, path: Path) -> Hit | None:
-        """The row that covers a name of this spelling."""
+        """Return the row that covers a name of this spelling."""
         return next(iter(self._lookup(self._names, path)), None)
 
     def spelled(self, path: Path) -> list[Hit]:
-        """The rows of which a canonical name is a part."""
+        """Return the rows of which a canonical name is a part."""
         return self._lookup(self._parts, path)
 
     def names_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
-        """The rows that may cover names of this form, with the forms of the canonical weights that they are cut to."""
+        """Yield the rows that may cover names of this form, with the forms of the canonical weights that they are cut
+        to.
+        """
         for row, tail, _ in self._covering(self._names, form):
             yield from ((row, _template(part.path) + tail) for part in row.parts)
 
     def spellings_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
-        """The rows of which canonical names of this form may be parts, with the form of what they are parts of."""
+        """Yield the rows of which canonical names of this form may be parts, with the form of what they are parts
+        of.
+        """
         for row, tail, _ in self._covering(self._parts, form):
             yield row, _template(row.name) + tail
 
@@ -272,7 +276,7 @@ class Table:
 
 
 def fill(path: Path, bound: Bound) -> Path:
-    """The path with its numbers put in."""
+    """Return the path with its numbers put in."""
     return tuple([bound[s[1]] if s[0] == "{" else s for s in path])
 
 
@@ -295,7 +299,7 @@ def _at(row: Row, number: str) -> Row:
 
 
 def is_number(segment: str) -> bool:
-    """Whether a path segment counts something; keys of hostile files may hold anything."""
+    """Return whether a path segment counts something; keys of hostile files may hold anything."""
     return segment.isascii() and segment.isdigit() and len(segment) < 10
 
 
@@ -304,7 +308,7 @@ def _template(path: Path) -> Path:
 
 
 def _even(template: Path) -> bool:
-    """Whether it fits any numbers: none is written out, no two have to be the same."""
+    """Return whether it fits any numbers: none is written out, no two have to be the same."""
     variables = [s for s in template if s[0] == "{"]
     return len(set(variables)) == len(variables) and not any(map(is_number, template))
 

@@ -101,7 +101,7 @@ class Strengths:
 
 
 def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wanted: Strengths) -> Iterator[Claim]:
-    """What is known of an adapter's modules; those that claim one place with others are left out."""
+    """Yield what is known of an adapter's modules; those that claim one place with others are left out."""
     unsure = _unsure(tensors, base)
     read = [g for g in groups(tensors.values()) if not (unsure and g.stem.startswith(unsure))]
     found: list[tuple[Group, Place]] = []
@@ -129,7 +129,7 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, wa
 def _of_method(
     claim: Claim, group: Group, place: Place, numbers: Numbers, tensors: Mapping[str, StoredTensor]
 ) -> Claim | None:
-    """The claim with what its method's row tells; None where other numbers may hold."""
+    """Return the claim with what its method's row tells; None where other numbers may hold."""
     method, config = METHODS[group.kind], (numbers.configuration(group.stem) or ({}, ""))[0]
     alpha = numbers.limit(group)
     if alpha is None or (alpha and method.type):
@@ -147,17 +147,19 @@ def _of_method(
 
 
 def _lies_across(group: Group, place: Place) -> bool:
-    """Whether the base has a weight the other way round, as its shape shows."""
+    """Return whether the base has a weight the other way round, as its shape shows."""
     return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
 
 
 def _is_told(base: Base) -> bool:
-    """Whether the type of the model tells which of its weights are [in, out]."""
+    """Return whether the type of the model tells which of its weights are [in, out]."""
     return str(base.config.get("model_type")) in IN_OUT
 
 
 def _unsure(tensors: Mapping[str, StoredTensor], base: Base) -> str:
-    """What the names begin with of one of two experts, where the base has one alone and nothing here tells which."""
+    """Return what the names begin with of one of two experts, where the base has one alone and nothing here tells
+    which.
+    """
     both = any(name.startswith("transformer_2.") for name in tensors)
     return "transformer." if both and not base.places.has("transformer_2") else ""
 
@@ -167,7 +169,7 @@ def _family(kind: str) -> str:
 
 
 def read_parts(read: list[Group], group: Group) -> list[Group]:
-    """All groups of the module that a part belongs to; none for what is no part."""
+    """Return all groups of the module that a part belongs to; none for what is no part."""
     if group.part is None:
         return []
     return [g for g in read if g.stem == group.stem and g.part is not None and g.parameter == group.parameter]
@@ -184,7 +186,8 @@ def _place(group: Group, parts: list[Group], base: Base) -> Place | None:
 
 
 def _part(group: Group, parts: list[Group], place: Place, known: tuple[int, ...]) -> Place | None:
-    """The rows of part k: those below the parts before it, all of which must be there and fill the weight together.
+    """Return the rows of part k: those below the parts before it, all of which must be there and fill the weight
+    together.
 
     Where some are not, only a weight that is known to be made of such parts tells.
     """
@@ -227,7 +230,7 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, wanted: Str
 
 
 def _contradicts(group: Group, numbers: Numbers) -> bool:
-    """Whether a module has two tensors of one role, or a magnitude that its configuration says is none."""
+    """Return whether a module has two tensors of one role, or a magnitude that its configuration says is none."""
     found = numbers.configuration(group.stem)
     unused = found is not None and found[0].get("use_dora") is False and "magnitude" in group.roles
     return bool(group.twice) or unused
@@ -247,7 +250,7 @@ def _spans(place: Place, *, turned: bool) -> Iterator[Span]:
 
 
 def _bias(place: Place, base: Base) -> Iterator[Span]:
-    """The bias of a layer whose outputs are scaled."""
+    """Yield the bias of a layer whose outputs are scaled."""
     key = place.rows[0].key.removesuffix("weight") + "bias"
     info = base.tensors.get(key)
     if info is not None and info.shape == place.shape[:1]:
@@ -255,7 +258,8 @@ def _bias(place: Place, base: Base) -> Iterator[Span]:
 
 
 def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | None:
-    """Whether the base has the weight the other way round than the factors; None if they do not fit, or nothing tells.
+    """Return whether the base has the weight the other way round than the factors; None if they do not fit, or nothing
+    tells.
 
     The shapes tell, but for square ones: there the type of the model does.
     """
@@ -272,7 +276,7 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
 
 
 def _axis(group: Group, place: Place, *, turned: bool) -> str | None:
-    """The axis of DoRA's magnitude, "" without one; None where nothing tells it."""
+    """Return the axis of DoRA's magnitude, "" without one; None where nothing tells it."""
     info = group.roles.get("magnitude")
     if info is None:
         return ""

@@ -22,7 +22,7 @@ _LARGEST: Final = 2.0**971  # the step below the largest float64; infinity has n
 
 @lru_cache
 def _kind(dtype: str) -> Any:
-    """The dtype as numpy knows it, with the formats that ml_dtypes adds; that is imported when one is met."""
+    """Return the dtype as numpy knows it, with the formats that ml_dtypes adds; that is imported when one is met."""
     row = TABLE[dtype]
     if row.code:
         return np.dtype(f"<{row.code}")
@@ -42,12 +42,14 @@ def precision(dtype: str) -> tuple[int, int, float]:
 
 @lru_cache
 def _of_bytes(dtype: str) -> Array:
-    """What each of the 256 bytes is in a dtype of one byte: a look into this table takes a third of a conversion."""
+    """Return what each of the 256 bytes is in a dtype of one byte: a look into this table takes a third of a
+    conversion.
+    """
     return np.arange(256, dtype=np.uint8).view(_kind(dtype)).astype(np.float64)
 
 
 def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
-    """The elements as float64, integers as int64, in one dimension."""
+    """Return the elements as float64, integers as int64, in one dimension."""
     if dtype[:2] == "F8":
         return _of_bytes(dtype)[np.frombuffer(raw, np.uint8)]
     with np.errstate(invalid="ignore"):  # a signalling NaN is no reason to warn
@@ -55,20 +57,20 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
 
 
 def held(values: Array, dtype: str) -> Array:
-    """The numbers as a dtype holds them, in float64 for F64 and else in float32."""
+    """Return the numbers as a dtype holds them, in float64 for F64 and else in float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(values).astype(_kind(dtype)).astype(np.float64 if dtype == "F64" else np.float32)
 
 
 def step(values: Array, dtype: str) -> Array:
-    """The distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
+    """Return the distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
     bits, smallest, _ = precision(dtype)
     power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
     return np.clip(power * 2.0 ** (1 - bits), 2.0**smallest, _LARGEST)
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """The nearest numbers of the dtype, ties to even; nothing overflows."""
+    """Return the nearest numbers of the dtype, ties to even; nothing overflows."""
     unit = step(values, dtype)
     return np.rint(values / unit) * unit
 
@@ -81,6 +83,6 @@ def saturated(values: Array, dtype: str) -> Array:
 
 
 def beyond(values: Array, dtype: str) -> Array:
-    """Which numbers the dtype has no room for: rounded, they are larger than its largest."""
+    """Return which numbers the dtype has no room for: rounded, they are larger than its largest."""
     over = np.abs(rounded(values, dtype)) > precision(dtype)[2]
     return over if dtype == "F8_E4M3" else over & np.isfinite(values)

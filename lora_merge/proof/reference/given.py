@@ -26,11 +26,11 @@ class FormulaInput:
     matrix: tuple[int, int]  # (rows, cols) of the weight as a matrix
 
     def __getitem__(self, slot: str) -> Array:
-        """A whole stored tensor."""
+        """Return a whole stored tensor."""
         return self.read(slot, None)
 
     def some(self, slot: str) -> Array:
-        """The asked-for rows of a stored tensor that has one entry per row of the weight."""
+        """Return the asked-for rows of a stored tensor that has one entry per row of the weight."""
         return self.read(slot, self.rows)
 
     def places(self, slot: str, *ends: int, wrapped: int = 0) -> Array:

@@ -13,7 +13,7 @@ from .reading import Group, shapes
 
 
 def fits(group: Group, shape: Shape) -> bool:
-    """Whether the tensors have the axes and the sizes that a weight of this shape needs."""
+    """Return whether the tensors have the axes and the sizes that a weight of this shape needs."""
     fit = METHODS[group.kind].fits if group.kind in METHODS else FITS[group.kind]
     try:
         return bool(shape) and fit(shapes(group), shape)
@@ -60,7 +60,7 @@ LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding"
 
 
 def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
-    """The row of a LoRA of PEFT, by how its factors began; None where only the plan knows."""
+    """Return the row of a LoRA of PEFT, by how its factors began; None where only the plan knows."""
     config = (numbers.configuration(stem) or ({}, ""))[0]
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
     if config.get("use_bdlora") or kasa != (kind == "kasa"):
@@ -79,8 +79,8 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
 
 
 def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
-    """The row of ALGORITHMS for a weight of this shape; None where the shapes leave two open, or the configuration is
-    of another method."""
+    """Return the row of ALGORITHMS for a weight of this shape; None where the shapes leave two open, or the
+    configuration is of another method."""
     kind, found = group.kind, numbers.method(group.stem)
     if kind in METHODS:
         return _of_method(group, shape, found)
@@ -97,7 +97,9 @@ def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
 
 
 def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
-    """The row of a method's family; of those that two trainers write, the one that has a configuration or not."""
+    """Return the row of a method's family; of those that two trainers write, the one that has a configuration or
+    not.
+    """
     method, stored = METHODS[group.kind], shapes(group)
     if found == "" and method.plain is not None and not group.stem.startswith(PEFT):
         return method.plain(stored, shape)
@@ -107,7 +109,9 @@ def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
 
 
 def _glora(s: Stored, shape: Shape) -> str | None:
-    """Which of its two layouts, in which the outer sizes and the ranks change places; None where it may be both."""
+    """Return which of its two layouts, in which the outer sizes and the ranks change places; None where it may be
+    both.
+    """
     rank = min(s["a1"][:2])
     if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
         return None

@@ -33,7 +33,7 @@ class Line:
 
 
 def heights(split: str, count: int, shape: Shape) -> tuple[int, ...]:
-    """Rows of each part of a weight of this shape; () where they do not come out even."""
+    """Return the rows of each part of a weight of this shape; () where they do not come out even."""
     rows, inputs = shape[0], shape[1] if len(shape) > 1 else 0
     squares = {EQUAL: 0, FIRST_SQUARE: 1, ALL_BUT_LAST_SQUARE: count - 1}[split]
     if squares and not inputs:
@@ -270,7 +270,7 @@ class Lines:
         masks.setdefault(free, {}).setdefault(fixed, []).append(line)
 
     def of(self, name: str) -> Iterator[tuple[Line, list[str]]]:
-        """The lines that a name fits, each with the numbers that stand for its `#`."""
+        """Yield the lines that a name fits, each with the numbers that stand for its `#`."""
         masks = self._found.get(_NUMBER.sub("#", name))
         numbers = _NUMBER.findall(name) if masks else ()
         for free, lines in masks.items() if masks else ():
@@ -280,7 +280,7 @@ class Lines:
 
 
 def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:
-    """The lines that hold for a network with these keys: by their left sides if it is on that side, and by their
+    """Return the lines that hold for a network with these keys: by their left sides if it is on that side, and by their
     (first) right sides if it is on the other."""
     left, right = Lines(), Lines()
     for layout in LAYOUTS:
@@ -295,7 +295,7 @@ def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:
 
 
 def filled(template: str, numbers: Sequence[str]) -> str:
-    """The template with its numbers put in."""
+    """Return the template with its numbers put in."""
     for number in numbers:
         template = template.replace("#", number, 1)
     return template

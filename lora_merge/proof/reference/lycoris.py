@@ -15,7 +15,9 @@ from .given import FormulaInput, Reference
 
 
 def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
-    """The inner factor behind a Tucker core: Σ_j core[i, j, k] inner[j, c] as [i, c·k]; without a core as it is."""
+    """Return the inner factor behind a Tucker core: Σ_j core[i, j, k] inner[j, c] as [i, c·k]; without a core as it
+    is.
+    """
     if core not in g.slots:
         return g[inner]
     joined = np.einsum("ijk,jc->ick", g[core], g[inner])
@@ -28,7 +30,7 @@ def lora(g: FormulaInput) -> Array:
 
 
 def _sparse(g: FormulaInput, values: Array) -> Array:
-    """The values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
+    """Return the values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
     where = g.places("indices", g.out, g.cols, wrapped=2**16)
     dense = np.zeros((g.out, g.cols))
     np.add.at(dense, (where[0], where[1]), values)
@@ -36,17 +38,17 @@ def _sparse(g: FormulaInput, values: Array) -> Array:
 
 
 def lora_sparse(g: FormulaInput) -> Array:
-    """The same plus a sparse matrix."""
+    """Return the same plus a sparse matrix."""
     return lora(g) + g.numbers["scale"] * _sparse(g, g["values"].reshape(-1))
 
 
 def lora_sparse_tucker(g: FormulaInput) -> Array:
-    """The sparse matrix holds the base's own values too, which go."""
+    """Return the sparse matrix holds the base's own values too, which go."""
     return lora_sparse(g) - g.w * _sparse(g, np.ones(g["values"].size))
 
 
 def lora_fused(g: FormulaInput) -> Array:
-    """One small LoRA per part of the rows."""
+    """Return one small LoRA per part of the rows."""
     up, down = g["up"], g["down"]
     rank, result, done = up.shape[1], np.zeros((g.out, g.cols)), 0
     for i, (first, end) in enumerate(g.settings["parts"]):
@@ -57,14 +59,14 @@ def lora_fused(g: FormulaInput) -> Array:
 
 
 def lora_transposed(g: FormulaInput) -> Array:
-    """(A B)ᵀ with A (in, r) and B (r, out)."""
+    """Return (A B)ᵀ with A (in, r) and B (r, out)."""
     a, b = g["down"], g["up"]
     scale = g.settings["lora_alpha"] / (a.shape[1] if g.settings.get("over_rank", True) else 1)
     return scale * (a @ b[:, g.rows]).T
 
 
 def lora_switch(g: FormulaInput) -> Array:
-    """Every expert has factors of its own. A row of the weight is one of an expert's, or all."""
+    """Return every expert has factors of its own. A row of the weight is one of an expert's, or all."""
     _, height, width = g.shape
     lines = g.cols // width
     which, inside = np.divmod((g.rows[:, None] * lines + np.arange(lines)).reshape(-1), height)
@@ -77,7 +79,7 @@ def lora_switch(g: FormulaInput) -> Array:
 
 
 def loha(g: FormulaInput) -> Array:
-    """Two low-rank matrices multiplied element by element."""
+    """Return two low-rank matrices multiplied element by element."""
     halves = []
     for i in "12":
         outer = g[f"w{i}_a"][:, g.rows].T if f"t{i}" in g.slots else g.some(f"w{i}_a")
@@ -86,7 +88,7 @@ def loha(g: FormulaInput) -> Array:
 
 
 def lokr(g: FormulaInput) -> Array:
-    """Row i of w1 ⊗ w2 is row i div p of w1 times row i mod p of w2, p being the height of w2."""
+    """Return the row i of w1 ⊗ w2 is row i div p of w1 times row i mod p of w2, p being the height of w2."""
     w1 = g["w1"] if "w1" in g.slots else g["w1_a"] @ g["w1_b"]
     outer = "w2" if "w2" in g.slots else "w2_a"
     w2 = g[outer].T if "t2" in g.slots else g[outer]
@@ -101,7 +103,7 @@ def lokr(g: FormulaInput) -> Array:
 
 
 def _glora(g: FormulaInput, a_first: Array, a_second: Array, added: Array) -> Array:
-    """c · (W A A' + B B'), W contracted on its input axis."""
+    """Return c · (W A A' + B B'), W contracted on its input axis."""
     rank = a_first.shape[1]
     scale = g.numbers["scale"] * (np.sqrt(rank) if g.settings.get("rs_lora") else 1.0)
     w = g.w.reshape(len(g.rows), a_first.shape[0], -1)
@@ -110,12 +112,12 @@ def _glora(g: FormulaInput, a_first: Array, a_second: Array, added: Array) -> Ar
 
 
 def glora(g: FormulaInput) -> Array:
-    """The present layout."""
+    """Return the present layout."""
     return _glora(g, g["a1"], g["a2"], g.some("b1") @ _mixed(g, "bm", "b2"))
 
 
 def glora_old(g: FormulaInput) -> Array:
-    """The layout of early LyCORIS: 1 and 2 change places."""
+    """Return the layout of early LyCORIS: 1 and 2 change places."""
     return _glora(g, g["a2"], g["a1"], g.some("b2") @ g["b1"])
 
 
@@ -131,17 +133,17 @@ def tlora(g: FormulaInput) -> Array:
 
 
 def full(g: FormulaInput) -> Array:
-    """The stored difference."""
+    """Return the stored difference."""
     return g.some("diff")
 
 
 def replace(g: FormulaInput) -> Array:
-    """The stored value less the weight."""
+    """Return the stored value less the weight."""
     return g.some("diff") - g.w
 
 
 def full_rank(g: FormulaInput) -> Array:
-    """The stored difference under the name of a factor."""
+    """Return the stored difference under the name of a factor."""
     return g.some("down")
 
 
@@ -176,18 +178,18 @@ def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
 
 
 def _stretch(g: FormulaInput, turned: Array) -> Array:
-    """The difference to the weight, after the stored factors of the rows where there are some."""
+    """Return the difference to the weight, after the stored factors of the rows where there are some."""
     factors = g.some("rescale").reshape(-1, 1) if "rescale" in g.slots else 1.0
     return factors * turned - g.w
 
 
 def diag_oft(g: FormulaInput) -> Array:
-    """Blocks of rows rotated."""
+    """Return the blocks of rows rotated."""
     return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.numbers["limit"])))
 
 
 def oft_diag(g: FormulaInput) -> Array:
-    """The same with R itself stored."""
+    """Return the same with R itself stored."""
     return _turned_rows(g, g["blocks"]) - g.w
 
 
@@ -217,7 +219,7 @@ def _neumann(g: FormulaInput) -> Array:
 
 
 def _columns_turned(g: FormulaInput, right: Array) -> Array:
-    """W bd(right) − W."""
+    """Return W bd(right) − W."""
     w, b = g.w, right.shape[-1]
     parts = [w[:, j * b :][:, :b] @ right[j if len(right) > 1 else 0] for j in range(g.cols // b)]
     return np.hstack(parts) - w

@@ -26,12 +26,12 @@ class Known:
     alpha: float | None
 
     def number(self, name: str, default: float) -> float:
-        """A number of the configuration; a whole one stays whole, as seeds may be too large for a float."""
+        """Return a number of the configuration; a whole one stays whole, as seeds may be too large for a float."""
         value = self.config.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A switch of the configuration."""
+        """Return a switch of the configuration."""
         return bool(self.config.get(name, default))
 
 
@@ -69,7 +69,7 @@ def _rows(slot: str, axis: int = 0) -> Callable[[Stored, Shape], bool]:
 
 
 def _pair(up: str = "up", down: str = "down") -> Callable[[Stored, Shape], bool]:
-    """Factors of outputs and inputs, kernels among these."""
+    """Return the factors of outputs and inputs, kernels among these."""
     return lambda s, shape: (
         len(shape) > 1 and s[up][:1] == shape[:1] and len(s[down]) > 1 and prod(s[down][1:]) == prod(shape[1:])
     )
@@ -155,7 +155,7 @@ def _subspace(k: Known) -> Mapping[str, Any]:
 
 
 def _per_rank(name: str, default: float, rank: Callable[[Stored], int]) -> Callable[[Known], float]:
-    """A number of the configuration over a rank; 1 without a rank."""
+    """Return a number of the configuration over a rank; 1 without a rank."""
 
     def scale(k: Known) -> float:
         r = rank(k.shapes)

@@ -92,7 +92,9 @@ class Numbers:
         return ({"peft_type": "LORA", **own}, path) if own else None
 
     def method(self, stem: str) -> str | None:
-        """The peft_type of a module's configuration, "" without one; None if it is more than the numbers here tell."""
+        """Return the peft_type of a module's configuration, "" without one; None if it is more than the numbers here
+        tell.
+        """
         found = self.configuration(stem)
         if found is None:
             return None
@@ -103,7 +105,7 @@ class Numbers:
         return None if odd or "base_layer" in stem else kind
 
     def scale(self, group: Group) -> float | None:
-        """What the product of the factors is multiplied with; None where that is not known here."""
+        """Return what the product of the factors is multiplied with; None where that is not known here."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
         if kind in ("full", "ia3", "peft_ia3") or (
@@ -120,7 +122,9 @@ class Numbers:
         return self._configured(group, method, rank) if method else self._plain(group, rank)
 
     def limit(self, group: Group) -> float | None:
-        """The α of a method that takes it for no scale; 0 without one, None where something else may change it."""
+        """Return the α of a method that takes it for no scale; 0 without one, None where something else may change
+        it.
+        """
         if self._told or group.roles.keys() & NUMBERS - {"alpha"}:
             return None
         return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
@@ -140,7 +144,7 @@ class Numbers:
         return float(stated) if isinstance(stated, (int, float)) else None
 
     def _rank(self, group: Group) -> int:
-        """The rank of the factors; 0 where they have none."""
+        """Return the rank of the factors; 0 where they have none."""
         roles = {role: info.shape for role, info in group.roles.items()}
         if group.kind == "lokr":
             shape = roles.get("kron_w2_b") or roles.get("kron_w1_b") or ()
@@ -166,7 +170,7 @@ class Numbers:
         return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
 
     def inputs_scaled(self, stem: str) -> bool | None:
-        """Whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
+        """Return whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
         found = self.configuration(stem)
         names = found[0].get("feedforward_modules") if found else None
         if not isinstance(names, list) or len(names) > MOST_PATTERNS:
@@ -175,14 +179,14 @@ class Numbers:
 
 
 def _is_tower(config: Mapping[str, Any]) -> bool:
-    """Whether one tower of a model of two was trained, whose names lack a level."""
+    """Return whether one tower of a model of two was trained, whose names lack a level."""
     mapping = config.get("auto_mapping")
     name = str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
     return "TextModel" in name or "VisionModel" in name
 
 
 def _are_simple(patterns: Collection[Any]) -> bool:
-    """Whether patterns can be matched in no time, whatever the text."""
+    """Return whether patterns can be matched in no time, whatever the text."""
     return len(patterns) <= MOST_PATTERNS and all(_is_simple(str(pattern)) for pattern in patterns)
 
 
@@ -191,7 +195,7 @@ def _is_simple(pattern: str) -> bool:
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
-    """What the first pattern that fits a path says; None where they are too clever, or too many, to be tried."""
+    """Return what the first pattern that fits a path says; None where they are too clever, or too many, to be tried."""
     table = config.get(name) or {}
     if not isinstance(table, dict) or not _are_simple(table):
         return None
@@ -206,7 +210,9 @@ def _float(value: Any) -> float | None:
 
 
 def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
-    """An adapter's strength on one tensor of the base, by `--strength-for`; None where a part is not known here."""
+    """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is not known
+    here.
+    """
     if len(parts) > MOST_PATTERNS:
         return None
     for part, factor in parts:

@@ -13,17 +13,17 @@ from .lycoris import lora
 
 
 def adalora(g: FormulaInput) -> Array:
-    """B diag(E) A."""
+    """Return B diag(E) A."""
     return g.numbers["scale"] * (g.some("up") @ np.diag(g["values"].reshape(-1)) @ g["down"])
 
 
 def lora_bias(g: FormulaInput) -> Array:
-    """A scaled vector."""
+    """Return a scaled vector."""
     return g.numbers["scale"] * g.some("diff")
 
 
 def embedding(g: FormulaInput) -> Array:
-    """(B A)ᵀ."""
+    """Return (B A)ᵀ."""
     return g.numbers["scale"] * (g["up"] @ g["down"][:, g.rows]).T
 
 
@@ -44,7 +44,7 @@ def experts(g: FormulaInput) -> Array:
 
 
 def bdlora(g: FormulaInput) -> Array:
-    """One factor block-diagonal: its block j meets every rank's j-th share of the other."""
+    """Return one factor block-diagonal: its block j meets every rank's j-th share of the other."""
     up, down = g["up"], g["down"]
     k, rank, width = down.shape
     if up.shape == (k, g.out // k, rank) and width == g.cols:  # the blocks of B
@@ -83,7 +83,7 @@ def delora(g: FormulaInput) -> Array:
 
 
 def fourierft(g: FormulaInput) -> Array:
-    """The real part of an inverse transform of few entries, entry by entry."""
+    """Return the real part of an inverse transform of few entries, entry by entry."""
     u, v = np.divmod(g.places("places", g.out * g.cols), g.cols)
     value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
     by_row = np.exp(2j * np.pi * np.outer(g.rows, u) / g.out) * value
@@ -103,17 +103,17 @@ def gralora(g: FormulaInput) -> Array:
 
 
 def hira(g: FormulaInput) -> Array:
-    """W times a low-rank matrix, element by element."""
+    """Return W times a low-rank matrix, element by element."""
     return g.w * (g.some("up") @ g["down"])
 
 
 def hira_embedding(g: FormulaInput) -> Array:
-    """The same for an embedding."""
+    """Return the same for an embedding."""
     return g.w * (g["up"] @ g["down"][:, g.rows]).T
 
 
 def hra(g: FormulaInput) -> Array:
-    """One reflection after the other."""
+    """Return one reflection after the other."""
     w, u = g.w.copy(), g["vectors"]
     before = w.copy()
     basis = np.linalg.qr(u)[0] if g.settings.get("orthogonal") else u / np.sqrt(np.sum(u * u, axis=0))
@@ -129,7 +129,7 @@ def miss(g: FormulaInput) -> Array:
 
 
 def miss_bat(g: FormulaInput) -> Array:
-    """(W + I) D in square blocks."""
+    """Return (W + I) D in square blocks."""
     block, w = g["block"], g.w
     rank = block.shape[1]
     result = np.empty_like(w)
@@ -146,31 +146,31 @@ def osf(g: FormulaInput) -> Array:
 
 
 def _triples(g: FormulaInput, count: int) -> Array:
-    """Rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
+    """Return the rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
     u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
     part = slice(0, count) if count > 0 else slice(len(s) + count, None)
     return u[g.rows, part] @ np.diag(s[part]) @ v[part]
 
 
 def pissa(g: FormulaInput) -> Array:
-    """A pair less the best approximation of its rank."""
+    """Return a pair less the best approximation of its rank."""
     return lora(g) - _triples(g, len(g["down"]))
 
 
 def olora(g: FormulaInput) -> Array:
-    """A pair less the first columns and rows of QR."""
+    """Return a pair less the first columns and rows of QR."""
     q, r = np.linalg.qr(g.all_w)
     rank = len(g["down"])
     return lora(g) - g.numbers["scale"] * (q[g.rows, :rank] @ r[:rank])
 
 
 def kasa(g: FormulaInput) -> Array:
-    """A pair with a diagonal, less the smallest triples."""
+    """Return a pair with a diagonal, less the smallest triples."""
     return adalora(g) - _triples(g, -len(g["down"]))
 
 
 def ia3_out(g: FormulaInput) -> Array:
-    """Rows times their factor."""
+    """Return the rows times their factor."""
     return (g.some("factor").reshape(-1, 1) - 1) * g.w
 
 
@@ -193,7 +193,7 @@ def randlora(g: FormulaInput) -> Array:
 
 
 def road(g: FormulaInput) -> Array:
-    """Pairs of rows, half a group apart, turned and stretched."""
+    """Return the pairs of rows, half a group apart, turned and stretched."""
     theta, alpha, size = g["theta"].reshape(-1), g["stretch"].reshape(-1), int(g.settings["group"])
     group, inside = np.divmod(g.rows, size)
     half, kinds = size // 2, len(theta) * 2 // g.out
@@ -215,13 +215,13 @@ def road(g: FormulaInput) -> Array:
 
 
 def shira(g: FormulaInput) -> Array:
-    """Values at rows and columns."""
+    """Return the values at rows and columns."""
     rows, cols = g.places("places", g.out, g.cols)
     return _scattered(g, rows, cols, g["values"].reshape(-1))
 
 
 def supertuning(g: FormulaInput) -> Array:
-    """Values at row-major positions, perhaps with a pair."""
+    """Return the values at row-major positions, perhaps with a pair."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     change = _scattered(g, rows, cols, g["values"].reshape(-1))
     return change + (lora(g) if "up" in g.slots else 0.0)
@@ -249,7 +249,7 @@ def vblora(g: FormulaInput) -> Array:
 
 
 def vblora_top(g: FormulaInput) -> Array:
-    """The chosen vectors with their weights, the last of which makes the sum 1."""
+    """Return the chosen vectors with their weights, the last of which makes the sum 1."""
     bank = g["bank"]
 
     def mixed(chosen: Array, weight: Array) -> Array:
@@ -261,7 +261,7 @@ def vblora_top(g: FormulaInput) -> Array:
 
 
 def _from_pieces(g: FormulaInput, down: Array, up: Array) -> Array:
-    """B A, from rows of A in pieces [r, in/L, L] and columns of B in pieces [out/L, r, L]."""
+    """Return B A, from rows of A in pieces [r, in/L, L] and columns of B in pieces [out/L, r, L]."""
     piece, inside = np.divmod(g.rows, up.shape[2])
     return up[piece, :, inside] @ down.reshape(len(down), -1)
 

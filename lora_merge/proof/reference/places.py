@@ -100,7 +100,7 @@ class Network:
     shapes: dict[str, Shape] = field(default_factory=dict)  # names without the prefix
 
     def direct(self, module: str, parameter: str) -> Place | None:
-        """The parameter under its own name."""
+        """Return the parameter under its own name."""
         name = f"{module}.{parameter}"
         if name not in self.shapes and parameter == "weight":
             name = next((n for n in (f"{module}.scale", f"{module}_weight") if n in self.shapes), name)
@@ -109,7 +109,7 @@ class Network:
         return self._whole(name) if name in self.shapes else None
 
     def find(self, module: str, parameter: str, *, flat: bool) -> list[Place]:
-        """All places that a name may mean."""
+        """Return all places that a name may mean."""
         if flat:
             names = self._flat.get(module, ())
             return [place for name in names for place in self.find(name, parameter, flat=False)]
@@ -132,7 +132,9 @@ class Network:
         return found
 
     def parts(self, key: str) -> tuple[int, ...]:
-        """Rows of the parts that a stored weight is known to be made of; () where it is not known to have any."""
+        """Return the rows of the parts that a stored weight is known to be made of; () where it is not known to have
+        any.
+        """
         module = key[len(self.prefix) :].removesuffix(".weight")
         cut = self._cuts.get(module)
         return heights(cut.split, cut.parts, self.shapes[f"{module}.weight"]) if cut else ()
@@ -164,7 +166,7 @@ class Network:
         return Place((Rows(self.prefix + name, 0, rows, cols),), shape, self.label)
 
     def _modules(self) -> Iterator[str]:
-        """Every module that has a weight."""
+        """Yield every module that has a weight."""
         for name in self.shapes:
             if name.endswith((".weight", "_weight")):
                 yield name[: -len(".weight")]
@@ -182,12 +184,12 @@ class Network:
 
 
 def _weight(name: str) -> str:
-    """The weight beside a bias."""
+    """Return the weight beside a bias."""
     return f"{name.removesuffix('bias')}weight" if name.endswith("bias") else name
 
 
 def rows_of(place: Place, start: int, stop: int) -> Place:
-    """Rows of a place that is one tensor's."""
+    """Return the rows of a place that is one tensor's."""
     (r,) = place.rows
     return Place(
         (Rows(r.key, r.start + start, r.start + stop, r.cols),), (stop - start, *place.shape[1:]), place.network
@@ -195,7 +197,7 @@ def rows_of(place: Place, start: int, stop: int) -> Place:
 
 
 def _stacked(parts: list[Place | None]) -> Place | None:
-    """Weights one below the other; None if one is missing or their widths differ."""
+    """Return the weights one below the other; None if one is missing or their widths differ."""
     there = [p for p in parts if p is not None]
     if len(there) != len(parts) or len({p.shape[1:] for p in there}) != 1:
         return None
@@ -221,7 +223,7 @@ class Places:
             encoders[0].label = ""  # whether it is called te or te1 depends on the denoiser
 
     def find(self, stem: str, parameter: str) -> Place | None:
-        """The one place that a module's name means; None if there is none or more than one."""
+        """Return the one place that a module's name means; None if there is none or more than one."""
         if (stem, parameter) not in self._found:
             self._found[stem, parameter] = self._find(stem, parameter)
         return self._found[stem, parameter]
@@ -235,11 +237,13 @@ class Places:
         return found[0] if len(found) == 1 else None
 
     def has(self, called: str) -> bool:
-        """Whether it has a network that names speak of so."""
+        """Return whether it has a network that names speak of so."""
         return any(called in network.called for network in self.networks)
 
     def parts(self, place: Place) -> tuple[int, ...]:
-        """Rows of the parts that a place is known to be made of, if it is the whole of one tensor; else ()."""
+        """Return the rows of the parts that a place is known to be made of, if it is the whole of one tensor; else
+        ().
+        """
         key = place.rows[0].key
         network = next(n for n in self.networks if key.startswith(n.prefix) and key[len(n.prefix) :] in n.shapes)
         sizes = network.parts(key)

@@ -101,7 +101,7 @@ class Group:
 
 
 def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
-    """The modules of a file, those of unknown kinds and of unknown company left out."""
+    """Return the modules of a file, those of unknown kinds and of unknown company left out."""
     found: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()
     for info in tensors:
@@ -141,7 +141,7 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
 
 
 def _above(name: str) -> list[str]:
-    """The paths that a key lies under; one that is not known makes those modules unknown."""
+    """Return the paths that a key lies under; one that is not known makes those modules unknown."""
     found, path = [], name
     for _ in range(_LEVELS):
         path = path.rpartition(".")[0]

@@ -86,7 +86,7 @@ def _joint(r: Remade) -> bool:
 
 
 def _basis(weights: list[Array], ridge: float) -> Array:
-    """V: for Wᵢ = Qᵢ R, Rᵀ E with the eigenvectors E of the mean of (QᵢᵀQᵢ + ridge)⁻¹."""
+    """Return V: for Wᵢ = Qᵢ R, Rᵀ E with the eigenvectors E of the mean of (QᵢᵀQᵢ + ridge)⁻¹."""
     stacked = np.concatenate(weights)
     if stacked.shape[0] < stacked.shape[1]:
         return np.asarray(np.linalg.svd(stacked)[2].T)

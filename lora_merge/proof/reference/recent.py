@@ -12,7 +12,7 @@ from .given import FormulaInput, Reference
 
 
 def glora(g: FormulaInput) -> Array:
-    """W ⊙ A + B."""
+    """Return W ⊙ A + B."""
     return g.w * _letter(g, "a") + _letter(g, "b")
 
 
@@ -35,7 +35,7 @@ def _letter(g: FormulaInput, name: str) -> Array:
 
 
 def psoft(g: FormulaInput) -> Array:
-    """B (R − I) A."""
+    """Return B (R − I) A."""
     left, right = g.some("left"), g["right"]
     rank = len(right)
     turned = _turned(g, rank) if g.settings["orthogonal"] else g["turn"]
@@ -64,7 +64,7 @@ def _turned(g: FormulaInput, rank: int) -> Array:
 
 
 def adamss(g: FormulaInput) -> Array:
-    """Every group of rows in its own factors, all in one subspace."""
+    """Return every group of rows in its own factors, all in one subspace."""
     inputs = g["weight"].shape[1]
     space = g["space"][:, inputs:] if len(g.shape) == 1 else g["space"][:, :inputs]
     count = sum(slot.startswith("up_") for slot in g.slots)
@@ -73,13 +73,13 @@ def adamss(g: FormulaInput) -> Array:
 
 
 def tinylora(g: FormulaInput) -> Array:
-    """B (Σ v P) A."""
+    """Return B (Σ v P) A."""
     inner = sum(value * one for value, one in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
     return np.asarray(g.some("up") @ (inner @ g["down"]))
 
 
 def frod(g: FormulaInput) -> Array:
-    """U (S + diag(l)) Vᵀ − W."""
+    """Return U (S + diag(l)) Vᵀ − W."""
     basis, inner = g["basis"], np.diag(g["diagonal"].reshape(-1))
     singular = np.linalg.matrix_rank(basis) < len(basis)
     turned = g.all_w @ (np.linalg.pinv(basis, rcond=1e-6) if singular else np.linalg.inv(basis)).T

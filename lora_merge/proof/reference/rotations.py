@@ -18,7 +18,7 @@ def _cayley(s: Array) -> Array:
 
 
 def _bounded(x: Array, limit: float) -> Array:
-    """Each block with a Frobenius norm of at most `limit`, where there is a limit."""
+    """Return each block with a Frobenius norm of at most `limit`, where there is a limit."""
     if not limit:
         return x
     norm = np.sqrt(np.sum(x * x, axis=(-2, -1), keepdims=True))
@@ -34,7 +34,7 @@ def _triangles(stored: Array) -> Array:
 
 
 def _series(s: Array, terms: int, *, doubled_last: bool) -> Array:
-    """The Neumann series as the version that trained it cut it."""
+    """Return the Neumann series as the version that trained it cut it."""
     if terms == 1:
         factors = [1.0]
     elif terms == 2:
@@ -51,7 +51,7 @@ def _series(s: Array, terms: int, *, doubled_last: bool) -> Array:
 
 
 def _inputs_turned(w: Array, right: Array) -> Array:
-    """W bd(right); one block may stand for all."""
+    """Return W bd(right); one block may stand for all."""
     b = right.shape[-1]
     return np.hstack([w[:, j * b :][:, :b] @ right[j % len(right)] for j in range(w.shape[1] // b)])
 
@@ -64,12 +64,12 @@ def _rotation(g: FormulaInput) -> Array:
 
 
 def third(g: FormulaInput) -> Array:
-    """W bd(R)ᵀ − W."""
+    """Return W bd(R)ᵀ − W."""
     return _inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
 
 
 def embedding(g: FormulaInput) -> Array:
-    """W bd(R) − W."""
+    """Return W bd(R) − W."""
     return _inputs_turned(g.w, _rotation(g)) - g.w
 
 
@@ -80,7 +80,7 @@ def _old(g: FormulaInput, side: int) -> Array:
 
 
 def second(g: FormulaInput) -> Array:
-    """s ⊙ W bd(R)ᵀ − W."""
+    """Return s ⊙ W bd(R)ᵀ − W."""
     side = -(-g.out // (g.cols // g["blocks"].shape[1]))
     turned = _inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
     return g.some("rows").reshape(-1, 1) * turned - g.w
@@ -100,7 +100,7 @@ def first(g: FormulaInput) -> Array:
 
 
 def boft(g: FormulaInput) -> Array:
-    """s ⊙ W Mᵀ − W, stage by stage on pairs of half blocks of columns."""
+    """Return s ⊙ W Mᵀ − W, stage by stage on pairs of half blocks of columns."""
     blocks, x = g["blocks"], g.w
     half = blocks.shape[-1] // 2
     rotations = _cayley((blocks - np.swapaxes(blocks, -1, -2)) / 2)

@@ -25,7 +25,7 @@ def _low_pass(moments: int) -> Array:
 
 
 def _synthesis(taps: Array, count: int) -> Array:
-    """[2 · count − len + 2, count]: column j holds the filter from row 2j on, the ends cut."""
+    """Return [2 · count − len + 2, count]: column j holds the filter from row 2j on, the ends cut."""
     whole = np.zeros((2 * count + len(taps) - 2, count))
     for j in range(count):
         whole[2 * j : 2 * j + len(taps), j] = taps
@@ -70,7 +70,7 @@ def _activation(name: str, x: Array) -> Array:
 
 
 def peanut(g: FormulaInput) -> Array:
-    """Columns of the weight through a small network with mirrored shortcuts."""
+    """Return the columns of the weight through a small network with mirrored shortcuts."""
     name, depth = str(g.settings["activation"]), int(g.settings["depth"])
     states = [_activation(name, g["down"] @ g.all_w)]
     for i in range(depth):
@@ -82,7 +82,7 @@ def peanut(g: FormulaInput) -> Array:
 
 
 def unilora(g: FormulaInput) -> Array:
-    """Both factors looked up in one vector."""
+    """Return both factors looked up in one vector."""
     theta = g["bank"].reshape(-1)
     up = theta[g.places("up_choice", len(theta))[g.rows]] * g.some("up_weight")
     return np.asarray(up @ (theta[g.places("down_choice", len(theta))] * g["down_weight"]))
