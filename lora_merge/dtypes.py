@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import frexp, inf, nextafter, prod
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .algorithms import Shape
+if TYPE_CHECKING:
+    from .algorithms import Shape
 
 
 class Dtype(NamedTuple):

@@ -12,12 +12,25 @@ from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import unquote
 
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .methods import SUM
-from .options import HUGE, OnOverflow, Unmatched, a_list, checked, factor, is_finite, number, pairs, shown, unlike
+from .options import (
+    BLOCK_LIST,
+    BLOCK_WEIGHTS,
+    HUGE,
+    REGEX,
+    OnOverflow,
+    Unmatched,
+    a_list,
+    checked,
+    factor,
+    is_finite,
+    pairs,
+    shown,
+)
+from .paths import absolute, exists, expand
 from .patterns import Refused, Steps
 
 PARTS: Final = (
@@ -30,15 +43,6 @@ SAME_PART: Final = {
     "clip": "te", "text_encoder": "te1", "text_encoder_2": "te2", "text_encoder_3": "te3", "dit": "transformer",
 }  # fmt: skip
 """What other programs call a component → its name here."""
-
-REGEX: Final = "re:"
-"""A part of `--strength-for` that begins so is a regular expression over keys of the base."""
-
-BLOCK_WEIGHTS: Final = "lbw"
-"""The part whose value is one weight for every block, or the name of a preset; see models/blocks.py."""
-
-BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
-"""How a part begins that holds these weights as its own text."""
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
@@ -89,23 +93,6 @@ class Job:
     """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
 
 
-def split_strength(text: str) -> tuple[str, float | None]:
-    """("style.safetensors", 0.8) for "style.safetensors:0.8"; None where no number follows the last colon."""
-    path, colon, tail = text.rpartition(":")
-    try:
-        return (path, number(tail)) if colon and path else (text, None)
-    except ValueError:
-        return text, None
-
-
-def exists(path: str | Path) -> bool:
-    """Return whether there is something at a path; at one that no disk can hold there is not."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
-
-
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Return the bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
     fix = "write it like 512MiB or 4GB"
@@ -148,44 +135,13 @@ def make_job(
         found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
     if found["map"] is not None:
         found["map"] = expand(found["map"])
-    out = _absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
+    out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     return Job(base=base, adapters=refs, output=out, **found)
 
 
 def validated(job: Job) -> Job:
     """Return a job that was not made by `make_job`, as that would have made it; UsageError where it could not."""
     return make_job(job.base, job.adapters, job.output, **{f.name: getattr(job, f.name) for f in fields(Job)[3:]})
-
-
-def expand(path: str | Path) -> Path:
-    """Return the path with `~` expanded, made absolute without resolving links."""
-    return _absolute(home(path))
-
-
-def home(path: str | Path) -> Path:
-    """Return the path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
-    if "\0" in str(path) or str(path) == "":
-        raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
-    if str(path).startswith("file://"):
-        path = unquote(str(path).removeprefix("file://"))
-    try:
-        os.fsencode(path)
-        found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
-    except TypeError as e:
-        raise unlike(path, "a path", "a str or a Path") from e
-    except UnicodeEncodeError as e:
-        raise UsageError("a path with half a character in it", ascii(str(path))[:200], "correct the path") from e
-    if str(found).startswith("~") and str(path).startswith("~"):
-        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so")
-    return found
-
-
-def _absolute(path: Path) -> Path:
-    """Return the path from the root; UsageError where there is no current folder any more."""
-    try:
-        return path.absolute()
-    except FileNotFoundError as e:
-        raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 
+REGEX: Final = "re:"
+"""A part of `--strength-for` that begins so is a regular expression over keys of the base."""
+
+BLOCK_WEIGHTS: Final = "lbw"
+"""The part whose value is one weight for every block, or the name of a preset; see models/blocks.py."""
+
+BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
+"""How a part begins that holds these weights as its own text."""
+
 Unmatched: TypeAlias = Literal["error", "skip"]
 OnOverflow: TypeAlias = Literal["error", "saturate"]
 

@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
-from ..job import BLOCK_WEIGHTS, Adapter, Job, exists, expand, home, make_job, split_strength, validated
+from ..job import Adapter, Job, make_job, validated
 from ..lines import Lines
-from ..options import number, shown
+from ..options import BLOCK_WEIGHTS, number, shown
+from ..paths import exists, expand, home, split_strength
 from .paths import Search
 from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
 from .templates import NoSuchName, render, render_output

@@ -15,8 +15,8 @@ from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
-from ..job import expand
 from ..options import shown, switch
+from ..paths import expand
 from ..process import deliver_pending, interruptible
 from .executors import Executor, Workers
 from .executors import executor as find

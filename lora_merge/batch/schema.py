@@ -22,8 +22,8 @@ from pydantic import (
 
 from ..errors import UsageError
 from ..files.yaml_source import Place
-from ..job import BLOCK_WEIGHTS, MOST_ADAPTERS, parse_size
-from ..options import DEVICE, DEVICES, OPTIONS, Kind, Option, number
+from ..job import MOST_ADAPTERS, parse_size
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""

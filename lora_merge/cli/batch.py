@@ -90,7 +90,7 @@ def batch(
 
 def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """Return the paths that are read, and those that are made."""
-    from ..job import expand
+    from ..paths import expand
     from ..planning.plan import sources
 
     asked = [s.entry.job for s in made.planned]

@@ -23,7 +23,7 @@ from ..engine.devices import place, precise, present, unusable
 from ..engine.placement import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
-from ..job import exists
+from ..paths import exists
 from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array

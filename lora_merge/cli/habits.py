@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
-from ..job import exists
+from ..paths import exists
 
 ASKED: Final = MappingProxyType({"-h": "--help", "-V": "--version", "version": "--version"})
 """What people type to ask the program about itself → the option."""

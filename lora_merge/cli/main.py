@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
-from ..job import exists
 from ..lines import Lines, one_line
 from ..options import OPTIONS
+from ..paths import exists
 from ..process import LimitCheck, collect_rarely, heeding, on_stop
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
@@ -163,7 +163,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
 ) -> None:
     """Say what a file is, or how an adapter fits a base. Reads headers only."""
-    from ..job import expand
+    from ..paths import expand
     from .inspect import inspect as look
     from .inspect import lines
 
@@ -177,7 +177,7 @@ def parts(
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
 ) -> None:
     """List the parts and blocks of a base that --strength-for takes."""
-    from ..job import expand
+    from ..paths import expand
     from .tables import parts_of, text_of_parts
 
     found = parts_of(expand(base))
@@ -189,7 +189,7 @@ def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
     """Make a small model and three adapters, merge them, check the result. Offline, seconds."""
-    from ..job import expand
+    from ..paths import expand
 
     where = expand(folder)
     leave_lost_folder()

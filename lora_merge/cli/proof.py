@@ -34,7 +34,7 @@ def verify(
     **options: Any,
 ) -> None:
     """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
-    from ..job import expand
+    from ..paths import expand
     from ..proof.replay import prove
 
     pairs, parts = named_parts([named_adapter(a) for a in adapter or []], options.pop("strength_for") or ())
@@ -57,7 +57,7 @@ def replay(
 ) -> None:
     """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
     from ..engine.admission import admit
-    from ..job import expand
+    from ..paths import expand
     from ..proof.replay import plan_again
 
     folders = [expand(p) for p in search or []]
@@ -72,7 +72,7 @@ def unmerge(
     base: Annotated[str | None, typer.Option(help="Its base.")] = None,
 ) -> None:
     """Refused: a merge cannot be taken back. Says what to do instead."""
-    from ..job import expand
+    from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
 
     refuse_to_unmerge(expand(made))
@@ -83,7 +83,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
 ) -> None:
     """Say whether this machine can merge: versions, devices, every formula, the disk. Exit 0 if all is well."""
-    from ..job import expand
+    from ..paths import expand
 
     where = expand(folder)
     leave_lost_folder()

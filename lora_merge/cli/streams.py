@@ -83,7 +83,7 @@ class ReportFile:
 
     def __init__(self, text: str) -> None:
         """Raise UsageError if a report cannot be written there."""
-        from ..job import expand
+        from ..paths import expand
 
         self.path, self._spares = expand(text), False
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import UsageError
-from ..job import BLOCK_WEIGHTS, REGEX, Adapter, exists, split_strength
 from ..json_text import from_json
-from ..options import factor, number
+from ..options import BLOCK_WEIGHTS, REGEX, factor, number
+from ..paths import exists, split_strength
 from .habits import check_adapter, completed
+
+if TYPE_CHECKING:
+    from ..job import Adapter
 
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
@@ -21,6 +24,8 @@ _NUMBERED: Final = re.compile("([0-9]{1,4}):")
 
 def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
+    from ..job import Adapter  # it brings all formulas
+
     if exists(text):
         return text
     path, strength = split_strength(text)
@@ -40,6 +45,8 @@ def named_parts(
     adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
 ) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:
     """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
+    from ..job import Adapter
+
     given, common = [*adapters], list[tuple[str, Any]]()
     for text in strength_for:
         numbered = _NUMBERED.match(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..job import exists
+from ..paths import exists
 from ..text import listed
 from .volumes import same
 from .writer import failure

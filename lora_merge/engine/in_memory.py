@@ -23,7 +23,7 @@ from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.pickles import raw_bytes
-from ..job import SETTING, Adapter, expand, is_pair, make_job
+from ..job import SETTING, Adapter, is_pair, make_job
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
 from ..matching.orientation import Base, Place
@@ -32,6 +32,7 @@ from ..models.names import Names, names
 from ..models.tied_weights import tied
 from ..models.weights import Weight, whole
 from ..options import a_list, unlike
+from ..paths import expand
 from ..planning.make_plan import Inputs, check_stored, match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed

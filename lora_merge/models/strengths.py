@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Final
 
 from ..errors import UsageError
-from ..job import BLOCK_LIST, BLOCK_PATH, PARTS, REGEX, Adapter
+from ..job import BLOCK_PATH, PARTS, Adapter
+from ..options import BLOCK_LIST, REGEX
 from ..patterns import STEPS_A_NAME, Refused, Steps
 from ..text import listed
 from .blocks import Blocks, blocks

@@ -21,9 +21,10 @@ from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name
-from ..job import BLOCK_LIST, Adapter
+from ..job import Adapter
 from ..matching.patch import COPY, OFF, ZEROS, Match, Patch
 from ..models.weights import RowSlice
+from ..options import BLOCK_LIST
 from ..planning.plan import Plan
 from ..text import listed, quoted
 from .reference.floats import Array, decode

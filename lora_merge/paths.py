@@ -1,0 +1,58 @@
+"""Paths and adapters as people write them: `~`, file addresses, a strength behind a colon."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import unquote
+
+from .errors import UsageError
+from .options import number, unlike
+
+
+def split_strength(text: str) -> tuple[str, float | None]:
+    """("style.safetensors", 0.8) for "style.safetensors:0.8"; None where no number follows the last colon."""
+    path, colon, tail = text.rpartition(":")
+    try:
+        return (path, number(tail)) if colon and path else (text, None)
+    except ValueError:
+        return text, None
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether there is something at a path; at one that no disk can hold there is not."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def expand(path: str | Path) -> Path:
+    """Return the path with `~` expanded, made absolute without resolving links."""
+    return absolute(home(path))
+
+
+def home(path: str | Path) -> Path:
+    """Return the path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
+    if "\0" in str(path) or str(path) == "":
+        raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
+    if str(path).startswith("file://"):
+        path = unquote(str(path).removeprefix("file://"))
+    try:
+        os.fsencode(path)
+        found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
+    except TypeError as e:
+        raise unlike(path, "a path", "a str or a Path") from e
+    except UnicodeEncodeError as e:
+        raise UsageError("a path with half a character in it", ascii(str(path))[:200], "correct the path") from e
+    if str(found).startswith("~") and str(path).startswith("~"):
+        raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so")
+    return found
+
+
+def absolute(path: Path) -> Path:
+    """Return the path from the root; UsageError where there is no current folder any more."""
+    try:
+        return path.absolute()
+    except FileNotFoundError as e:
+        raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
