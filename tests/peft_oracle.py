@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import lora_merge
-from lora_merge.adapters.peft.rules import Rules, bare, rules
+from lora_merge.adapters.peft.rules import PeftRules, bare, rules
 from lora_merge.adapters.suffixes import split
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Loaded
 from lora_merge.algorithms.dora import rescale
@@ -97,7 +97,7 @@ def merged(base: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, 
 class Merge:
     """A plan in small."""
 
-    def __init__(self, base: nn.Module, tensors: Mapping[str, Tensor], told: Rules) -> None:
+    def __init__(self, base: nn.Module, tensors: Mapping[str, Tensor], told: PeftRules) -> None:
         self.told, self.tensors = told, tensors
         self.state = {name: value.double() for name, value in base.state_dict().items()}
         self.flipped = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, Conv1D)}

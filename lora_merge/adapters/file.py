@@ -24,7 +24,7 @@ from ..dtypes import FLOATS, TABLE, WHOLE
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
-from .suffixes import SHARED, part, split
+from .suffixes import SHARED, split, split_row_part
 from .values import differing, zero_outside
 
 IGNORED: Final = {
@@ -232,7 +232,7 @@ def group(index: Index) -> AdapterFile:
             what[1] if what else IN_ORDER,
         )
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
-    used = {part(m.name)[0] for m in modules} | {m.name for m in modules}
+    used = {split_row_part(m.name)[0] for m in modules} | {m.name for m in modules}
     lonely = [info for (name, _), g in groups.items() if name not in used for info in g.tensors]
     named = {info.name for info in strange}
     strange += [info for info in lonely if info.name not in named]
@@ -274,7 +274,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
     Of several tensors for one shared slot the first by name stands for all, whatever their order in the file.
     """
-    whole, number = part(key[0])
+    whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
     held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
     is_bias = g.algorithms == (LORA_BIAS.name,)

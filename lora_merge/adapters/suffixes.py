@@ -190,7 +190,7 @@ def split(key: str) -> tuple[str, Suffix] | None:
     return None
 
 
-def part(path: str) -> tuple[str, int | None]:
+def split_row_part(path: str) -> tuple[str, int | None]:
     """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module, and for numbers that no part has."""
     module, mark, number = path.rpartition("/")
     return (module, int(number)) if mark and number.isdecimal() and len(number) <= DIGITS else (path, None)
@@ -213,7 +213,7 @@ def _without_name(parts: list[str]) -> Suffix | None:
     return row if row and row.named else None
 
 
-def apart(name: str) -> tuple[str, str]:
+def split_parameter(name: str) -> tuple[str, str]:
     """("unet.q", "weight") for "unet.q.weight"."""
     module, _, parameter = name.rpartition(".")
     return module, parameter

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapters.file import AdapterFile, FileValues, group, looks_like_adapter, weight_shapes
-from ..adapters.suffixes import part
+from ..adapters.suffixes import split_row_part
 from ..algorithms import ALGORITHMS
 from ..errors import FitError
 from ..files.checkpoint import Index, open_checkpoint
@@ -133,7 +133,7 @@ def _adapter(file: AdapterFile) -> dict[str, Any]:
         "kind": "adapter", "algorithms": dict(found), **({"dora": dora} if dora else {}),
         "modules": len(file.modules), "ranks": _range(ranks), "alphas": _range(alphas),
         "trainer": _trainer(file.index), "names": _dialect(file),
-        "made_for": guess({part(name)[0]: shape for name, shape in weight_shapes(file.modules).items()}),
+        "made_for": guess({split_row_part(name)[0]: shape for name, shape in weight_shapes(file.modules).items()}),
         "parameters": sum(prod(t.shape) for t in file.index.tensors.values()),
         "configuration": {k: v for k, v in file.index.config.items() if v not in (None, False, [], {})},
         "incomplete": incomplete, "ignored": dict(file.ignored),

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..adapters.file import AdapterFile, Module, Values
 from ..adapters.kohya_args import Trained, trained
-from ..adapters.peft.rules import Rules
+from ..adapters.peft.rules import PeftRules
 from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
 from ..algorithms.lora import LORA
 from ..errors import MergeError, ShapeMismatch
@@ -30,7 +30,7 @@ class AdapterContext:
 
     number: int  # which of the job's adapters it is
     adapter: AdapterFile
-    rules: Rules
+    rules: PeftRules
     values: Values
     config: Mapping[str, Any] = field(default_factory=dict)  # the base's
     model: str = ""  # the base's type

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..adapters.file import Module
-from ..adapters.peft.rules import Rules
+from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import SHARED
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
@@ -30,7 +30,7 @@ UNGATHERED: Final = (
 MOST: Final = 2  # modules that have the tensor, at the least, where one has not
 
 
-def gaps(modules: Sequence[Module], rules: Rules) -> dict[str, str]:
+def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
     """Return the module that lacks a slot → the slot."""
     weights = [m for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from ..adapters.conv1d import base_types
 from ..adapters.file import Module, twice
-from ..adapters.peft.rules import Plain
+from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
-from ..adapters.suffixes import apart
+from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS, Shape
 from ..disk.files import StoredTensor
 from ..errors import InputError, MergeError, ShapeMismatch
@@ -287,7 +287,7 @@ class MatchBuilder:
     def replace(self, info: StoredTensor) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
         meant = self.context.rules.of(info.name).plain(info.name)
-        name, parameter = apart(meant.target if meant else info.name)
+        name, parameter = split_parameter(meant.target if meant else info.name)
         view = self.places.look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
             bare = self.places.look(info.name)
@@ -326,7 +326,7 @@ class MatchBuilder:
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
         """Rows of an embedding, one piece each."""
-        module = Module.of_value(*apart(info.name), info)
+        module = Module.of_value(*split_parameter(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
         table = view.pieces[0]
         if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
@@ -340,7 +340,7 @@ class MatchBuilder:
         if (patch := self._patch(module, WeightView(pieces, (len(rows), table.cols)))) is not None:
             self._add(patch, key)
 
-    def _leave(self, info: StoredTensor, meant: Plain, view: WeightView | None) -> None:
+    def _leave(self, info: StoredTensor, meant: StoredValue, view: WeightView | None) -> None:
         """A tensor that a merge does not need; a copy of the base must have the base's shape."""
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..adapters.conv1d import CONTRADICTION, Layer, decide, stated, stored
 from ..adapters.file import Module
-from ..adapters.peft.rules import Rules
+from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import TABLES
 from ..algorithms import ALGORITHMS
 from ..files.layouts import PEFT
@@ -50,7 +50,7 @@ class Orientation:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: PeftRules,
         modules: Iterable[Module],
         fits: Callable[[Module, WeightView], bool],
         base: Base,

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from ..adapters.file import WRAPPED, Module
 from ..adapters.peft.target_parameters import paths
-from ..adapters.suffixes import apart, part
+from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS, flat
 from ..algorithms.frod import LAYER
 from ..errors import MergeError, ShapeMismatch
@@ -43,17 +43,17 @@ class Places:
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
-        found = (self.look(*apart(target)) for target in targets)
+        found = (self.look(*split_parameter(target)) for target in targets)
         return next((view for view in found if view is not None), None) or self._of_head(name, parameter)
 
     def find(self, module: Module) -> WeightView | None:
         """Return the weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has
         none.
         """
-        name, number = part(module.name)
+        name, number = split_row_part(module.name)
         view = self.named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
-            view = self.look(*apart(name))
+            view = self.look(*split_parameter(name))
         if view is None or number is None:
             return view
         try:
@@ -73,7 +73,7 @@ class Places:
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters as far as a formula asks for them, and the weights of its relatives."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
-        found = {parameter: self.named(part(module.name)[0], parameter) for parameter in wanted}
+        found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in wanted}
         found |= {f"{LAYER}{n}": self.named(name, "weight") for n, name in enumerate(relatives)}
         return {parameter: view for parameter, view in found.items() if view is not None}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..adapters.file import Module
 from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
-from ..adapters.peft.rules import Rules
+from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import bare, shared_kind
 from ..algorithms.frod import FROD, LAYER
 from ..models.module_order import in_order, type_of
@@ -21,7 +21,9 @@ from .context import AdapterContext
 from .patch import Patch
 
 
-def related(rules: Rules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext) -> Rules:
+def related(
+    rules: PeftRules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext
+) -> PeftRules:
     """Return the rules with what is to be known of every layer whose basis the file lacks.
 
     `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.

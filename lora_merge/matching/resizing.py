@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from ..adapters.file import AdapterFile, Module, Values
-from ..adapters.peft.rules import Rules
-from ..adapters.suffixes import apart
+from ..adapters.peft.rules import PeftRules
+from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS, COUNT, Shape, flat
 from ..algorithms.lora_bias import LORA_BIAS
 from ..algorithms.whole import SET
@@ -33,7 +33,7 @@ ADDED: Final = frozenset({LORA_BIAS.name})
 
 
 def with_values(
-    modules: Sequence[Module], strange: Sequence[StoredTensor], rules: Rules
+    modules: Sequence[Module], strange: Sequence[StoredTensor], rules: PeftRules
 ) -> tuple[list[Module], list[StoredTensor]]:
     """Return the modules, with the trained value of their parameter as one more tensor where their formula works on
     that; and what is left of the strange tensors."""
@@ -141,7 +141,7 @@ def _beside(one: Match) -> Iterator[str]:
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     """Return the difference that puts a whole value in the place of what is there."""
     view = whole(key, info.shape)
-    module = Module.of_value(*apart(key), info)
+    module = Module.of_value(*split_parameter(key), info)
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 

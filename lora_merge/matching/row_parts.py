@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Final
 
 from ..adapters.file import Module
-from ..adapters.suffixes import part
+from ..adapters.suffixes import split_row_part
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView, rows_of
 
@@ -38,7 +38,7 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
     """
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
-        whole, number = part(module.name)
+        whole, number = split_row_part(module.name)
         if number is not None and module.parameter == "weight":
             found[whole][number] = module.height
     return {name: dict(sorted(parts.items())) for name, parts in found.items()}

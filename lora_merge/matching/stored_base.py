@@ -17,7 +17,7 @@ from pathlib import Path
 from ..adapters.file import Values
 from ..adapters.peft.methods import STARTED
 from ..adapters.peft.rules import BASE_LAYER
-from ..adapters.suffixes import apart
+from ..adapters.suffixes import split_parameter
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..models.names import Names
@@ -123,7 +123,7 @@ def _stored(
         meant = context.rules.of(info.name).plain(info.name)
         if meant is None or meant.kind != "copy":
             continue
-        view = names.find(*apart(meant.target))
+        view = names.find(*split_parameter(meant.target))
         if view is None and tied is not None and f".{meant.target}".endswith(f".{tied.head}.weight"):
             view = whole(tied.info.name, tied.info.shape)
         own = base[view.pieces[0].key] if view else None

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..adapters.file import Module
 from ..adapters.peft.config import CONVERT, UNKNOWN_ORDER, refuse
-from ..adapters.peft.rules import Rules
+from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import is_layer
 from ..algorithms import flat
 from ..algorithms.unilora import UNILORA
@@ -25,8 +25,8 @@ AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
 
 
 def unstored(
-    rules: Rules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
-) -> tuple[Rules, list[Module]]:
+    rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> tuple[PeftRules, list[Module]]:
     """Return the rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
     InputError where nothing tells them."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
@@ -44,7 +44,7 @@ def unstored(
     return replace(rules, layers=tuple(order), ordered=True, told=told), named
 
 
-def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _targets(rules: PeftRules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the paths of the layers that the configuration means → their weights."""
     paths = {key.removesuffix(".weight"): info for key, info in base.items() if key.endswith(".weight")}
     saved = rules.fields.texts("modules_to_save")
@@ -56,7 +56,7 @@ def _targets(rules: Rules, base: Mapping[str, StoredTensor]) -> dict[str, Stored
     }  # fmt: skip
 
 
-def _doubt(rules: Rules, paths: list[str], config: Mapping[str, Any]) -> str:
+def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str:
     """Return why these may be other layers than those that were trained; "" if they are the same.
 
     Every class of a type of model has its one stack of layers whole. What lies outside, such as a head, and a second

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters.peft.config import REFUSED_INIT, REFUSED_LORA
 from lora_merge.adapters.peft.methods import METHODS
-from lora_merge.adapters.peft.rules import Plain, Rules, rules
+from lora_merge.adapters.peft.rules import PeftRules, StoredValue, rules
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.errors import FitError, InputError, MergeError
 from lora_merge.files import pickles
@@ -36,7 +36,7 @@ def folder(at: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tens
     return at
 
 
-def pair_scale(told: Rules, module: str, rank: int = 4) -> float:
+def pair_scale(told: PeftRules, module: str, rank: int = 4) -> float:
     return told.numbers("lora", module, {"up": (6, rank), "down": (rank, 5)})["scale"]
 
 
@@ -151,14 +151,14 @@ def test_oft_series_ends_as_in_the_version_that_trained_it(version: str | None, 
 # Whole parameters
 
 PLAIN = {
-    "m.lm_head.modules_to_save.weight": Plain("value", "m.lm_head.weight"),
-    "m.lm_head.modules_to_save.default.weight": Plain("value", "m.lm_head.weight"),
-    "m.score.modules_to_save.dense.bias": Plain("value", "m.score.dense.bias"),
-    "m.norm.ln_tuning_layers.weight": Plain("value", "m.norm.weight"),
-    "m.norm.ln_tuning_layers.default.bias": Plain("value", "m.norm.bias"),
-    "m.q.base_layer.bias": Plain("value", "m.q.bias"),
-    "m.emb.token_adapter.trainable_tokens_delta": Plain("value", "m.emb.weight", "", (5, 2)),
-    "m.emb.trainable_tokens_delta.default": Plain("value", "m.emb.weight", "", (5, 2)),
+    "m.lm_head.modules_to_save.weight": StoredValue("value", "m.lm_head.weight"),
+    "m.lm_head.modules_to_save.default.weight": StoredValue("value", "m.lm_head.weight"),
+    "m.score.modules_to_save.dense.bias": StoredValue("value", "m.score.dense.bias"),
+    "m.norm.ln_tuning_layers.weight": StoredValue("value", "m.norm.weight"),
+    "m.norm.ln_tuning_layers.default.bias": StoredValue("value", "m.norm.bias"),
+    "m.q.base_layer.bias": StoredValue("value", "m.q.bias"),
+    "m.emb.token_adapter.trainable_tokens_delta": StoredValue("value", "m.emb.weight", "", (5, 2)),
+    "m.emb.trainable_tokens_delta.default": StoredValue("value", "m.emb.weight", "", (5, 2)),
 }
 COPIES = ["m.lm_head.original_module.weight", "m.emb.base_layer.weight", "m.emb.token_adapter.base_layer.weight"]
 IGNORED = ["m.emb.trainable_tokens_original", "m.q.lora_velora_x.weight", "m.q.lora_monteclora_sampler.default.std"]

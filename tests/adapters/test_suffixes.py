@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lora_merge.adapters.file import group
 from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
-from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, part, split
+from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.files.checkpoint import Index
@@ -164,9 +164,9 @@ def test_paths_survive_whatever_they_are(path: str, row: Suffix) -> None:
 
 
 def test_parts() -> None:
-    assert part("a.b/12") == ("a.b", 12)
-    assert part("a.b") == ("a.b", None)
-    assert part("a/b") == ("a/b", None)
+    assert split_row_part("a.b/12") == ("a.b", 12)
+    assert split_row_part("a.b") == ("a.b", None)
+    assert split_row_part("a/b") == ("a/b", None)
 
 
 def test_importing_the_tables_does_not_import_torch() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapters.suffixes import part
+from lora_merge.adapters.suffixes import split_row_part
 from lora_merge.errors import ShapeMismatch, UnmatchedModules
 from lora_merge.models.fused import agreed, splits
 from lora_merge.models.weights import whole
@@ -289,9 +289,9 @@ def test_hostile_parts_are_refused_at_once(module: str, up: tuple[int, ...]) -> 
 
 
 def test_numbers_of_parts_are_bounded() -> None:
-    assert part("x/2") == ("x", 2)
-    assert part("x/٣") == ("x", 3)
-    assert part(f"x/{'9' * 5000}") == (f"x/{'9' * 5000}", None)
+    assert split_row_part("x/2") == ("x", 2)
+    assert split_row_part("x/٣") == ("x", 3)
+    assert split_row_part(f"x/{'9' * 5000}") == (f"x/{'9' * 5000}", None)
 
 
 def test_real_models_tell_what_their_fused_weights_hold() -> None:

@@ -157,7 +157,7 @@ def slots_swapped(*pairs: tuple[str, str]) -> Break:
 def field(kind: str, name: str, value: Any) -> Break:
     """A field of the configuration is not read, and its default counts."""
     return around(
-        peft_config.Fields,
+        peft_config.PeftConfig,
         kind,
         lambda read, self, asked, *a, **k: value if asked == name else read(self, asked, *a, **k),
     )
@@ -319,9 +319,9 @@ MUTANTS = (
     Mutant("families", "whole factors of LoKr are scaled", scaled(lambda m: 0.5 if {"w1", "w2"} <= m.slots.keys() else 1.0)),
     Mutant("families", "the scale of GLoRA is squared", scaled(lambda m: 0.5 if "a1" in m.slots else 1.0)),
     Mutant("peft", "rs-LoRA is not read", field("flag", "use_rslora", value=False)),
-    Mutant("peft", "alpha_pattern is not read", around(peft_config.Fields, "pattern", lambda read, self, name, module, default: (
+    Mutant("peft", "alpha_pattern is not read", around(peft_config.PeftConfig, "pattern", lambda read, self, name, module, default: (
         default if name == "alpha_pattern" else read(self, name, module, default)))),
-    Mutant("peft", "rank_pattern is not read", around(peft_config.Fields, "pattern", lambda read, self, name, module, default: (
+    Mutant("peft", "rank_pattern is not read", around(peft_config.PeftConfig, "pattern", lambda read, self, name, module, default: (
         default if name == "rank_pattern" else read(self, name, module, default)))),
     Mutant("peft", "lora_alpha has its default", field("number", "lora_alpha", value=8.0)),
     Mutant("phi3", "the configured rank is taken for the tensors'", scaled(lambda m: 0.5 if "up" in m.slots else 1.0)),

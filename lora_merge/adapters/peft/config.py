@@ -78,7 +78,7 @@ VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
-class Fields:
+class PeftConfig:
     """A configuration, read field by field; `null` counts as absent, as it does in PEFT."""
 
     values: Mapping[str, Any]
@@ -205,7 +205,7 @@ def refuse(method: str, why: str, instead: str, where: str) -> InputError:
     return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
 
 
-def refuse_lora(fields: Fields) -> None:
+def refuse_lora(fields: PeftConfig) -> None:
     """Raise InputError if a LoRA configuration is in truth another method, or one that changed its
     base."""
     for name, (method, why, instead) in REFUSED_LORA.items():
@@ -219,7 +219,7 @@ def refuse_lora(fields: Fields) -> None:
             raise refuse(f"LoRA with {name[:40]!r}", why, CONVERT, fields.where)
 
 
-def refuse_start(fields: Fields, start: object) -> None:
+def refuse_start(fields: PeftConfig, start: object) -> None:
     """Raise InputError if the factors started in a way that changed the base for good."""
     if start is None or isinstance(start, bool):
         return

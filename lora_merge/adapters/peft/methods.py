@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from ...algorithms import ALGORITHMS, SEED
 from ...errors import InputError
 from ...models.weights import WeightView
-from .config import CONVERT, NEEDS_INPUT, RESAVE, TRAIN_AGAIN, Fields, refuse, refuse_lora
+from .config import CONVERT, NEEDS_INPUT, RESAVE, TRAIN_AGAIN, PeftConfig, refuse, refuse_lora
 from .numbers import (
     Count,
     Scale,
@@ -41,11 +41,11 @@ MLX: Final = "MLX"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
 UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
 
-Choose: TypeAlias = Callable[[Fields, str, Sequence[str], WeightView | None, str], str | None]
+Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
 """(configuration, module, rows that its tensors can be, its weight, type of the base's model) → the row."""
 
 
-def _one(_: Fields, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
+def _one(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
     return rows[0] if len(rows) == 1 else None
 
 
@@ -60,7 +60,7 @@ class Method:
     """Ending of a key → slot of all of them, or (slot, row, …) of these alone. An adapter's name may stand inside."""
     scale: Scale | None = None
     """The scale of all of them; None: they have none, or their own."""
-    settings: Mapping[str, Callable[[Fields], object]] = field(default_factory=dict)
+    settings: Mapping[str, Callable[[PeftConfig], object]] = field(default_factory=dict)
     """Setting → how it is read; the rows that have no such setting are not asked."""
     counts: Mapping[str, Count] = field(default_factory=dict)  # by row
     shared: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Method:
     kind of layer, `{group}`: for each group."""
     refuses: tuple[str, str] | None = None
     """Why it cannot be merged, and what to do instead."""
-    check: Callable[[Fields], None] = lambda _: None
+    check: Callable[[PeftConfig], None] = lambda _: None
     """InputError for configurations that cannot be merged."""
     choose: Choose = _one
     """Which row a module is; None leaves it to the order of the table."""
@@ -82,7 +82,7 @@ class Method:
     """Whether it matters to it which layer of the model one is."""
 
 
-def _lora(fields: Fields, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
+def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
     if "lora" not in rows:
         return _one(fields, module, rows, weight, model)
     named = parameters(fields, module)
@@ -102,7 +102,7 @@ def _lora(fields: Fields, module: str, rows: Sequence[str], weight: WeightView |
     return "lora" if named else None
 
 
-def _ia3(fields: Fields, module: str, _: Sequence[str], __: WeightView | None, ___: str) -> str | None:
+def _ia3(fields: PeftConfig, module: str, _: Sequence[str], __: WeightView | None, ___: str) -> str | None:
     names, path = fields.get("feedforward_modules"), bare(module)
     if isinstance(names, str):
         inner = fields.matches(names, path, "feedforward_modules")
@@ -111,7 +111,7 @@ def _ia3(fields: Fields, module: str, _: Sequence[str], __: WeightView | None, _
     return "peft_ia3_in" if inner else "peft_ia3_out"
 
 
-def _seeded(fields: Fields) -> None:
+def _seeded(fields: PeftConfig) -> None:
     if "random_loc_seed" in fields.values and fields.get("random_loc_seed") is None:
         why = "it was trained without a seed, so nobody knows its frequencies"
         raise refuse("FOURIERFT", why, CONVERT, fields.where)

@@ -39,7 +39,7 @@ from ...json_text import from_json
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
-from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, Fields, refuse
+from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import METHODS, MLX, OTHERS, SHARED, Method
 from .numbers import check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
@@ -63,7 +63,7 @@ Kind = Literal["value", "copy", "ignored"]
 
 
 @dataclass(frozen=True)
-class Plain:
+class StoredValue:
     """What a tensor means that belongs to no algorithm.
 
     value:   takes the place of the base's `target`, or of these rows of it, in this order.
@@ -79,12 +79,12 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Rules:
+class PeftRules:
     """One configuration; see the top of this file."""
 
-    fields: Fields
+    fields: PeftConfig
     kind: str = ""  # peft_type; empty where there is no configuration
-    components: Mapping[str, Rules] = field(default_factory=dict)  # diffusers: `transformer` …
+    components: Mapping[str, PeftRules] = field(default_factory=dict)  # diffusers: `transformer` …
     layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
     ordered: bool = False  # whether they are in the order of the model's code
     relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → those that share what is rebuilt
@@ -107,7 +107,7 @@ class Rules:
         switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
 
-    def counting(self, modules: Sequence[str], model: str) -> Rules:
+    def counting(self, modules: Sequence[str], model: str) -> PeftRules:
         """Return the rules with the order of the modules in a model of this type, for the methods that count them."""
         if not self.method.counted:
             return self
@@ -115,7 +115,7 @@ class Rules:
         order = in_order(paths, model)
         return replace(self, layers=tuple(order or paths), ordered=order is not None)
 
-    def of(self, module: str) -> Rules:
+    def of(self, module: str) -> PeftRules:
         """Return the rules for one module: those of its component, where components have their own.
 
         A file that was renamed speaks of `diffusion_model.`, or of nothing, where its header says `transformer.`.
@@ -215,7 +215,7 @@ class Rules:
             raise refuse(self.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, f"{self.fields.where}: {module}")
         return self.layers.index(bare(module))
 
-    def plain(self, key: str) -> Plain | None:
+    def plain(self, key: str) -> StoredValue | None:
         """Return what a tensor is that belongs to no algorithm; None for all others."""
         for pattern, kind, why in PLAIN:
             if (match := pattern.fullmatch(key)) is None:
@@ -223,9 +223,9 @@ class Rules:
             module, leaf = match["module"], match["leaf"] or "weight"
             module = module.replace(".base_layer", "")
             if why == BASE_LAYER and leaf == "bias" and self.fields.text("bias", "none") != "none":
-                return Plain("value", f"{module}.{leaf}")
+                return StoredValue("value", f"{module}.{leaf}")
             rows = self._tokens(bare(module)) if why == TOKENS else None
-            return Plain(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
+            return StoredValue(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
     def _tokens(self, module: str) -> tuple[int, ...]:
@@ -242,15 +242,15 @@ class Rules:
         return self.fields.indices(name, value)
 
 
-def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> Rules:
+def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> PeftRules:
     """Return the rules of a file with this configuration and header; InputError for what cannot be merged."""
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
     if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
         return _by_component(told, f"{where}: {FINETRAINERS}")
-    fields = Fields(MappingProxyType({str(k): v for k, v in config.items()}), where)
+    fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
-        return Rules(fields)
+        return PeftRules(fields)
     given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     if kind not in METHODS:
@@ -259,7 +259,7 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     if refusal := METHODS[kind].refuses:
         raise refuse(kind, *refusal, where)
     METHODS[kind].check(fields)
-    return Rules(fields, kind)
+    return PeftRules(fields, kind)
 
 
 def _finetrainers(text: str) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _finetrainers(text: str) -> dict[str, Any]:
     return {f"transformer.{name}": value for name, value in config.items()} if whole else {}
 
 
-def _from_metadata(text: str, where: str) -> Rules:
-    """Rules per component, of diffusers' text."""
+def _from_metadata(text: str, where: str) -> PeftRules:
+    """Return the rules per component from the text that diffusers writes."""
     try:
         config = from_json(text)
     except ValueError as e:
@@ -284,16 +284,16 @@ def _from_metadata(text: str, where: str) -> Rules:
     return _by_component(config, where)
 
 
-def _by_component(config: Mapping[str, Any], where: str) -> Rules:
-    """Rules per component; fields without one hold for the whole file."""
+def _by_component(config: Mapping[str, Any], where: str) -> PeftRules:
+    """Return the rules per component; fields without a component hold for the whole file."""
     parts: dict[str, dict[str, Any]] = {}
     for key, value in config.items():
         component, _, name = key.rpartition(".")
         parts.setdefault(component, {})[name] = value
     read = {name: rules({"peft_type": "LORA", **part}, where) for name, part in parts.items()}
     read = {name: replace(r, fields=replace(r.fields, inside=f"{name}." if name else "")) for name, r in read.items()}
-    whole = read.pop("", Rules(Fields({}, where)))
-    return Rules(whole.fields, whole.kind, read)
+    whole = read.pop("", PeftRules(PeftConfig({}, where)))
+    return PeftRules(whole.fields, whole.kind, read)
 
 
 BASE_LAYER: Final = "a copy of the base's own tensor"

@@ -16,7 +16,7 @@ from ...algorithms import DoesNotFit
 from ...algorithms.lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
 from ...files.layouts import PEFT
 from ...models.prefixes import TRAINING
-from .config import Fields
+from .config import PeftConfig
 
 _LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
@@ -55,7 +55,7 @@ def bare(module: str) -> str:
     return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
 
 
-def paths(fields: Fields, module: str) -> tuple[str, ...]:
+def paths(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Return what a module may be called, best first: one tower trained alone lacks the level that a model of two
     has.
     """
@@ -73,7 +73,7 @@ def shared_kind(path: str) -> str:
     return f"{above[-1]}_{last}"
 
 
-def saved_inside(fields: Fields, name: str) -> bool:
+def saved_inside(fields: PeftConfig, name: str) -> bool:
     """Return whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
     if not fields.get("modules_to_save"):
         return False
@@ -81,7 +81,7 @@ def saved_inside(fields: Fields, name: str) -> bool:
     return sum(fields.is_end("modules_to_save", ".".join(levels[:i])) for i in range(1, len(levels) + 1)) > 1
 
 
-def parameters(fields: Fields, module: str) -> tuple[str, ...]:
+def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
     if not fields.get("target_parameters"):
         return ()
@@ -98,7 +98,7 @@ def parameters(fields: Fields, module: str) -> tuple[str, ...]:
     return tuple(f"{owner}.{leaf}" for leaf in leaves)
 
 
-def _by_owner(fields: Fields) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
+def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
     """`target_parameters`, worked out once: end of a module's path → (position, parameter), and those of any module."""
     if fields.matching.parameters is None:
         named: dict[str, list[tuple[int, str]]] = {}
@@ -114,14 +114,14 @@ def _by_owner(fields: Fields) -> tuple[Mapping[str, list[tuple[int, str]]], list
     return fields.matching.parameters
 
 
-def is_layer(fields: Fields, path: str) -> bool:
+def is_layer(fields: PeftConfig, path: str) -> bool:
     """Return whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
     if fields.get("target_modules") == "all-linear":
         return not path.endswith("experts")
     return _named(fields, "target_modules", path) and not _named(fields, "exclude_modules", path)
 
 
-def _named(fields: Fields, name: str, path: str) -> bool:
+def _named(fields: PeftConfig, name: str, path: str) -> bool:
     """Return a regular expression for the whole path, or names of which one is its end."""
     value = fields.get(name)
     if isinstance(value, str):
@@ -129,7 +129,7 @@ def _named(fields: Fields, name: str, path: str) -> bool:
     return fields.is_end(name, f".{path}", ".")
 
 
-def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
+def experts_row(fields: PeftConfig, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
     """Return the row for stacked experts of these sides, which tell the way round unless they are equal.
 
     `model`: the base's type. `apart`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
@@ -148,7 +148,7 @@ def experts_row(fields: Fields, sides: tuple[int, ...], model: str, *, apart: bo
     raise DoesNotFit(SQUARE.format(unknown=unknown))
 
 
-def _in_out(fields: Fields, model: str) -> bool | None:
+def _in_out(fields: PeftConfig, model: str) -> bool | None:
     """Return whether the model's experts are [in, out]; None if nothing tells what it is."""
     for known in (model, _trained_class(fields)):
         if known:
@@ -156,7 +156,7 @@ def _in_out(fields: Fields, model: str) -> bool | None:
     return True if IN_OUT[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
 
 
-def _trained_class(fields: Fields) -> str:
+def _trained_class(fields: PeftConfig) -> str:
     """Return what the model was that PEFT wrapped; "" where the task was told, and with it the class."""
     mapping = fields.get("auto_mapping")
     return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
