@@ -26,7 +26,7 @@ class AdaLoraTensors:
     scale: Scalar  # α / (initial rank + 1e-5)
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
@@ -43,7 +43,7 @@ def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
 
 
 ADALORA = Algorithm(
-    "adalora", AdaLoraTensors, fit, delta, "arXiv:2303.10512", sliced={"up": 0}, accumulate=accumulate,
-    numbers=alpha_by(),
+    "adalora", AdaLoraTensors, fitted_shapes, delta, "arXiv:2303.10512", row_axes={"up": 0}, accumulate=accumulate,
+    scalars_from=alpha_by(),
     scale_from_config=True,
 )  # fmt: skip

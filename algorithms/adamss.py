@@ -59,7 +59,7 @@ def groups(shapes: Shapes) -> list[int]:
     return sides["up"]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored; of the weight's own change, or of the bias'."""
     out, inputs = flat(shapes["weight"])
     space = shapes["space"]
@@ -130,7 +130,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 ADAMSS = Algorithm(
-    "adamss", AdamssTensors, fit, delta, "PEFT", and_bias=True, beside={"weight": "weight", "bias": "bias"},
+    "adamss", AdamssTensors, fitted_shapes, delta, "PEFT", also_bias=True, beside={"weight": "weight", "bias": "bias"},
     rebuild=rebuild, rebuilds=frozenset({"order"}),
     bounds={**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]},
 )  # fmt: skip

@@ -69,7 +69,7 @@ class Algorithm:
 
     name: str
     tensors: type[Any]
-    fit: Callable[[Shapes, Shape], Shapes]
+    fitted_shapes: Callable[[Shapes, Shape], Shapes]
     """(stored shape per slot, shape of the weight) → shape per slot as the formula wants it,
     without n.
 
@@ -78,13 +78,13 @@ class Algorithm:
     delta: Callable[[Tensor, Any], Tensor]
     """(base [n, out, cols], prepared tensors) → ΔW [n, out, cols] at strength 1; inputs untouched."""
     paper: str
-    numbers: Callable[[float | None, Shapes, Shape], Mapping[str, float]] = lambda _a, _s, _t: {}
+    scalars_from: Callable[[float | None, Shapes, Shape], Mapping[str, float]] = lambda _a, _s, _t: {}
     """(stored alpha or None, fitted shapes, weight shape) → value per `Scalar` field."""
-    sliced: Mapping[str, int] | None = None
+    row_axes: Mapping[str, int] | None = None
     """Slots that hold one entry per output row, and on which axis of the fitted shape; rows of ΔW
     then need only those entries (and those rows of the base). Where an entry serves several rows,
     as that of one expert does, they are formed together. None: ΔW can only be formed whole."""
-    uncut: frozenset[str] = frozenset()
+    not_sliceable_with: frozenset[str] = frozenset()
     """Optional slots, settings, and numbers where they are finite, with which it can only be formed whole all the
     same."""
     reads_base: bool = False
@@ -104,7 +104,7 @@ class Algorithm:
     prepare: Callable[[Any], Any] | None = None
     """(tensors) → what `delta` takes in their place, where only small tensors have to be inverted: the caller does
     this part in float64, and the rest, on the weight, in the compute dtype."""
-    and_bias: bool = False
+    also_bias: bool = False
     """Whether the formula holds for the module's bias as well, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): acc += strength · ΔW in place, without
@@ -137,7 +137,7 @@ class Algorithm:
     """Whether its scale follows from no tensor, and is 1 in no file."""
     check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
     """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers inside of
-    their bounds contradict each other or the shapes, which `fit` cannot see."""
+    their bounds contradict each other or the shapes, which `fitted_shapes` cannot see."""
     check_settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
     """(settings given by the adapter's configuration, fitted shapes, weight shape): raises
     DoesNotFit for those that cannot be merged or do not belong to these shapes."""
@@ -181,7 +181,7 @@ class Algorithm:
     @property
     def rank(self) -> Callable[[Shapes], int] | None:
         """(fitted shapes) → the rank r of the tensors, where α / r is their scale."""
-        return self.numbers.rank if isinstance(self.numbers, AlphaOverRank) else None
+        return self.scalars_from.rank if isinstance(self.scalars_from, AlphaOverRank) else None
 
     @cached_property
     def slots(self) -> Mapping[str, bool]:

@@ -26,7 +26,7 @@ class BdLoraTensors:
     scale: Scalar  # α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up and down with k apart."""
     out, cols = flat(target)
     (rows, up_rank), (rank, width) = flat(shapes["up"]), flat(shapes["down"])
@@ -58,5 +58,6 @@ def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
 
 
 BDLORA = Algorithm(
-    "bdlora", BdLoraTensors, fit, delta, "PEFT", numbers=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1])
-)
+    "bdlora", BdLoraTensors, fitted_shapes, delta, "PEFT",
+    scalars_from=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1]),
+)  # fmt: skip

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect
-from .oft import OftTensors, Rotation, fit_rescale, limit, prepare, stretch
+from .oft import OftTensors, Rotation, fitted_rescale, limit, prepare, stretch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """blocks (m, k, b, b) with k·b = out, b even, 2^(m−1)·b dividing out; rescale (out, 1)."""
     stored = shapes["blocks"]
     m, k, b = stored[:3] if len(stored) == 4 else (0, 0, 0)
@@ -26,7 +26,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
         and b > 0 and out % (2 ** (m - 1) * b) == 0,
         otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
     )  # fmt: skip
-    return {"blocks": stored, **fit_rescale(shapes, target)}
+    return {"blocks": stored, **fitted_rescale(shapes, target)}
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
@@ -43,11 +43,11 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
         change = (t.turned[:, i] @ pairs.reshape(n, k, b, cols)).reshape(pairs.shape)
         change = change.transpose(2, 3).reshape(base.shape)
         total = change if total is None else total.add_(change)
-    assert total is not None, "fit() allows no file without a stage"
+    assert total is not None, "fitted_shapes() allows no file without a stage"
     return stretch(base, total, t.rescale)
 
 
 BOFT = Algorithm(
-    "boft", OftTensors, fit, delta, "arXiv:2311.06243",
-    numbers=limit, reads_base=True, prepare=prepare,
+    "boft", OftTensors, fitted_shapes, delta, "arXiv:2311.06243",
+    scalars_from=limit, reads_base=True, prepare=prepare,
 )  # fmt: skip

@@ -22,7 +22,7 @@ class C3aTensors:
     kernel: Tensor  # [n, out/b, in/b, b]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of kernel (out/b, in/b, b)."""
     stored, (out, cols) = shapes["kernel"], flat(target)
     expect(
@@ -41,4 +41,4 @@ def delta(base: Tensor, t: C3aTensors) -> Tensor:
     return blocks.transpose(2, 3).reshape(base.shape) / base.shape[2]
 
 
-C3A = Algorithm("c3a", C3aTensors, fit, delta, "arXiv:2407.19342")
+C3A = Algorithm("c3a", C3aTensors, fitted_shapes, delta, "arXiv:2407.19342")

@@ -26,7 +26,7 @@ class DeftTensors:
     method: str = "relu"  # `decomposition_method`
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of subspace (out, r) and content (r, cols)."""
     (out, cols), stored = flat(target), shapes["subspace"]
     expect(
@@ -51,6 +51,6 @@ def delta(base: Tensor, t: DeftTensors) -> Tensor:
 
 
 DEFT = Algorithm(
-    "deft", DeftTensors, fit, delta, "PEFT", reads_base=True, decomposes=True,
-    numbers=alpha_by(),
+    "deft", DeftTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
+    scalars_from=alpha_by(),
 )  # fmt: skip

@@ -28,7 +28,7 @@ class DeloraTensors:
     norms: Tensor  # w, [n, 1, in]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r), down (r, in), length (1, 1) and norms (1, in)."""
     (out, cols), rank = flat(target), shapes["down"][0] if shapes["down"] else 0
     expect(
@@ -54,4 +54,4 @@ def delta(base: Tensor, t: DeloraTensors) -> Tensor:
     return up @ (down * (t.length / rank) * t.norms)
 
 
-DELORA = Algorithm("delora", DeloraTensors, fit, delta, "arXiv:2503.18225")
+DELORA = Algorithm("delora", DeloraTensors, fitted_shapes, delta, "arXiv:2503.18225")

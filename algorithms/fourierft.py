@@ -29,7 +29,7 @@ class FourierTensors:
     places: Indices | None = None  # row-major positions, [n, m]; never stored
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of spectrum (m,), no more than the weight has entries."""
     stored = shapes["spectrum"]
     expect(
@@ -65,6 +65,6 @@ def delta(base: Tensor, t: FourierTensors) -> Tensor:
 
 
 FOURIERFT = Algorithm(
-    "fourierft", FourierTensors, fit, delta, "arXiv:2405.03003",
-    numbers=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED,
+    "fourierft", FourierTensors, fitted_shapes, delta, "arXiv:2405.03003",
+    scalars_from=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED,
 )  # fmt: skip

@@ -43,7 +43,7 @@ class FrodTensors:
     seed: int = 0  # `projection_prng_key`
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored; those of `layer_0` and so on, which share the basis, are checked alone."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is of linear layers alone")
     cols, count = flat(target)[1], shapes["values"]
@@ -95,8 +95,9 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 FROD = Algorithm(
-    "frod", FrodTensors, fit, delta, "PEFT", reads_base=True, decomposes=True, shared=frozenset({"basis", "places"}),
-    check_settings=check_settings, rebuild=rebuild, rebuilds=frozenset({"basis", "places"}),
+    "frod", FrodTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
+    shared=frozenset({"basis", "places"}), check_settings=check_settings,
+    rebuild=rebuild, rebuilds=frozenset({"basis", "places"}),
     bounds={"places": lambda _, target: [below(target[1])], "layers": lambda _shapes, _target: [COUNT],
             "seed": lambda _shapes, _target: [SEED]},
 )  # fmt: skip

@@ -38,7 +38,7 @@ class GloraTensors:
     rs_lora: bool = False
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in GloraTensors, present layout."""
     out, cols = flat(target)
     inputs = target[1:2] or (1,)
@@ -60,7 +60,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {**want, "bm": (rank, rank, cols // inputs[0])}
 
 
-def fit_old(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_old(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in GloraTensors, old layout."""
     expect(holds="bm" not in shapes, otherwise="bm belongs to the present layout")
     out, cols = flat(target)
@@ -78,7 +78,7 @@ def _expect(shapes: Shapes, want: Shapes) -> None:
         )
 
 
-def numbers_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
+def scalars_from_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
     """scale = (α / r)²; 1 without an alpha."""
     return {name: value**2 for name, value in alpha_over("a1")(alpha, shapes, target).items()}
 
@@ -137,10 +137,10 @@ def _renamed(t: GloraTensors) -> GloraTensors:
 
 
 GLORA = Algorithm(
-    "glora", GloraTensors, fit, delta, "arXiv:2306.07967",
-    numbers=alpha_over("a2"), sliced={"b1": 0}, reads_base=True, accumulate=accumulate,
+    "glora", GloraTensors, fitted_shapes, delta, "arXiv:2306.07967",
+    scalars_from=alpha_over("a2"), row_axes={"b1": 0}, reads_base=True, accumulate=accumulate,
 )  # fmt: skip
 GLORA_OLD = Algorithm(
-    "glora_old", GloraTensors, fit_old, delta_old, "arXiv:2306.07967",
-    numbers=numbers_old, sliced={"b2": 0}, reads_base=True, accumulate=accumulate_old,
+    "glora_old", GloraTensors, fitted_shapes_old, delta_old, "arXiv:2306.07967",
+    scalars_from=scalars_from_old, row_axes={"b2": 0}, reads_base=True, accumulate=accumulate_old,
 )  # fmt: skip

@@ -28,7 +28,7 @@ class GraloraTensors:
     up: Tensor | None = None  # [n, out, r']
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of inputs and outputs with their ranks cut in k, and of down and up."""
     (out, cols), a, b = flat(target), shapes["inputs"], shapes["outputs"]
     expect(holds=len(a) == 3 == len(b), otherwise=f"inputs is {list(a)}, outputs {list(b)}")
@@ -55,4 +55,4 @@ def _rank(shapes: Shapes) -> int:
     return shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
 
 
-GRALORA = Algorithm("gralora", GraloraTensors, fit, delta, "arXiv:2505.20355", numbers=alpha_by(_rank))
+GRALORA = Algorithm("gralora", GraloraTensors, fitted_shapes, delta, "arXiv:2505.20355", scalars_from=alpha_by(_rank))

@@ -20,22 +20,22 @@ class HiraTensors:
     down: Tensor  # A, [n, r, cols]; of an embedding [n, r, vocabulary]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r) and down (r, cols)."""
     (out, cols), down = flat(target), shapes["down"]
     expect(
         holds=same_inputs(down[1:], target[1:]),
         otherwise=f"down is {list(down)}, the weight {list(target)}",
     )
-    return _fit(shapes, out, cols)
+    return _fitted_shapes(shapes, out, cols)
 
 
-def fit_embedding(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_embedding(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (dim, r) and down (r, vocabulary)."""
-    return _fit(shapes, *reversed(flat(target)))
+    return _fitted_shapes(shapes, *reversed(flat(target)))
 
 
-def _fit(shapes: Shapes, rows: int, cols: int) -> Shapes:
+def _fitted_shapes(shapes: Shapes, rows: int, cols: int) -> Shapes:
     (out, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
     expect(
@@ -55,14 +55,14 @@ def embedding_delta(base: Tensor, t: HiraTensors) -> Tensor:
     return base * (t.down.transpose(1, 2) @ t.up.transpose(1, 2))
 
 
-HIRA = Algorithm("hira", HiraTensors, fit, delta, "ICLR 2025", sliced={"up": 0}, reads_base=True)
+HIRA = Algorithm("hira", HiraTensors, fitted_shapes, delta, "ICLR 2025", row_axes={"up": 0}, reads_base=True)
 HIRA_EMBEDDING = Algorithm(
     "hira_embedding",
     HiraTensors,
-    fit_embedding,
+    fitted_shapes_embedding,
     embedding_delta,
     "ICLR 2025",
-    sliced={"down": 1},
+    row_axes={"down": 1},
     reads_base=True,
     of_table=True,
 )

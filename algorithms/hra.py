@@ -24,7 +24,7 @@ class HraTensors:
     orthogonal: bool = False  # `apply_GS`
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of vectors (cols, r)."""
     stored, cols = shapes["vectors"], flat(target)[1]
     expect(
@@ -49,4 +49,6 @@ def delta(base: Tensor, t: HraTensors) -> Tensor:
     return -inner @ unit.transpose(1, 2)
 
 
-HRA = Algorithm("hra", HraTensors, fit, delta, "arXiv:2405.17484", sliced={}, reads_base=True, decomposes=True)
+HRA = Algorithm(
+    "hra", HraTensors, fitted_shapes, delta, "arXiv:2405.17484", row_axes={}, reads_base=True, decomposes=True
+)

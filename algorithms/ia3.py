@@ -29,7 +29,7 @@ class Ia3Tensors:
     on_input: Indices  # [n, 1, 1], 0: rows, 1: input channels
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """diff as (out,) or (in,); which one `on_input` says (`check`)."""
     stored = shapes["diff"]
     size = prod(stored)
@@ -64,6 +64,6 @@ def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
 
 
 IA3 = Algorithm(
-    "ia3", Ia3Tensors, fit, delta, "arXiv:2205.05638", bounds={"on_input": lambda _s, _t: [below(2)]},
+    "ia3", Ia3Tensors, fitted_shapes, delta, "arXiv:2205.05638", bounds={"on_input": lambda _s, _t: [below(2)]},
     check=check, reads_base=True,
 )  # fmt: skip

@@ -34,7 +34,7 @@ class LohaTensors:
     t2: Tensor | None = None
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in LohaTensors; both halves have one rank."""
     cores = [slot for slot in ("t1", "t2") if slot in shapes]
     expect(holds=len(cores) != 1, otherwise=f"there is {cores}, but not the other core")
@@ -92,6 +92,7 @@ def _halves(t: LohaTensors) -> list[tuple[Tensor, Tensor]]:
 
 
 LOHA = Algorithm(
-    "loha", LohaTensors, fit, delta, "arXiv:2108.06098",
-    numbers=alpha_over("w1_b"), sliced={"w1_a": 0, "w2_a": 0}, uncut=frozenset({"t1", "t2"}), accumulate=accumulate,
+    "loha", LohaTensors, fitted_shapes, delta, "arXiv:2108.06098",
+    scalars_from=alpha_over("w1_b"), row_axes={"w1_a": 0, "w2_a": 0},
+    not_sliceable_with=frozenset({"t1", "t2"}), accumulate=accumulate,
 )  # fmt: skip

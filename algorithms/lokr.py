@@ -43,7 +43,7 @@ class LokrTensors:
     right_aligned: bool = False  # whether w1 meets the last two axes of such a w2
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in LokrTensors."""
     fitted, (l, m), _ = _factor("w1", shapes)  # noqa: E741
     second, (p, inner), kernel = _factor("w2", shapes)
@@ -87,7 +87,7 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
     return fitted, (rows, width[0]), kernel
 
 
-def numbers(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
+def scalars_from(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
     """Return c, by the rule above."""
     if "w1" in shapes and "w2" in shapes:
         known = alpha is not None and 0 < alpha < inf
@@ -115,7 +115,7 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
     w2 = t.w2
     if t.w2_a is not None and t.w2_b is not None:
         w2 = t.w2_a @ t.w2_b if t.t2 is None else t.w2_a.mT @ tucker(t.t2, t.w2_b)
-    assert w1 is not None and w2 is not None, "fit lets no other combination through"
+    assert w1 is not None and w2 is not None, "fitted_shapes lets no other combination through"
     w1 = w1 * scale
     if w2.dim() == 4 and t.right_aligned:
         return w1[:, None, :, None, :, None], w2[:, :, None, :, None, :]
@@ -123,6 +123,6 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LOKR = Algorithm(
-    "lokr", LokrTensors, fit, delta, "arXiv:2309.14859", numbers=numbers,
-    sliced={"w1": 0, "w1_a": 0}, uncut=frozenset({"right_aligned"}), accumulate=accumulate,
+    "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
+    row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
 )  # fmt: skip

@@ -28,7 +28,7 @@ class LoraTensors:
     mid: Tensor | None = None  # Tucker core, [n, r, r, k]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r), down (r, cols or in) and mid (r, r, k)."""
     out, cols = flat(target)
     (rows, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
@@ -68,6 +68,6 @@ def _columns(t: LoraTensors) -> Tensor:
 
 
 LORA = Algorithm(
-    "lora", LoraTensors, fit, delta, "arXiv:2106.09685",
-    numbers=alpha_over("down"), sliced={"up": 0}, accumulate=accumulate,
+    "lora", LoraTensors, fitted_shapes, delta, "arXiv:2106.09685",
+    scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate,
 )  # fmt: skip

@@ -23,7 +23,7 @@ class BiasTensors:
     scale: Scalar  # that of the factors beside it, or 1
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of diff as (out, 1)."""
     rows, count = flat(target), prod(shapes["diff"])
     expect(holds=rows == (count, 1), otherwise=f"it has {count} values, the bias is {list(target)}")
@@ -36,7 +36,7 @@ def delta(base: Tensor, t: BiasTensors) -> Tensor:
 
 
 LORA_BIAS = Algorithm(
-    "lora_bias", BiasTensors, fit, delta, "arXiv:2106.09685", sliced={"diff": 0},
-    numbers=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # the factors beside it tell r
+    "lora_bias", BiasTensors, fitted_shapes, delta, "arXiv:2106.09685", row_axes={"diff": 0},
+    scalars_from=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # the factors beside it tell r
     parameter="bias",
 )  # fmt: skip

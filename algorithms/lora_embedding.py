@@ -26,7 +26,7 @@ class EmbeddingTensors:
     scale: Scalar  # α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (dim, r) and down (r, vocabulary)."""
     (rows, cols), (rank, _) = flat(target), flat(shapes["down"])
     return expect_shapes(shapes, {"up": (cols, rank), "down": (rank, rows)})
@@ -43,7 +43,7 @@ def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
 
 
 LORA_EMBEDDING = Algorithm(
-    "lora_embedding", EmbeddingTensors, fit, delta, "arXiv:2106.09685",
-    numbers=alpha_over("down"), sliced={"down": 1}, accumulate=accumulate,
+    "lora_embedding", EmbeddingTensors, fitted_shapes, delta, "arXiv:2106.09685",
+    scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate,
     of_table=True,
 )  # fmt: skip

@@ -29,18 +29,18 @@ class ExpertsTensors:
     scale: Scalar  # α / r, r of one expert
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones
     are taken for (E, out, in): the caller knows that they are (target_parameters.py)."""
-    return _fit(shapes, target, transposed=shapes["up"][:1] != target[1:2])
+    return _fitted_shapes(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 
-def fit_transposed(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_transposed(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up and down for a weight known to be (E, in, out), square ones included."""
-    return _fit(shapes, target, transposed=True)
+    return _fitted_shapes(shapes, target, transposed=True)
 
 
-def _fit(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
+def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes:
     expect(
         holds=len(target) == 3 and len(shapes["up"]) == 2 and len(shapes["down"]) == 2,
         otherwise=f"these are factors of stacked experts, the weight is {list(target)}",
@@ -75,11 +75,11 @@ def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
         fits,
         delta,
         "arXiv:2106.09685",
-        numbers=alpha_by(lambda shapes: shapes["down"][1]),
-        sliced={"up": -1, "down": 0},
+        scalars_from=alpha_by(lambda shapes: shapes["down"][1]),
+        row_axes={"up": -1, "down": 0},
         stacked=True,
     )
 
 
-LORA_EXPERTS = _row("lora_experts", fit)
-LORA_EXPERTS_TRANSPOSED = _row("lora_experts_transposed", fit_transposed)
+LORA_EXPERTS = _row("lora_experts", fitted_shapes)
+LORA_EXPERTS_TRANSPOSED = _row("lora_experts_transposed", fitted_shapes_transposed)

@@ -30,7 +30,7 @@ class LoraFusedTensors:
     parts: tuple[tuple[int, int], ...]  # first row and end of each trained part in the weight
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (rows, r) and down (p·r, in), p > 1."""
     out, cols = flat(target)
     (rows, rank), (stacked, width) = flat(shapes["up"]), flat(shapes["down"])
@@ -63,6 +63,6 @@ def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
 
 
 LORA_FUSED = Algorithm(
-    "lora_fused", LoraFusedTensors, fit, delta, "litgpt",
-    numbers=alpha_over("up", 1), check_settings=check_settings,
+    "lora_fused", LoraFusedTensors, fitted_shapes, delta, "litgpt",
+    scalars_from=alpha_over("up", 1), check_settings=check_settings,
 )  # fmt: skip

@@ -52,14 +52,14 @@ class LoraSparseTuckerTensors:
     scale: Scalar  # α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in the two dataclasses."""
     indices, values = shapes["indices"], shapes["values"]
     expect(
         holds=len(values) == 1 and indices == (2, *values) and shapes["size"] == (2,),
         otherwise=f"indices are {list(indices)}, values {list(values)}, size {list(shapes['size'])}",
     )
-    return {**lora.fit(shapes, target), "indices": indices, "values": values, "size": (2,)}
+    return {**lora.fitted_shapes(shapes, target), "indices": indices, "values": values, "size": (2,)}
 
 
 def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
@@ -121,14 +121,14 @@ def _unwrapped(stored: Tensor) -> Tensor:
 LORA_SPARSE = Algorithm(
     "lora_sparse",
     LoraSparseTensors,
-    fit,
+    fitted_shapes,
     delta,
     "LyCORIS",
-    numbers=alpha_over("down"),
+    scalars_from=alpha_over("down"),
     bounds=BOUNDS,
     check=check,
 )
 LORA_SPARSE_TUCKER = Algorithm(
-    "lora_sparse_tucker", LoraSparseTuckerTensors, fit, delta_tucker, "LyCORIS",
-    numbers=alpha_over("down"), bounds=BOUNDS, check=check_tucker, reads_base=True,
+    "lora_sparse_tucker", LoraSparseTuckerTensors, fitted_shapes, delta_tucker, "LyCORIS",
+    scalars_from=alpha_over("down"), bounds=BOUNDS, check=check_tucker, reads_base=True,
 )  # fmt: skip

@@ -26,7 +26,7 @@ class LoraSwitchTensors:
     over_rank: bool = True  # whether c = α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (E, out, r) and down (E, r, in) for a weight (E, out, in)."""
     up, down = shapes["up"], shapes["down"]
     expect(
@@ -42,5 +42,5 @@ def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
 
 
 LORA_SWITCH = Algorithm(
-    "lora_switch", LoraSwitchTensors, fit, delta, "mlx-lm", sliced={"up": 0, "down": 0}, stacked=True
+    "lora_switch", LoraSwitchTensors, fitted_shapes, delta, "mlx-lm", row_axes={"up": 0, "down": 0}, stacked=True
 )

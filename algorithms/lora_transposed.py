@@ -26,7 +26,7 @@ class LoraTransposedTensors:
     over_rank: bool = True  # whether c = α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (r, out) and down (in, r)."""
     out, cols = flat(target)
     up, down = shapes["up"], shapes["down"]
@@ -53,7 +53,7 @@ def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
 
 
 LORA_TRANSPOSED = Algorithm(
-    "lora_transposed", LoraTransposedTensors, fit, delta, "LLMs-from-scratch",
-    sliced={"up": 1}, accumulate=accumulate,
+    "lora_transposed", LoraTransposedTensors, fitted_shapes, delta, "LLMs-from-scratch",
+    row_axes={"up": 1}, accumulate=accumulate,
     in_out=True,
 )  # fmt: skip

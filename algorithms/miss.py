@@ -25,7 +25,7 @@ class MissTensors:
     block: Tensor  # [n, r, out], [n, r, m] or [n, out/r, r, r]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of block (r, out)."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
@@ -35,7 +35,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"block": stored}
 
 
-def fit_mini(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_mini(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of block (r, m), m a divisor of out."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
@@ -45,7 +45,7 @@ def fit_mini(shapes: Shapes, target: Shape) -> Shapes:
     return {"block": stored}
 
 
-def fit_bat(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_bat(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of block (out/r, r, r), r a divisor of both sides."""
     stored, (out, cols) = shapes["block"], flat(target)
     expect(
@@ -74,6 +74,6 @@ def delta_bat(base: Tensor, t: MissTensors) -> Tensor:
     return (moved.reshape(view.shape) + t.block.unsqueeze(3)).reshape(base.shape)
 
 
-MISS = Algorithm("miss", MissTensors, fit, delta, "arXiv:2409.15371", sliced={"block": 1})
-MISS_MINI = Algorithm("miss_mini", MissTensors, fit_mini, delta, "arXiv:2409.15371")
-MISS_BAT = Algorithm("miss_bat", MissTensors, fit_bat, delta_bat, "arXiv:2409.15371", reads_base=True)
+MISS = Algorithm("miss", MissTensors, fitted_shapes, delta, "arXiv:2409.15371", row_axes={"block": 1})
+MISS_MINI = Algorithm("miss_mini", MissTensors, fitted_shapes_mini, delta, "arXiv:2409.15371")
+MISS_BAT = Algorithm("miss_bat", MissTensors, fitted_shapes_bat, delta_bat, "arXiv:2409.15371", reads_base=True)

@@ -32,17 +32,17 @@ class OftTensors:
     rescale: Tensor | None = None  # [n, out, 1], factors of the rotated rows
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """blocks (k, b, b) with k·b = out; rescale (out, 1)."""
     stored = shapes["blocks"]
     expect(
         holds=len(stored) == 3 and stored[1] == stored[2] and stored[0] * stored[1] == target[0],
         otherwise=f"blocks are {list(stored)}, the weight is {list(target)}",
     )
-    return {"blocks": stored, **fit_rescale(shapes, target)}
+    return {"blocks": stored, **fitted_rescale(shapes, target)}
 
 
-def fit_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
+def fitted_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
     """rescale as (out, 1) where there is one."""
     if "rescale" not in shapes:
         return {}
@@ -108,7 +108,7 @@ class OftDiagTensors:
     blocks: Tensor  # R, [n, k, b, b] or [n, 1, b, b]
 
 
-def fit_diag(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_diag(shapes: Shapes, target: Shape) -> Shapes:
     """blocks (k, b, b) with k·b = out, or (1, b, b) shared by all."""
     stored = shapes["blocks"]
     k, b = (stored[0] if len(stored) == 3 else 1), (stored[-1] if stored else 0)
@@ -129,8 +129,9 @@ def delta_diag(base: Tensor, t: OftDiagTensors) -> Tensor:
 
 
 DIAG_OFT = Algorithm(
-    "diag_oft", OftTensors, fit, delta, "arXiv:2306.07280",
-    numbers=limit, sliced={"blocks": 0, "rescale": 0}, uncut=frozenset({"limit"}), reads_base=True, prepare=prepare,
+    "diag_oft", OftTensors, fitted_shapes, delta, "arXiv:2306.07280",
+    scalars_from=limit, row_axes={"blocks": 0, "rescale": 0},
+    not_sliceable_with=frozenset({"limit"}), reads_base=True, prepare=prepare,
 )  # fmt: skip
-OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fit_diag, delta_diag, "arXiv:2306.07280",
-                     sliced={"blocks": 0}, reads_base=True)  # fmt: skip
+OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fitted_shapes_diag, delta_diag, "arXiv:2306.07280",
+                     row_axes={"blocks": 0}, reads_base=True)  # fmt: skip

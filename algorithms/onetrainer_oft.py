@@ -28,19 +28,19 @@ class OneTrainerOftTensors:
     scaled: Tensor | None = None  # a flag: only its presence counts
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """skew (k, b(b−1)/2), for linear layers."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, not a linear layer's")
-    return _fit(shapes, target)
+    return _fitted_shapes(shapes, target)
 
 
-def fit_conv(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_conv(shapes: Shapes, target: Shape) -> Shapes:
     """skew (k, b(b−1)/2), for convolutions."""
     expect(holds=len(target) > 2, otherwise=f"the weight is {list(target)}, not a convolution's")
-    return _fit(shapes, target)
+    return _fitted_shapes(shapes, target)
 
 
-def _fit(shapes: Shapes, target: Shape) -> Shapes:
+def _fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     stored, (_, cols) = shapes["skew"], flat(target)
     k, b = (stored[0], block_size(stored[1])) if len(stored) == 2 else (0, 0)
     expect(holds=b > 0, otherwise=f"skew is {list(stored)}: not the triangles of square blocks")
@@ -81,10 +81,10 @@ def delta_conv(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
 
 
 ONETRAINER_OFT = Algorithm(
-    "onetrainer_oft", OneTrainerOftTensors, fit, delta, "arXiv:2506.19847",
-    sliced={}, reads_base=True,
+    "onetrainer_oft", OneTrainerOftTensors, fitted_shapes, delta, "arXiv:2506.19847",
+    row_axes={}, reads_base=True,
 )  # fmt: skip
 ONETRAINER_OFT_CONV = Algorithm(
-    "onetrainer_oft_conv", OneTrainerOftTensors, fit_conv, delta_conv, "arXiv:2506.19847",
-    sliced={}, reads_base=True,
+    "onetrainer_oft_conv", OneTrainerOftTensors, fitted_shapes_conv, delta_conv, "arXiv:2506.19847",
+    row_axes={}, reads_base=True,
 )  # fmt: skip

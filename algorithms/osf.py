@@ -25,7 +25,7 @@ class OsfTensors:
     right: Tensor  # V, [n, m, cols]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of left (out, m), values (m, 1) and right (m, cols)."""
     (out, cols), count = flat(target), shapes["values"][0] if len(shapes["values"]) == 1 else -1
     expect(
@@ -41,4 +41,4 @@ def delta(base: Tensor, t: OsfTensors) -> Tensor:
     return t.left @ (t.values * t.right) - triples(base, total - t.values.shape[1], total)
 
 
-OSF = Algorithm("osf", OsfTensors, fit, delta, "arXiv:2504.07097", reads_base=True, decomposes=True)
+OSF = Algorithm("osf", OsfTensors, fitted_shapes, delta, "arXiv:2504.07097", reads_base=True, decomposes=True)

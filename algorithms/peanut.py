@@ -40,7 +40,7 @@ class PeanutTensors:
     decoder_3: Tensor | None = None
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored."""
     out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
     want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
@@ -91,7 +91,7 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
 
 
 PEANUT = Algorithm(
-    "peanut", PeanutTensors, fit, delta, "arXiv:2410.01870",
-    numbers=alpha_by(), reads_base=True, check_settings=check_settings,
+    "peanut", PeanutTensors, fitted_shapes, delta, "arXiv:2410.01870",
+    scalars_from=alpha_by(), reads_base=True, check_settings=check_settings,
     scale_from_config=True,
 )  # fmt: skip

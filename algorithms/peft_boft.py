@@ -28,7 +28,7 @@ class BoftTensors:
     rows: Tensor  # s, [n, out, 1]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of blocks (N, k, b, b) with k·b = cols and rows (out, 1)."""
     stored, (out, cols) = shapes["blocks"], flat(target)
     expect(
@@ -64,7 +64,7 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
         change = (blocks @ t.turned[:, i].mT).transpose(1, 2).reshape(base.shape)
         change = _swap(change, (2**i, 2, size // 2)) if i else change
         total = change if total is None else total + change
-    assert total is not None, "fit() allows no file without a stage"
+    assert total is not None, "fitted_shapes() allows no file without a stage"
     return stretch(base, total, t.rows)
 
 
@@ -74,6 +74,6 @@ def _swap(x: Tensor, run: tuple[int, int, int]) -> Tensor:
 
 
 PEFT_BOFT = Algorithm(
-    "peft_boft", BoftTensors, fit, delta, "arXiv:2311.06243",
-    sliced={"rows": 0}, reads_base=True, prepare=prepare,
+    "peft_boft", BoftTensors, fitted_shapes, delta, "arXiv:2311.06243",
+    row_axes={"rows": 0}, reads_base=True, prepare=prepare,
 )  # fmt: skip

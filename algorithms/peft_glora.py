@@ -45,13 +45,13 @@ class PeftGloraBiasTensors:
     trained: Tensor | None = None  # b as it was trained, [n, out, 1]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in PeftGloraTensors."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, PEFT's GLoRA is of linear layers alone")
     return {**_letter(shapes, "a", flat(target)), **_letter(shapes, "b", flat(target))}
 
 
-def fit_bias(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_bias(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in PeftGloraBiasTensors."""
     out, weight = prod(target), flat(shapes["weight"])
     expect(holds=weight[0] == out, otherwise=f"the weight has {weight[0]} rows, the bias {out}")
@@ -97,7 +97,7 @@ def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
     if t.c is not None:
         through = t.weight @ t.c
     else:
-        assert t.c_up is not None and t.c_down is not None, "fit"
+        assert t.c_up is not None and t.c_down is not None, "fitted_shapes"
         through = (t.weight @ t.c_up) @ t.c_down
     own = base if t.trained is None else t.trained
     changed = through.addcmul_(own, t.d.expand_as(base)).add_(t.e)
@@ -108,16 +108,16 @@ def _matrix(one: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tenso
     """Return what a letter stands for, in a shape that spreads over the whole."""
     if one is not None:
         return one
-    assert up is not None and down is not None, "fit"
+    assert up is not None and down is not None, "fitted_shapes"
     return up @ down
 
 
 PEFT_GLORA = Algorithm(
-    "peft_glora", PeftGloraTensors, fit, delta, "arXiv:2306.07967",
-    sliced={"a": 0, "a_up": 0, "b": 0, "b_up": 0}, reads_base=True,
+    "peft_glora", PeftGloraTensors, fitted_shapes, delta, "arXiv:2306.07967",
+    row_axes={"a": 0, "a_up": 0, "b": 0, "b_up": 0}, reads_base=True,
 )  # fmt: skip
 PEFT_GLORA_BIAS = Algorithm(
-    "peft_glora_bias", PeftGloraBiasTensors, fit_bias, delta_bias, "arXiv:2306.07967",
+    "peft_glora_bias", PeftGloraBiasTensors, fitted_shapes_bias, delta_bias, "arXiv:2306.07967",
     reads_base=True, beside={"weight": "weight"}, value="trained",
     parameter="bias",
 )  # fmt: skip

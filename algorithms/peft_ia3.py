@@ -30,7 +30,7 @@ class InTensors:
     factor: Tensor  # [n, groups, in]
 
 
-def fit_out(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_out(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of factor as (out, 1); also for the bias."""
     stored, out = shapes["factor"], flat(target)[0]
     column = len(target) < 2 or len(target) > 2 or stored == (out, 1)  # (1, in) is the other kind
@@ -41,7 +41,7 @@ def fit_out(shapes: Shapes, target: Shape) -> Shapes:
     return {"factor": (out, 1)}
 
 
-def fit_in(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_in(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of factor as (groups, in of one group)."""
     stored, count = shapes["factor"], prod(shapes["factor"])
     expect(holds=len(target) >= 2, otherwise=f"it scales inputs, the weight is {list(target)}")
@@ -70,7 +70,7 @@ def delta_in(base: Tensor, t: InTensors) -> Tensor:
 
 
 PEFT_IA3_OUT = Algorithm(
-    "peft_ia3_out", OutTensors, fit_out, delta_out, "arXiv:2205.05638",
-    sliced={"factor": 0}, reads_base=True, and_bias=True,
+    "peft_ia3_out", OutTensors, fitted_shapes_out, delta_out, "arXiv:2205.05638",
+    row_axes={"factor": 0}, reads_base=True, also_bias=True,
 )  # fmt: skip
-PEFT_IA3_IN = Algorithm("peft_ia3_in", InTensors, fit_in, delta_in, "arXiv:2205.05638", reads_base=True)
+PEFT_IA3_IN = Algorithm("peft_ia3_in", InTensors, fitted_shapes_in, delta_in, "arXiv:2205.05638", reads_base=True)

@@ -61,7 +61,7 @@ class SecondTensors:
     shared: bool = True
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
     stored, cols = shapes["skew"], flat(target)[1]
     expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
@@ -74,7 +74,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"skew": stored}
 
 
-def fit_second(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_second(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of blocks (k, b, b) that tile the columns and rows (out, 1)."""
     (out, cols), (count, size) = flat(target), _square(shapes["blocks"])
     expect(
@@ -88,7 +88,7 @@ def fit_second(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": (count, size, size), "rows": (out, 1)}
 
 
-def fit_first(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_first(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shape of blocks (k, b, b) that cover the rows, the last one perhaps only in part."""
     (out, _), (count, size) = flat(target), _square(shapes["blocks"])
     needed = -(-out // size)
@@ -231,24 +231,24 @@ def _identity(like: Tensor) -> Tensor:
 PEFT_OFT = Algorithm(
     "peft_oft",
     OftTensors,
-    fit,
+    fitted_shapes,
     delta,
     "arXiv:2306.07280",
-    sliced={},
+    row_axes={},
     reads_base=True,
     prepare=prepare,
     bounds=TERMS,
     check_settings=check_settings,
 )
 PEFT_OFT_EMBEDDING = Algorithm(
-    "peft_oft_embedding", OftTensors, fit, delta, "arXiv:2306.07280",
-    sliced={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
+    "peft_oft_embedding", OftTensors, fitted_shapes, delta, "arXiv:2306.07280",
+    row_axes={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
     of_table=True,
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
     "peft_oft2",
     SecondTensors,
-    fit_second,
+    fitted_shapes_second,
     second_delta,
     "arXiv:2306.07280",
     reads_base=True,
@@ -258,7 +258,7 @@ PEFT_OFT2 = Algorithm(
 PEFT_OFT1 = Algorithm(
     "peft_oft1",
     FirstTensors,
-    fit_first,
+    fitted_shapes_first,
     first_delta,
     "arXiv:2306.07280",
     reads_base=True,

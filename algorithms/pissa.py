@@ -41,7 +41,7 @@ class KasaTensors:
     scale: Scalar  # α / r
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
     (out, cols), (rows, rank), (down_rank, width) = map(flat, (target, shapes["up"], shapes["down"]))
     expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
@@ -91,17 +91,17 @@ def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
 
 
 PISSA = Algorithm(
-    "pissa", PairTensors, fit, pissa_delta, "arXiv:2404.02948",
-    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    "pissa", PairTensors, fitted_shapes, pissa_delta, "arXiv:2404.02948",
+    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
     starts_in_base=True,
 )  # fmt: skip
 OLORA = Algorithm(
-    "olora", PairTensors, fit, olora_delta, "arXiv:2406.01775",
-    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    "olora", PairTensors, fitted_shapes, olora_delta, "arXiv:2406.01775",
+    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
     starts_in_base=True,
 )  # fmt: skip
 KASA = Algorithm(
-    "kasa", KasaTensors, fit, kasa_delta, "arXiv:2412.06071",
-    numbers=alpha_over("down"), reads_base=True, decomposes=True,
+    "kasa", KasaTensors, fitted_shapes, kasa_delta, "arXiv:2412.06071",
+    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
     starts_in_base=True,
 )  # fmt: skip

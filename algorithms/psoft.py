@@ -47,7 +47,7 @@ class Turned:
     right: Tensor
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in PsoftTensors."""
     (out, cols), turn = flat(target), shapes["turn"]
     free = len(turn) == 2 and turn[0] == turn[1]
@@ -119,7 +119,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 PSOFT = Algorithm(
-    "psoft", PsoftTensors, fit, delta, "OpenReview FSHrinMArK",
+    "psoft", PsoftTensors, fitted_shapes, delta, "OpenReview FSHrinMArK",
     prepare=prepare, rebuild=rebuild, rebuilds=frozenset({"left", "right"}), check_settings=check_settings,
     bounds={**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]},
 )  # fmt: skip

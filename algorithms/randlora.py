@@ -38,7 +38,7 @@ class RandTensors:
     very_sparse: bool = False
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored; the bases must cover the weight."""
     (small, large), lam, gam = sorted(flat(target)), shapes["rank_scale"], shapes["side_scale"]
     expect(holds=len(lam) == 2 and lam[0] > 0, otherwise=f"λ is {list(lam)}")
@@ -95,7 +95,7 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 
 RANDLORA = Algorithm(
-    "randlora", RandTensors, fit, delta, "arXiv:2502.00987", numbers=alpha_by(), derive=derive,
+    "randlora", RandTensors, fitted_shapes, delta, "arXiv:2502.00987", scalars_from=alpha_by(), derive=derive,
     bounds=SEEDED,
     scale_from_config=True,
 )  # fmt: skip

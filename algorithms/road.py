@@ -26,7 +26,7 @@ class RoadTensors:
     group: int  # `group_size`
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of theta and stretch."""
     count, out = prod(shapes["theta"]), flat(target)[0]
     expect(holds=shapes["theta"] == shapes["stretch"], otherwise="theta and alpha differ in shape")
@@ -64,5 +64,6 @@ def delta(base: Tensor, t: RoadTensors) -> Tensor:
 
 
 ROAD = Algorithm(
-    "road", RoadTensors, fit, delta, "arXiv:2409.00119", reads_base=True, and_bias=True, check_settings=check_settings
-)
+    "road", RoadTensors, fitted_shapes, delta, "arXiv:2409.00119",
+    reads_base=True, also_bias=True, check_settings=check_settings,
+)  # fmt: skip

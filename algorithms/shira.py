@@ -23,7 +23,7 @@ class ShiraTensors:
     places: Indices  # rows and columns, [n, 2, m]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of values (m,) and places (2, m)."""
     count = prod(shapes["values"])
     expect(
@@ -46,6 +46,6 @@ def delta(base: Tensor, t: ShiraTensors) -> Tensor:
 
 
 SHIRA = Algorithm(
-    "shira", ShiraTensors, fit, delta, "arXiv:2406.13175",
+    "shira", ShiraTensors, fitted_shapes, delta, "arXiv:2406.13175",
     bounds={"places": lambda _, target: [below(size) for size in flat(target)]},
 )  # fmt: skip

@@ -32,7 +32,7 @@ class SuperTensors:
     top: bool = True  # `select_top`: the largest weights, not the smallest
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of values and places (m,), up (out, r), down (r, cols)."""
     count = prod(shapes["values"])
     expect(
@@ -63,10 +63,10 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 SUPERTUNING = Algorithm(
     "supertuning",
     SuperTensors,
-    fit,
+    fitted_shapes,
     delta,
     "arXiv:2607.09287",
-    numbers=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
+    scalars_from=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
     rebuild=rebuild,
     rebuilds=frozenset({"places"}),
     bounds={"places": lambda _, target: [below(prod(target))]},

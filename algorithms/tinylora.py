@@ -27,7 +27,7 @@ class TinyTensors:
     seed: int | None = None  # of P, where it is not stored
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored."""
     (out, cols), down, vector = flat(target), shapes["down"], shapes["vector"]
     rank = down[0] if down else 0
@@ -67,6 +67,6 @@ def delta(base: Tensor, t: TinyTensors) -> Tensor:
 
 
 TINYLORA = Algorithm(
-    "tinylora", TinyTensors, fit, delta, "PEFT", sliced={"up": 0}, shared=frozenset({"vector"}), derive=derive,
-    bounds=SEEDED, check_settings=check_settings,
+    "tinylora", TinyTensors, fitted_shapes, delta, "PEFT", row_axes={"up": 0}, shared=frozenset({"vector"}),
+    derive=derive, bounds=SEEDED, check_settings=check_settings,
 )  # fmt: skip

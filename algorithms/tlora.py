@@ -37,7 +37,7 @@ class TloraTensors:
     use_data_init: bool = True
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """p (out, r), q (r, in), lambdas (1, r); kernels of one pixel only, as in LyCORIS' forward."""
     out, cols = flat(target)
     (rows, rank), (q_rank, width) = flat(shapes["p"]), flat(shapes["q"])
@@ -76,6 +76,6 @@ def delta(base: Tensor, t: TloraTensors) -> Tensor:
 
 
 TLORA = Algorithm(
-    "tlora", TloraTensors, fit, delta, "arXiv:2507.05964", numbers=alpha_over("q"),
+    "tlora", TloraTensors, fitted_shapes, delta, "arXiv:2507.05964", scalars_from=alpha_over("q"),
     check_settings=check_settings, reads_base=True, decomposes=True,
 )  # fmt: skip

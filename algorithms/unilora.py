@@ -40,7 +40,7 @@ class UniTensors:
     dtype: str = ""  # of the weight, to which PEFT rounds the scales
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored."""
     (out, cols), choice = flat(target), shapes.get("down_choice", ())
     rank, bank = choice[0] if choice else 0, shapes["bank"]
@@ -106,8 +106,8 @@ def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
 
 
 UNILORA = Algorithm(
-    "unilora", UniTensors, fit, delta, "arXiv:2506.00799",
-    sliced={"up_choice": 0, "up_weight": 0}, uncut=frozenset({"total"}), shared=frozenset({"bank"}),
+    "unilora", UniTensors, fitted_shapes, delta, "arXiv:2506.00799",
+    row_axes={"up_choice": 0, "up_weight": 0}, not_sliceable_with=frozenset({"total"}), shared=frozenset({"bank"}),
     check_settings=check_settings, rebuild=rebuild,
     rebuilds=frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
     bounds={"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],

@@ -40,7 +40,7 @@ class VbTopTensors:
     bank: Tensor  # [n, vectors, L]; shared
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored; pieces must tile the weight."""
     down, up, bank = _three(shapes, "down", "up")
     _tile(down, up, bank, target)
@@ -51,7 +51,7 @@ def fit(shapes: Shapes, target: Shape) -> Shapes:
     return {"down": down, "up": up, "bank": bank}
 
 
-def fit_top(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes_top(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes as stored; pieces must tile the weight, weights be one fewer than choices."""
     down, up, bank = _three(shapes, "down_choice", "up_choice")
     _tile(down, up, bank, target)
@@ -121,10 +121,10 @@ def _product(down: Tensor, up: Tensor) -> Tensor:
 
 
 VBLORA = Algorithm(
-    "vblora", VbTensors, fit, delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
+    "vblora", VbTensors, fitted_shapes, delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
     bounds={"top": lambda _s, _t: [Bounds(1, COUNT.end)]},
 )  # fmt: skip
 VBLORA_TOP = Algorithm(
-    "vblora_top", VbTopTensors, fit_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
+    "vblora_top", VbTopTensors, fitted_shapes_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
     bounds={"up_choice": entries, "down_choice": entries},
 )  # fmt: skip

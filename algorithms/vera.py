@@ -32,7 +32,7 @@ class VeraTensors:
     widest: Shape = ()  # (out, in), each the largest of all layers with this algorithm
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of out_scale (out, 1), rank_scale (r, 1) and, where stored, down and up."""
     (out, cols), ranks = flat(target), shapes["rank_scale"][0] if len(shapes["rank_scale"]) == 1 else 0
     expect(holds=ranks > 0, otherwise=f"rank_scale is {list(shapes['rank_scale'])}, not a vector")
@@ -79,8 +79,8 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int
     return {"down": down, "up": draw(out, rank)}
 
 
-VERA = Algorithm("vera", VeraTensors, fit, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED)
+VERA = Algorithm("vera", VeraTensors, fitted_shapes, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED)
 PVERA = Algorithm(
-    "pvera", VeraTensors, fit, delta, "arXiv:2512.07703",
+    "pvera", VeraTensors, fitted_shapes, delta, "arXiv:2512.07703",
     derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2), bounds=SEEDED,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect
-from .fourierft import fit, places
+from .fourierft import fitted_shapes, places
 from .wavelets import low_pass
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 
 
 WAVEFT = Algorithm(
-    "waveft", WaveTensors, fit, delta, "arXiv:2505.12532",
-    numbers=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
+    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532",
+    scalars_from=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
     scale_from_config=True,
 )  # fmt: skip

@@ -32,7 +32,7 @@ class FullRankTensors:
     down: Tensor  # [n, out, cols]
 
 
-def fit(shapes: Shapes, target: Shape) -> Shapes:
+def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the one slot as (out, cols)."""
     ((slot, stored),) = shapes.items()
     expect(
@@ -67,7 +67,7 @@ def full_rank_delta(base: Tensor, t: FullRankTensors) -> Tensor:
     return t.down.clone()
 
 
-def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str, float]:
+def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str, float]:
     """Nothing; with an α the scale would be α over the network's rank, which the file does not
     hold."""
     expect(
@@ -77,12 +77,14 @@ def full_rank_numbers(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
     return {}
 
 
-FULL = Algorithm("full", FullTensors, fit, delta, "LyCORIS", sliced={"diff": 0}, accumulate=accumulate, as_stored=True)
+FULL = Algorithm(
+    "full", FullTensors, fitted_shapes, delta, "LyCORIS", row_axes={"diff": 0}, accumulate=accumulate, as_stored=True
+)
 SET = Algorithm(
-    "set", FullTensors, fit, set_delta, "PEFT", sliced={"diff": 0}, reads_base=True, accumulate=set_accumulate,
-    as_stored=True,
+    "set", FullTensors, fitted_shapes, set_delta, "PEFT", row_axes={"diff": 0}, reads_base=True,
+    accumulate=set_accumulate, as_stored=True,
 )  # fmt: skip
 FULL_RANK = Algorithm(
-    "full_rank", FullRankTensors, fit, full_rank_delta, "ai-toolkit",
-    numbers=full_rank_numbers, sliced={"down": 0},
+    "full_rank", FullRankTensors, fitted_shapes, full_rank_delta, "ai-toolkit",
+    scalars_from=full_rank_scalars, row_axes={"down": 0},
 )  # fmt: skip

@@ -148,7 +148,7 @@ class Merge:
         target = next(t for t in targets if t in self.state)
         why: list[str] = []
         for name in [chosen] if chosen else candidates:
-            bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].and_bias else []
+            bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].also_bias else []
             shared = {s: self.tensors[key] for s, key in self.told.shared(name, module).items() if key in self.tensors}
             try:
                 near = {slot: f"{bare(module)}.{of}" for slot, of in ALGORITHMS[name].beside.items()}
@@ -170,8 +170,8 @@ class Merge:
         settings = dict(self.told.settings(name, module))
         if "widest" in row.settings:
             settings["widest"] = (36, 36)
-        fitted = dict(row.fit({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
-        numbers = {**row.numbers(None, fitted, tuple(weight.shape)), **self.told.numbers(name, module, fitted)}
+        fitted = dict(row.fitted_shapes({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
+        numbers = {**row.scalars_from(None, fitted, tuple(weight.shape)), **self.told.numbers(name, module, fitted)}
         missing = any(slot not in own for slot in row.slots)
         derived = dict(row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {})
         loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in own.items()}}

@@ -52,7 +52,7 @@ class Suffix:
 
 SHARED: Final = MappingProxyType(
     {
-        "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.numbers",
+        "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.scalars_from",
         "scale_override": "a number that replaces α / rank",
         "magnitude": "DoRA's magnitude; see algorithms/dora.py",
         "reshape": "integers: the shape to which the base is padded with zeros first",

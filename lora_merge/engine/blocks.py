@@ -40,9 +40,9 @@ class BlockPart:
         return self.taken is not None and patch.reads_base and len(patch.view.pieces) > 1
 
     def entries(self, axis_length: int) -> tuple[int, int]:
-        """(first, count) of what is needed along an axis that `sliced` names."""
-        grain = self.use.patch.view.matrix[0] // axis_length
-        return self.formed[0] // grain, (self.formed[1] - self.formed[0]) // grain
+        """(first, count) of what is needed along an axis that `row_axes` names."""
+        row_group = self.use.patch.view.matrix[0] // axis_length
+        return self.formed[0] // row_group, (self.formed[1] - self.formed[0]) // row_group
 
 
 @dataclass(frozen=True)
@@ -117,22 +117,22 @@ def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
 
 def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
     """Yield where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
-    piece, grain = use.piece, _grain(use)
+    piece, row_group = use.piece, _row_group(use)
     yield piece.start
-    if 1 < grain < use.patch.view.matrix[0]:
-        step = max(1, BLOCK_ELEMENTS // max(cols * grain, 1)) * grain
+    if 1 < row_group < use.patch.view.matrix[0]:
+        step = max(1, BLOCK_ELEMENTS // max(cols * row_group, 1)) * row_group
         first = piece.start - use.start % step + step
         yield from range(first, piece.stop, step)
     yield piece.stop
 
 
-def _grain(use: PatchPart) -> int:
-    return use.patch.view.matrix[0] if use.piece.transposed else use.patch.grain
+def _row_group(use: PatchPart) -> int:
+    return use.patch.view.matrix[0] if use.piece.transposed else use.patch.row_group
 
 
 def _joined(use: PatchPart) -> bool:
     """Return whether its formula gives more than a row of the target at once."""
-    return use.piece.transposed or use.patch.grain > 1
+    return use.piece.transposed or use.patch.row_group > 1
 
 
 def _overlaps(use: PatchPart, low: int, high: int) -> bool:
@@ -144,7 +144,7 @@ def _slice(target: OutputTensor, use: PatchPart, first: int, last: int) -> Block
     start, rows = use.start + low - use.piece.start, high - low
     if use.piece.transposed:
         start, rows = use.start, use.piece.rows
-    grain = _grain(use)
-    formed = start // grain * grain, -(-(start + rows) // grain) * grain
+    row_group = _row_group(use)
+    formed = start // row_group * row_group, -(-(start + rows) // row_group) * row_group
     taken = None if formed == (start, start + rows) else (start - formed[0], start - formed[0] + rows)
     return BlockPart(use, low - first, high - first, formed, taken, target)

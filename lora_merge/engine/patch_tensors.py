@@ -93,8 +93,8 @@ class PatchTensors:
         info = patch.module.slots[slot]
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
-        if patch.grain < patch.view.matrix[0] and row.sliced is not None and slot in row.sliced:
-            axis = row.sliced[slot]
+        if patch.row_group < patch.view.matrix[0] and row.row_axes is not None and slot in row.row_axes:
+            axis = row.row_axes[slot]
             cut = (axis, *s.entries(shape[axis]))
         put = stage_indices if slot in row.integer_slots else stage
 

@@ -154,7 +154,7 @@ class _Chooser:
             alpha = self.context.given.get(ALPHA)
         weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:
-            found = dict(row.numbers(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
+            found = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes do, so it is the number
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         if "scale" in found:
@@ -233,4 +233,4 @@ def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> Inpu
 
 def _matters(row: Algorithm, shapes: Mapping[str, Shape], shape: Shape) -> bool:
     """Return whether an alpha changes the scale."""
-    return row.numbers(None, shapes, shape) != row.numbers(ODD, shapes, shape)
+    return row.scalars_from(None, shapes, shape) != row.scalars_from(ODD, shapes, shape)

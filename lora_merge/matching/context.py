@@ -109,7 +109,7 @@ def fit(
     """Return the shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide
     matrix.
     """
-    shapes = ALGORITHMS[name].fit(dict(stored), weight)
+    shapes = ALGORITHMS[name].fitted_shapes(dict(stored), weight)
     if matrix != flat(weight) and not ALGORITHMS[name].stacked:
         raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} is not made for")
     return shapes

@@ -209,13 +209,13 @@ class MatchBuilder:
         """The bias of a layer whose weight was placed, where the formula holds for it too."""
         up = module.slots.get("up")
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
-        both = ALGORITHMS[patch.algorithm].and_bias or self.context.trained(patch.algorithm).turns_bias
+        both = ALGORITHMS[patch.algorithm].also_bias or self.context.trained(patch.algorithm).turns_bias
         bias = self.places.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
             beside = {slot: of.matrix for slot, of in patch.beside.items()}
-            shapes = ALGORITHMS[patch.algorithm].fit({**patch.module.shapes, **beside}, bias.shape)
+            shapes = ALGORITHMS[patch.algorithm].fitted_shapes({**patch.module.shapes, **beside}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
-        if bias is not None and not ALGORITHMS[patch.algorithm].and_bias:
+        if bias is not None and not ALGORITHMS[patch.algorithm].also_bias:
             self._remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
 
     def _patch(self, module: Module, view: WeightView) -> Patch | None:

@@ -36,17 +36,17 @@ class Patch:
     beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → where its values lie in the base
 
     @cached_property
-    def grain(self) -> int:
+    def row_group(self) -> int:
         """How many consecutive rows of ΔW are formed together: 1, those of one expert or one block, or all.
 
-        Factors are cut to a multiple of it, along the axes that the algorithm's `sliced` names.
+        Factors are cut to a multiple of it, along the axes that the algorithm's `row_axes` names.
         """
         row, rows = ALGORITHMS[self.algorithm], self.view.matrix[0]
         limits = {name for name, value in self.numbers.items() if isfinite(value)}
         chosen = self.shapes.keys() | {name for name, value in self.settings if value} | limits
-        if row.sliced is None or row.uncut & chosen or (self.magnitude or ("out",))[0] != "out":
+        if row.row_axes is None or row.not_sliceable_with & chosen or (self.magnitude or ("out",))[0] != "out":
             return rows
-        entries = [self.shapes[slot][axis] for slot, axis in row.sliced.items() if slot in self.shapes] or [rows]
+        entries = [self.shapes[slot][axis] for slot, axis in row.row_axes.items() if slot in self.shapes] or [rows]
         count = min(entries)
         if not count or any(n % count for n in (rows, *entries)):
             return rows

@@ -39,7 +39,7 @@ def stack(
 ) -> Stacked:
     """n equal layers as the plan and the kernel would hand them to the row's formula."""
     target = tuple(layers[0][0].shape)
-    shapes = row.fit({s: tuple(t.shape) for s, t in layers[0][1].items()}, target)
+    shapes = row.fitted_shapes({s: tuple(t.shape) for s, t in layers[0][1].items()}, target)
     given = dict(settings or {})
     missing = row.missing_settings(given)
     if missing:
@@ -57,7 +57,7 @@ def stack(
         for slot, tensor in row.derive(shapes, target, given).items():
             kind = torch.int64 if slot in row.integer_slots else dtype
             fields[slot] = torch.stack([tensor.to(kind)] * len(layers))
-    for name, value in row.numbers(alpha, shapes, target).items():
+    for name, value in row.scalars_from(alpha, shapes, target).items():
         fields[name] = torch.full((len(layers), 1, 1), value, dtype=dtype, device=device)
     rows = target[0] if target else 1
     base = torch.stack([w.reshape(rows, -1) for w, _ in layers])

@@ -53,7 +53,7 @@ def test_every_row_with_stored_indices_says_their_bounds() -> None:
 @pytest.mark.parametrize(("name", "example", "slot"), INDEXED, ids=[f"{n}: {e.label}: {s}" for n, e, s in INDEXED])
 def test_a_number_past_either_end_is_refused(name: str, example: Any, slot: str) -> None:
     row = ALGORITHMS[name]
-    bounds = row.bounds[slot](row.fit(example.slots, example.target), example.target)
+    bounds = row.bounds[slot](row.fitted_shapes(example.slots, example.target), example.target)
     size = example.layer(torch.Generator().manual_seed(0), torch.float32)[1][slot].numel()
     for at in {0, size - 1}:
         mine = bounds[at * len(bounds) // size]
@@ -133,7 +133,7 @@ SEEDED = [name for name, row in ALGORITHMS.items() if "seed" in row.settings]
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**63) - 1, 10**400, 1.5, float("nan"), "1_0", None, True])
 def test_a_seed_that_torch_does_not_take(name: str, seed: Any) -> None:
     row, example = ALGORITHMS[name], ALL_EXAMPLES[name][0]
-    shapes = row.fit(example.slots, example.target)
+    shapes = row.fitted_shapes(example.slots, example.target)
     with pytest.raises(DoesNotFit, match="seed"):
         row.check_given({**example.settings, "seed": seed}, shapes, example.target)
     for end in (SEED.low, SEED.end - 1):

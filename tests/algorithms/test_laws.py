@@ -153,11 +153,13 @@ def test_accumulate_is_delta(name: str, example: Example) -> None:
 def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Example) -> None:
     s = stacked(name, example)
     held = {
-        what for what in s.row.uncut if getattr(s.tensors, what) is not None and getattr(s.tensors, what) is not False
+        name
+        for name in s.row.not_sliceable_with
+        if getattr(s.tensors, name) is not None and getattr(s.tensors, name) is not False
     }
-    if s.row.sliced is None or held:
+    if s.row.row_axes is None or held:
         pytest.skip("whole only")
-    slots = {slot: (axis + (axis >= 0), getattr(s.tensors, slot)) for slot, axis in s.row.sliced.items()}
+    slots = {slot: (axis + (axis >= 0), getattr(s.tensors, slot)) for slot, axis in s.row.row_axes.items()}
     slots = {slot: (axis, value) for slot, (axis, value) in slots.items() if value is not None}
     (entries,) = {value.shape[axis] for axis, value in slots.values()} or {s.base.shape[1]}
     grain, first, count = s.base.shape[1] // entries, entries // 4, max(1, entries // 2)
@@ -177,7 +179,7 @@ def test_the_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Exa
 @every
 def test_fit_only_reshapes(name: str, example: Example) -> None:
     stored = {slot: tuple(shape) for slot, shape in example.slots.items()}
-    fitted = ALGORITHMS[name].fit(stored, example.target)
+    fitted = ALGORITHMS[name].fitted_shapes(stored, example.target)
     assert fitted.keys() == stored.keys()
     for slot, shape in fitted.items():
         assert torch.empty(stored[slot]).numel() == torch.empty(shape).numel(), slot
@@ -186,6 +188,6 @@ def test_fit_only_reshapes(name: str, example: Example) -> None:
 @every
 def test_numbers_fill_every_scalar(name: str, example: Example) -> None:
     row = ALGORITHMS[name]
-    fitted = row.fit(example.slots, example.target)
+    fitted = row.fitted_shapes(example.slots, example.target)
     for alpha in (None, 0.0, 1.0, 8.0) if name != "full_rank" else (None, 0.0):
-        assert row.numbers(alpha, fitted, example.target).keys() == row.scalars
+        assert row.scalars_from(alpha, fitted, example.target).keys() == row.scalars

@@ -181,14 +181,14 @@ def test_rank_zero_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
 def test_an_alpha_that_is_no_number(name: str, alpha: float) -> None:
     row, example = ALGORITHMS[name], EXAMPLES[name][0]
-    fitted = row.fit(example.slots, example.target)
+    fitted = row.fitted_shapes(example.slots, example.target)
     if name == "lokr" or not row.scalars:  # both factors whole: alpha means nothing
         return
     if name in ("diag_oft", "boft") and alpha == float("inf"):
-        assert row.numbers(alpha, fitted, example.target) == {"limit": alpha}
+        assert row.scalars_from(alpha, fitted, example.target) == {"limit": alpha}
         return
     with pytest.raises(DoesNotFit, match="alpha"):
-        row.numbers(alpha, fitted, example.target)
+        row.scalars_from(alpha, fitted, example.target)
 
 
 def test_indices_that_point_beyond_the_weight() -> None:
@@ -236,7 +236,7 @@ def test_tlora_is_refused_where_its_start_is_unknown(given_settings: dict[str, A
 
 def test_full_rank_with_an_alpha_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="unknown rank"):
-        ALGORITHMS["full_rank"].numbers(16.0, {"down": (12, 10)}, (12, 10))
+        ALGORITHMS["full_rank"].scalars_from(16.0, {"down": (12, 10)}, (12, 10))
 
 
 @pytest.mark.parametrize(

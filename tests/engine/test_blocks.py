@@ -52,7 +52,7 @@ def test_cutting_and_spreading_change_nothing(
     if name in STACKED:  # rows of width `in`, as an architecture with experts has them
         whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
     rows, cols = whole.shape
-    edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a grain too
+    edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a row group too
     stored = {f"base {i}": torch.from_numpy(whole[a:b]) for i, (a, b) in enumerate(pairwise(edges))}
     slots = {slot: torch.from_numpy(t) for slot, t in tensors(name, example).items()}
     module = Module("m", "weight", {s: held(s, t) for s, t in slots.items()}, {}, (name,))
@@ -75,6 +75,6 @@ def test_cutting_and_spreading_change_nothing(
             found.append(into)
             count += 1
     np.testing.assert_allclose(torch.cat(found).numpy(), want, rtol=1e-9, atol=1e-9)
-    if parts == largest == 1 and patch.grain < rows:
-        assert count == rows // patch.grain
-    assert parts > 1 or case not in CUT or patch.grain < rows
+    if parts == largest == 1 and patch.row_group < rows:
+        assert count == rows // patch.row_group
+    assert parts > 1 or case not in CUT or patch.row_group < rows

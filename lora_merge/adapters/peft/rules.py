@@ -11,13 +11,13 @@ nothing, and the file's own numbers hold. How a plan uses them:
 2. `algorithm(module, candidates)`: the row of ALGORITHMS to use for a module, out of those that its slots allow, or
    None to leave it to the table. InputError if the tensors are those of another method than the configuration's.
 3. `targets(module)`: which parameters the module may mean, best first; usually `<module>.weight`.
-4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.numbers`.
+4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.scalars_from`.
 5. `settings(algorithm)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
    largest over all weights that the adapter changes with this algorithm.
 6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks it,
    `Algorithm.derive(fitted shapes, weight shape, settings)` makes it.
 
-Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `and_bias` changes the
+Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `also_bias` changes the
 module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out],
 one sign of several, and only for square ones (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
