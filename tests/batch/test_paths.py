@@ -21,7 +21,7 @@ FILES = ("a", "b.x", "ab.x", ".h.x", "[c].x", "s/a.x", "s/b", "s/t/a.x", "s/.t/a
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tree")
+    root = tmp_path_factory.mktemp("tree") / "1/2/3/4"  # four steps upwards stay in it
     for file in FILES:
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
