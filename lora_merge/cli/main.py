@@ -62,10 +62,22 @@ class Commands(TyperGroup):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
         check_command(word, self.commands)
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, the main one first."""
+        return sorted(super().list_commands(ctx), key=lambda name: name != "merge")
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name."""
         return take_text(super().get_command(ctx, cmd_name), ctx)
 
+
+EXAMPLES = """\b
+Examples:
+  lora-merge sdxl.safetensors style.safetensors:0.8 --dtype bf16
+  lora-merge sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5 -o out.safetensors
+  lora-merge sdxl.safetensors style.safetensors --strength-for te=0
+  lora-merge ./Llama-3.1-8B ./my-peft-adapter -o ./merged
+"""
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -87,7 +99,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog=EXAMPLES)
 @with_options(*OPTIONS, before="dry_run")
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],

@@ -15,8 +15,9 @@ from .values import named_adapter, named_parts
 
 def add_to(app: typer.Typer) -> None:
     """Make them commands of the application."""
-    for command in (verify, replay, unmerge, doctor):
+    for command in (verify, replay, doctor):
         app.command()(command)
+    app.command(hidden=True)(unmerge)  # for those who look for it: the answer says how to get the base back
 
 
 @with_options(*(name for name, option in OPTIONS.items() if option.in_verify), before="search", stated=True)
