@@ -1,7 +1,7 @@
-"""Blocks of a base, by the names that people weight them with: IN04, M00, OUT11, D00, S37, L12.
+"""The blocks of a base, by the names that users weight blocks with: IN04, M00, OUT11, D00, S37, L12.
 
-U-Nets are numbered as their authors' code numbers them, whatever the layout of the file; sd-webui-lora-block-weight
-made lists with these names common. Any other model has its stacks of equal layers, numbered in the order of the file.
+The blocks of a U-Net are numbered as in its authors' code, in every layout; sd-webui-lora-block-weight made lists of
+these names common. In any other model, a block is one layer of a stack of equal layers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from math import isfinite
 from types import MappingProxyType
 from typing import Final
 
@@ -19,7 +19,7 @@ from .names import Names
 from .spellings import Component
 
 REST: Final = "BASE"
-"""All that lies in no block: text encoders, embeddings of time, norms."""
+"""The block of every tensor that no other block holds: text encoders, time embeddings, norms."""
 
 FEW: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
     {
@@ -27,7 +27,7 @@ FEW: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
         9: ("BASE", *(f"IN{n:02d}" for n in (4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(6))),
     }
 )
-"""Input blocks of a U-Net → the blocks of its short list (17 or 12 numbers): those that a plain LoRA changes.
+"""Number of a U-Net's input blocks → its short list (17 or 12 blocks): the blocks that a plain LoRA changes.
 
 Source: hako-mikan/sd-webui-lora-block-weight, BLOCKID17 and BLOCKIDXLL.
 """
@@ -45,7 +45,7 @@ PRESETS: Final[Mapping[str, str]] = MappingProxyType(
         "OUTALL": "BASE OUT",
     }
 )
-"""Preset → the blocks that count in full, all others not at all. Source: as above, its default presets."""
+"""Preset → the blocks with factor 1; all others have 0. Source: the default presets of sd-webui-lora-block-weight."""
 
 _UNET: Final = (
     (re.compile(r"input_blocks\.(\d+)\."), "IN"),
@@ -60,10 +60,10 @@ _COMMON: Final = frozenset(
     {"model", "models", "transformer", "text", "language", "joint", "stream", "module", "net"}
     | {"blocks", "block", "layers", "layer", "h", "resblocks"}
 )
-"""Words in the name of a stack that do not tell it from others."""
+"""Words that occur in the names of many stacks, so that they tell no stack from the others."""
 
 FLUX: Final = "Flux.1"
-"""The architecture whose lists name its ends and its two encoders too."""
+"""The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Blocks:
     """The blocks of one base."""
 
     order: tuple[str, ...]
-    """All blocks, as a list of numbers counts them."""
+    """All blocks, in the order of the numbers in a full list."""
     few: tuple[str, ...]
-    """The blocks of the short list; () where there is none."""
+    """The blocks of the short list; () if the model has no short list."""
     of: Callable[[str], str]
-    """Key of the base → its block; "" for what is not weighted by blocks, such as a VAE."""
+    """Key of the base → its block; "" for a tensor without a block, such as one of a VAE."""
 
     def chosen(self, text: str) -> frozenset[str]:
-        """Return the blocks that `IN04`, `IN04-IN08`, `IN` or several of them with + name; none if one is unknown."""
+        """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several of these joined by +; empty if one is unknown."""
         found: set[str] = set()
         for item in text.upper().split("+"):
             first, _, last = item.partition("-")
@@ -91,21 +91,26 @@ class Blocks:
         return frozenset(found)
 
     def _position(self, name: str) -> int | None:
-        """Return the place of a block in the order; its number may lack or have zeros in front, MID is the middle."""
+        """Return the index of a block in the order, None if unknown. `IN4` and `IN004` are IN04, `MID` is M00."""
         stack = name.rstrip("0123456789")
         plain = f"{stack}{int(name[len(stack) :]):02d}" if 0 < len(name) - len(stack) < 5 else name
-        there = [n for n in ("M00" if name == "MID" else name, plain) if n in self.order]
-        return self.order.index(there[0]) if there else None
+        known = [n for n in ("M00" if name == "MID" else name, plain) if n in self.order]
+        return self.order.index(known[0]) if known else None
 
     def weights(self, value: str, where: str) -> Mapping[str, float]:
-        """Return block → factor for a list of numbers or the name of a preset; UsageError for what fits no list."""
-        if value in PRESETS or re.fullmatch(r"ALL[0-9.]+", value):
+        """Return block → factor for a list of numbers, a preset or `ALL0.5`; UsageError if the value is none of these."""
+        if value in PRESETS:
             return self._preset(value, where)
+        constant = re.fullmatch(r"ALL([0-9.]+)", value)
         try:
-            numbers = [float(n) for n in value.split(",")]
+            numbers = [float(n) for n in (constant[1] if constant else value).split(",")]
+            if not all(map(isfinite, numbers)):
+                raise ValueError("not finite")
         except ValueError as e:
             fix = f"give a list of numbers or one of {', '.join(PRESETS)}"
             raise UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where, fix) from e
+        if constant:
+            return dict.fromkeys(self.order, numbers[0])
         for names in (self.order, self.few):
             if len(names) == len(numbers):
                 return {**dict.fromkeys(self.order, 0.0), **dict(zip(names, numbers, strict=True))}
@@ -114,8 +119,6 @@ class Blocks:
         raise UsageError(f"{len(numbers)} block weights do not fit this base", where, f"give {wanted}")
 
     def _preset(self, name: str, where: str) -> Mapping[str, float]:
-        if name not in PRESETS:
-            return dict.fromkeys(self.order, float(name.removeprefix("ALL")))
         if name == "ALL":
             return dict.fromkeys(self.order, 1.0)
         if PRESETS[name] and "M00" not in self.order:
@@ -127,15 +130,13 @@ class Blocks:
 
 def blocks(names: Names) -> Blocks:
     """Return the blocks of a base."""
-    main, *others = names.parts
-    bodies = main.keys
-    if any(b.startswith(("input_blocks.", "down_blocks.")) for b in bodies) and any(
-        _UNET[1][0].match(b) for b in bodies
-    ):
-        inner, order = _unet(main)
+    main, *others = names.parts or [Component("denoiser", "model", "")]
+    has_down = any(body.startswith(("input_blocks.", "down_blocks.")) for body in main.keys)
+    if has_down and any(_UNET[1][0].match(body) for body in main.keys):
+        block_of, order = _unet(main)
         few = tuple(FEW.get(sum(name.startswith("IN") for name in order), ()))
     else:
-        inner, order = _stacks(main)
+        block_of, order = _stacks(main)
         few = ()
     encoders = {part.label: REST for part in others if part.kind}
     if names.architecture == FLUX:
@@ -144,10 +145,10 @@ def blocks(names: Names) -> Blocks:
     owner = {key: body for body, key in main.keys.items()}
 
     def of(key: str) -> str:
-        body = owner.get(key)
+        body = owner.get(names.without_wrappers(key))
         if body is None:
             return encoders.get(names.component(key), "")
-        block = inner(body)
+        block = block_of(body)
         if names.architecture == FLUX and block == REST:
             return "OUT" if _ENDS.match(body) else "IN"
         return block
@@ -156,10 +157,10 @@ def blocks(names: Names) -> Blocks:
 
 
 def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
-    """Return (the block of a name, all blocks) of a U-Net in its authors' layout or that of diffusers.
+    """Return (function name → block, all blocks) of a U-Net in its authors' layout or in that of diffusers.
 
-    In diffusers' layout each level of the way down has its layers and then a downsampler, which is one block more. On
-    the way up a level has one layer more than on the way down, and the upsampler belongs to the last of them.
+    In diffusers' layout, a level of the down path has n layers and then a downsampler, which is a block of its own. A
+    level of the up path has n + 1 layers; its upsampler belongs to the last of these.
     """
     down = [int(m[4]) for body in part.keys if (m := _DOWN.match(body)) and m[1] == "down" and m[3] in _LAYERS]
     step = max(down, default=1) + 2  # blocks of a level: its layers and the downsampler
@@ -180,8 +181,8 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
             return f"IN{step * level + (layer + 1 if match[3] in _LAYERS else step):02d}"
         return f"OUT{step * level + (layer if match[3] in _LAYERS else step - 1):02d}"
 
-    there = {inner(body) for body in part.keys} - {"OUT", REST}
-    order = (REST, *sorted(b for b in there if b[0] == "I"), "M00", *sorted(b for b in there if b[0] == "O"))
+    found = {inner(body) for body in part.keys} - {"OUT", REST}
+    order = (REST, *sorted(b for b in found if b[0] == "I"), "M00", *sorted(b for b in found if b[0] == "O"))
     last = order[-1]
     return lambda body: last if (block := inner(body)) == "OUT" else block, order
 
@@ -190,16 +191,17 @@ _LAYERS: Final = ("resnets", "attentions", "motion_modules")
 
 
 def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
-    """Return (the block of a name, all blocks) of a model of stacked layers.
+    """Return (function name → block, all blocks) of a model of stacked layers.
 
-    A stack is two or more modules of one name and a number. Beside single blocks, the others are double ones.
+    A stack is two or more modules that differ in a number only. Stacks are in the order of their paths, single blocks
+    last, whatever the order of the file is: diffusers' names sort Flux.1's single blocks before its double blocks.
     """
     layers: dict[str, set[int]] = {}
     for body in part.keys:
         path, number = _layer(body)
         if path is not None:
             layers.setdefault(path, set()).add(number)
-    stacks = {path: numbers for path, numbers in layers.items() if len(numbers) > 1}
+    stacks = {path: layers[path] for path in sorted(layers, key=lambda p: (_is_single(p), p)) if len(layers[path]) > 1}
     letters: dict[str, str] = {}
     for path in stacks:
         own = _letters(path, stacks) or ("B" if part.role == "denoiser" and part.label != "model" else "L")
@@ -211,14 +213,13 @@ def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
         path, number = _layer(body)
         return f"{letters[path]}{number:02d}" if path in letters else REST
 
-    named = (f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers))
-    return inner, tuple(chain((REST,), named))
+    return inner, (REST, *(f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers)))
 
 
 def _layer(body: str) -> tuple[str | None, int]:
-    """Return (path of the stack, number) of the outermost layer that a tensor is in; (None, 0) if it is in none.
+    """Return (path of the stack, number) of the outermost layer that holds a tensor; (None, 0) without a layer.
 
-    A number right above the parameter is no layer but a step of a small Sequential.
+    A number right above the parameter counts the steps of a small Sequential, not layers.
     """
     path = body.split(".")
     at = next((i for i, word in enumerate(path[:-2]) if word.isascii() and word.isdigit() and len(word) < 5), None)
@@ -226,10 +227,17 @@ def _layer(body: str) -> tuple[str | None, int]:
 
 
 def _letters(path: str, stacks: Mapping[str, set[int]]) -> str:
-    """Return the initials of the words that tell this stack from others; "" if none does."""
-    single = any(p.rpartition(".")[2].startswith("single") for p in stacks)
+    """Return the initials of the words that tell this stack from the others; "" if no word does.
+
+    Beside a stack of single blocks, a stack without such words holds double blocks: D.
+    """
+    single = any(map(_is_single, stacks))
     for level in reversed(path.split(".")) if len(stacks) > 1 else ():
         words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]
         if words:
             return "".join(word[0] for word in words if word[0].isalpha()).upper()
     return "D" if single else ""
+
+
+def _is_single(path: str) -> bool:
+    return path.rpartition(".")[2].startswith("single")

@@ -156,7 +156,7 @@ class Names:
         """
         piece = view.pieces[0]
         part = self._part(piece.key)
-        own = part.dotted(self._name(piece.key).removeprefix(part.prefix)) if part else None
+        own = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and self._as_stored(own) == view else view
 
     def recognised(self, key: str) -> bool:
@@ -169,7 +169,7 @@ class Names:
 
         Of a model that a table knows, the table alone does.
         """
-        pieces = [p._replace(key=self._name(p.key)) for p in view.pieces]
+        pieces = [p._replace(key=self.without_wrappers(p.key)) for p in view.pieces]
         found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
         if not all(found):
             return {}
@@ -188,10 +188,10 @@ class Names:
 
     def _part(self, key: str) -> Component | None:
         """Return the network that a base tensor belongs to; None for what is in none that matters."""
-        name = self._name(key)
+        name = self.without_wrappers(key)
         return next((part for part in self.parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
 
-    def _name(self, key: str) -> str:
+    def without_wrappers(self, key: str) -> str:
         """Return what a base tensor is called without levels that training left."""
         return self._inner.get(key, key)
 

@@ -1,4 +1,4 @@
-"""The strength of an adapter for each tensor of a base: its own, times that of every part that covers the tensor."""
+"""The strength of an adapter for each tensor: the adapter's own, times the factor of every part with that tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..text import listed
 from .blocks import Blocks, blocks
 from .names import Names
 
-NEAR: Final = 300  # names that a misspelt one is compared with, and its characters: a comparison takes 0.3 ms
+NEAR: Final = 300  # most tensor names compared with an unknown part, and most characters; a comparison takes 0.3 ms
 
 
 class Strengths:
     """One adapter's strength on one base, tensor by tensor."""
 
     def __init__(self, adapter: Adapter, names: Names, steps: Steps) -> None:
-        """`steps` is what the regular expressions of all adapters of the job may take."""
+        """Prepare the parts of one adapter. `steps`: how long all regular expressions of the job may search."""
         self.path, self.strength = adapter.path, adapter.strength
         self._parts, self._steps = adapter.parts, steps
         named = [part for part, _ in self._parts if _is_block(part)]
@@ -30,7 +30,7 @@ class Strengths:
         self._weights = {part: self._weighted(part, self._blocks) for part in named if self._blocks}
 
     def factor(self, key: str, component: str) -> float:
-        """Return the strength for one tensor of the base."""
+        """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
         found = self.strength
         self._steps.left += STEPS_A_NAME
         block = self._blocks.of(key) if self._blocks else ""
@@ -51,19 +51,19 @@ class Strengths:
             likely = [*components][:NEAR]
             written = part.removeprefix(REGEX)
             near = get_close_matches(written[:NEAR], likely, 2, 0.0) if written != part else []
-            there = listed(near or sorted(set(components.values())), 6)
-            raise UsageError("a part of the base that it does not have", f"--strength-for {part}",
-                             f"correct it; {'names of tensors near it are' if near else 'it has'} {there}")  # fmt: skip
+            known = listed(near or sorted(set(components.values())), 6)
+            raise UsageError("the base has no such part", f"--strength-for {part}",
+                             f"correct it; {'similar tensor names are' if near else 'the base has'} {known}")  # fmt: skip
 
     def _weighted(self, part: str, base: Blocks) -> Mapping[str, float]:
-        """Return block → factor for a part that names blocks; UsageError for blocks that the base does not have."""
+        """Return block → factor for a part that names blocks; UsageError if the base lacks such a block."""
         where = f"--strength-for {part[:80]}"
         if part.startswith(BLOCK_LIST):
             return base.weights(part.removeprefix(BLOCK_LIST), where)
         chosen = base.chosen(part)
         if not chosen:
             fix = f"this base has {listed(base.order, 12)}; `lora-merge parts BASE` lists all"
-            raise UsageError("a block that the base does not have", where, fix)
+            raise UsageError("the base has no such block", where, fix)
         return dict.fromkeys(chosen, 1.0)
 
     def _covers(self, part: str, key: str, component: str) -> bool:

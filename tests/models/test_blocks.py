@@ -144,3 +144,29 @@ def test_presets_by_block_are_refused_where_there_are_no_such_blocks() -> None:
     with pytest.raises(UsageError, match="U-Nets"):
         blocks_of("native/flux-dev").weights("MIDD", "x")
     assert set(blocks_of("native/flux-dev").weights("ALL", "x").values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["diffusers/flux-dev", "native/flux-dev", "diffusers/hunyuan-video", "diffusers/sd15"])
+def test_the_order_of_blocks_does_not_depend_on_the_order_of_the_file(name: str) -> None:
+    shapes = {key: shape for key, shape in sorted(shapes_of(name).items())}
+    turned = dict(reversed(shapes.items()))
+    forwards, backwards = (blocks(Names(components(s, {}, (), None), s)) for s in (shapes, turned))
+    assert forwards.order == backwards.order == blocks_of(name).order
+    assert all(forwards.of(key) == backwards.of(key) for key in shapes)
+
+
+def test_a_base_that_was_saved_wrapped_has_the_blocks_of_the_base_itself() -> None:
+    shapes = shapes_of("native/sd15")
+    stored = {key: f"_orig_mod.{key}" for key in shapes}
+    wrapped = blocks(Names(components(shapes, {}, (), None), shapes, stored))
+    assert {key: wrapped.of(stored[key]) for key in shapes} == {key: blocks_of("native/sd15").of(key) for key in shapes}
+
+
+@pytest.mark.parametrize("value", ["ALL.", "ALL1.2.3", ",".join(["nan"] * 26), ",".join(["1"] * 25 + ["inf"])])
+def test_weights_that_are_no_finite_numbers_are_refused(value: str) -> None:
+    with pytest.raises(UsageError, match="neither a list of block weights nor a preset"):
+        blocks_of("native/sd15").weights(value, "--strength-for lbw")
+
+
+def test_a_base_without_networks_has_no_blocks() -> None:
+    assert blocks(Names([], {})).of("model_ema.decay") == ""
