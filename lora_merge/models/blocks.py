@@ -78,7 +78,7 @@ class Blocks:
     """Key of the base → its block; "" for a tensor without a block, such as one of a VAE."""
 
     def chosen(self, text: str) -> frozenset[str]:
-        """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several of these joined by +; empty if one is unknown."""
+        """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several joined by +; empty if one is unknown."""
         found: set[str] = set()
         for item in text.upper().split("+"):
             first, _, last = item.partition("-")
@@ -98,7 +98,7 @@ class Blocks:
         return self.order.index(known[0]) if known else None
 
     def weights(self, value: str, where: str) -> Mapping[str, float]:
-        """Return block → factor for a list of numbers, a preset or `ALL0.5`; UsageError if the value is none of these."""
+        """Return block → factor for a list of numbers, a preset or `ALL0.5`; UsageError for anything else."""
         if value in PRESETS:
             return self._preset(value, where)
         constant = re.fullmatch(r"ALL([0-9.]+)", value)
