@@ -234,8 +234,8 @@ EQUAL = (
     "kept - kept.max",  # a softmax is the same for numbers that are all larger
     "taps) - 2, count))", "len(whole) - cut",  # rows that are cut off later
     "g.out > 1",  # of a single row
-    "_turned_rows: − → + in b =", "_columns_turned: − → + in w, b =", "_series: − → + in power,",  # the other axis of
-    "_inputs_turned: − → + in b =", "miss_bat: 1 → 2 in rank =", "first: 1 → 2 in b =", "1 → 2 in side =", "− → + in side =",  # square
+    "_turned_rows: − → + in b =", "series: − → + in power,",  # the other axis of
+    "inputs_turned: − → + in b =", "miss_bat: 1 → 2 in rank =", "first: 1 → 2 in b =", "1 → 2 in side =", "− → + in side =",  # square
     "delora: − → + in return",  # blocks, and one number as [1]
 )  # fmt: skip
 """What the lines of changes hold that change nothing that can be seen."""

@@ -1,9 +1,9 @@
-"""Two names of one layer, written down a second time: small tables for the layouts that most adapters are for.
+"""Two names of one layer, for the second reading: small tables of the layouts that most adapters are made for.
 
-The name tables of the plan (architectures/*.yaml) are not used here. `#` stands for any number, and both sides count
-alike. What is on the left is the layout of the models' authors, on the right that of diffusers or transformers; a
-table serves bases of either, with adapters in the words of the other. Sources: the conversion scripts of diffusers
-(scripts/convert_*.py, loaders/single_file_utils.py) and the models' own code.
+The plan's own name tables (architectures/*.yaml) are not used here. `#` stands for a number, which is the same on both
+sides. The left name is that of the model's authors, the right one that of diffusers or transformers; a table serves
+bases of either layout and adapters of the other. Sources: the conversion scripts of diffusers (scripts/convert_*.py,
+loaders/single_file_utils.py) and the models' own code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL_BUT_LAST_SQUARE: Final = "all but the last square"  # each but the last has 
 
 @dataclass(frozen=True)
 class Line:
-    """One weight on the left is these on the right, one below the other."""
+    """One weight of the left layout and the weights of the right one whose rows, one below the other, it holds."""
 
     left: str
     right: tuple[str, ...]
@@ -33,7 +33,7 @@ class Line:
 
 
 def heights(split: str, count: int, shape: Shape) -> tuple[int, ...]:
-    """Return the rows of each part of a weight of this shape; () where they do not come out even."""
+    """Return the number of rows of each part of a weight; () where the split does not divide its rows evenly."""
     rows, inputs = shape[0], shape[1] if len(shape) > 1 else 0
     squares = {EQUAL: 0, FIRST_SQUARE: 1, ALL_BUT_LAST_SQUARE: count - 1}[split]
     if squares and not inputs:
@@ -42,21 +42,24 @@ def heights(split: str, count: int, shape: Shape) -> tuple[int, ...]:
     return () if odd or each <= 0 else (*[inputs] * squares, *[each] * (count - squares))
 
 
-def _lines(text: str) -> Iterator[Line]:
-    for line in text.strip().splitlines():
-        left, right = line.split(" = ")
+def _lines(text: str) -> tuple[Line, ...]:
+    """Return the lines of a table: `.name` replaces the last part of the first name on the right, `..name` the last
+    two; `|1` and `|-1` at the end stand for FIRST_SQUARE and ALL_BUT_LAST_SQUARE."""
+    found = []
+    for row in text.strip().splitlines():
+        left, right = row.split(" = ")
         split = EQUAL
         for mark, name in ((" |1", FIRST_SQUARE), (" |-1", ALL_BUT_LAST_SQUARE)):
             if right.endswith(mark):
                 right, split = right.removesuffix(mark), name
         parts = right.split(" + ")
-        beside, above = parts[0].rpartition(".")[0], parts[0].rsplit(".", 2)[0]
-        full = (above + p[1:] if p.startswith("..") else beside + p if p[0] == "." else p for p in parts)
-        yield Line(left, tuple(full), split)
+        parent, grandparent = parts[0].rpartition(".")[0], parts[0].rsplit(".", 2)[0]
+        full = (grandparent + p[1:] if p.startswith("..") else parent + p if p[0] == "." else p for p in parts)
+        found.append(Line(left, tuple(full), split))
+    return tuple(found)
 
 
-FLUX: Final = tuple(
-    _lines("""
+FLUX: Final = _lines("""
 double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q + .to_k + .to_v
 double_blocks.#.txt_attn.qkv = transformer_blocks.#.attn.add_q_proj + .add_k_proj + .add_v_proj
 double_blocks.#.img_attn.proj = transformer_blocks.#.attn.to_out.0
@@ -80,10 +83,8 @@ vector_in.in_layer = time_text_embed.text_embedder.linear_1
 vector_in.out_layer = time_text_embed.text_embedder.linear_2
 final_layer.linear = proj_out
 """)
-)
 
-SD3: Final = tuple(
-    _lines("""
+SD3: Final = _lines("""
 joint_blocks.#.x_block.attn.qkv = transformer_blocks.#.attn.to_q + .to_k + .to_v
 joint_blocks.#.x_block.attn2.qkv = transformer_blocks.#.attn2.to_q + .to_k + .to_v
 joint_blocks.#.context_block.attn.qkv = transformer_blocks.#.attn.add_q_proj + .add_k_proj + .add_v_proj
@@ -102,10 +103,8 @@ y_embedder.mlp.0 = time_text_embed.text_embedder.linear_1
 y_embedder.mlp.2 = time_text_embed.text_embedder.linear_2
 final_layer.linear = proj_out
 """)
-)
 
-WAN: Final = tuple(
-    _lines("""
+WAN: Final = _lines("""
 blocks.#.self_attn.q = blocks.#.attn1.to_q
 blocks.#.self_attn.k = blocks.#.attn1.to_k
 blocks.#.self_attn.v = blocks.#.attn1.to_v
@@ -127,10 +126,8 @@ img_emb.proj.1 = condition_embedder.image_embedder.ff.net.0.proj
 img_emb.proj.3 = condition_embedder.image_embedder.ff.net.2
 head.head = proj_out
 """)
-)
 
-OPENCLIP: Final = tuple(
-    _lines("""
+OPENCLIP: Final = _lines("""
 transformer.resblocks.#.attn.in_proj = text_model.encoder.layers.#.self_attn.q_proj + .k_proj + .v_proj
 transformer.resblocks.#.attn.out_proj = text_model.encoder.layers.#.self_attn.out_proj
 transformer.resblocks.#.ln_1 = text_model.encoder.layers.#.layer_norm1
@@ -138,25 +135,16 @@ transformer.resblocks.#.ln_2 = text_model.encoder.layers.#.layer_norm2
 transformer.resblocks.#.mlp.c_fc = text_model.encoder.layers.#.mlp.fc1
 transformer.resblocks.#.mlp.c_proj = text_model.encoder.layers.#.mlp.fc2
 """)
-)
 
 CLIP: Final = tuple(
-    _lines("""
-encoder.layers.#.self_attn.q_proj = text_model.encoder.layers.#.self_attn.q_proj
-encoder.layers.#.self_attn.k_proj = text_model.encoder.layers.#.self_attn.k_proj
-encoder.layers.#.self_attn.v_proj = text_model.encoder.layers.#.self_attn.v_proj
-encoder.layers.#.self_attn.out_proj = text_model.encoder.layers.#.self_attn.out_proj
-encoder.layers.#.mlp.fc1 = text_model.encoder.layers.#.mlp.fc1
-encoder.layers.#.mlp.fc2 = text_model.encoder.layers.#.mlp.fc2
-""")
+    Line(f"encoder.layers.#.{part}", (f"text_model.encoder.layers.#.{part}",))
+    for part in (*(f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
 )
 
-PHI3: Final = tuple(
-    _lines("""
+PHI3: Final = _lines("""
 model.layers.#.self_attn.qkv_proj = model.layers.#.self_attn.q_proj + .k_proj + .v_proj |1
 model.layers.#.mlp.gate_up_proj = model.layers.#.mlp.gate_proj + .up_proj
 """)
-)
 
 RESNET: Final = MappingProxyType({
     "in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
@@ -169,11 +157,11 @@ ATTENTION: Final = (
     *(f"transformer_blocks.#.{a}.{p}" for a in ("attn1", "attn2") for p in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"transformer_blocks.#.{p}" for p in ("ff.net.0.proj", "ff.net.2", "norm1", "norm2", "norm3")),
 )  # fmt: skip
-"""The parts of an attention block there, which are called alike in both."""
+"""The parts of an attention block in that UNet, which both layouts call alike."""
 
 
 def _unet() -> Iterator[Line]:
-    """Stable Diffusion 1, 2 and XL.
+    """Yield the lines for the UNet of Stable Diffusion 1, 2 and XL.
 
     After the first convolution every level has three input blocks, two residual ones and a downsampler, and three
     output blocks, all residual, the last with an upsampler.
@@ -202,16 +190,16 @@ label_emb.0.2 = add_embedding.linear_2
 """)
 
 
-def _block(resnet: str, theirs: str, attention: str, its: str) -> Iterator[Line]:
-    for part, other in RESNET.items():
-        yield Line(f"{resnet}.{part}", (f"{theirs}.{other}",))
+def _block(resnet: str, resnet_right: str, attention: str, attention_right: str) -> Iterator[Line]:
+    for part, part_right in RESNET.items():
+        yield Line(f"{resnet}.{part}", (f"{resnet_right}.{part_right}",))
     for part in ATTENTION if attention else ():
-        yield Line(f"{attention}.{part}", (f"{its}.{part}",))
+        yield Line(f"{attention}.{part}", (f"{attention_right}.{part}",))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A table, and keys that show which side of it a network is on."""
+    """A table, and the keys by which a network shows which of the two layouts it has."""
 
     lines: tuple[Line, ...]
     shows_left: tuple[str, ...]
@@ -256,32 +244,26 @@ LAYOUTS: Final = (
 
 
 class Lines:
-    """The lines of some layouts, found by one of their names; `#` is bound to a number of the name."""
+    """Lines of the tables that a module's name is looked up in."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[tuple[bool, ...], dict[tuple[str, ...], list[Line]]]] = {}
+        self._found: dict[str, list[tuple[list[str], Line]]] = {}  # name, all numbers `#` → its own numbers, line
 
     def add(self, name: str, line: Line) -> None:
-        """A line that is looked up by this template, one of its own names."""
-        numbers = _NUMBER.findall(name)
-        free = tuple(n == "#" for n in numbers)
-        fixed = tuple(n for n in numbers if n != "#")
-        masks = self._found.setdefault(_NUMBER.sub("#", name), {})
-        masks.setdefault(free, {}).setdefault(fixed, []).append(line)
+        """Add a line under one of its names."""
+        self._found.setdefault(_NUMBER.sub("#", name), []).append((_NUMBER.findall(name), line))
 
     def of(self, name: str) -> Iterator[tuple[Line, list[str]]]:
         """Yield the lines that a name fits, each with the numbers that stand for its `#`."""
-        masks = self._found.get(_NUMBER.sub("#", name))
-        numbers = _NUMBER.findall(name) if masks else ()
-        for free, lines in masks.items() if masks else ():
-            fixed = tuple(n for n, is_free in zip(numbers, free, strict=True) if not is_free)
-            for line in lines.get(fixed, ()):
-                yield line, [n for n, is_free in zip(numbers, free, strict=True) if is_free]
+        numbers = _NUMBER.findall(name)
+        for wanted, line in self._found.get(_NUMBER.sub("#", name), ()):
+            if all(want in ("#", number) for want, number in zip(wanted, numbers, strict=True)):
+                yield line, [number for want, number in zip(wanted, numbers, strict=True) if want == "#"]
 
 
 def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:
-    """Return the lines that hold for a network with these keys: by their left sides if it is on that side, and by their
-    (first) right sides if it is on the other."""
+    """Return the lines for a network with these keys: under their left names if the network has the left layout, else
+    under the first of their right names."""
     left, right = Lines(), Lines()
     for layout in LAYOUTS:
         on_left = all(key in keys for key in layout.shows_left)
@@ -295,7 +277,7 @@ def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:
 
 
 def filled(template: str, numbers: Sequence[str]) -> str:
-    """Return the template with its numbers put in."""
+    """Return the name that a template gives with these numbers."""
     for number in numbers:
         template = template.replace("#", number, 1)
     return template

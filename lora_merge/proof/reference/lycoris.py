@@ -12,6 +12,7 @@ import numpy as np
 
 from .floats import Array
 from .given import FormulaInput, Reference
+from .rotations import cayley, inputs_turned, series, triangles
 
 
 def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
@@ -65,12 +66,19 @@ def lora_transposed(g: FormulaInput) -> Array:
     return scale * (a @ b[:, g.rows]).T
 
 
-def lora_switch(g: FormulaInput) -> Array:
-    """Return every expert has factors of its own. A row of the weight is one of an expert's, or all."""
+def expert_rows(g: FormulaInput) -> tuple[Array, Array]:
+    """Return the expert, and the row in its matrix, of every asked-for row of a weight [experts, out, in]; where a
+    row of the weight as a matrix holds a whole expert, its rows one after the other."""
     _, height, width = g.shape
     lines = g.cols // width
     which, inside = np.divmod((g.rows[:, None] * lines + np.arange(lines)).reshape(-1), height)
-    result = np.empty((len(which), width))
+    return which, inside
+
+
+def lora_switch(g: FormulaInput) -> Array:
+    """Return ΔW of stacked experts, each of which has factors of its own."""
+    which, inside = expert_rows(g)
+    result = np.empty((len(which), g.shape[2]))
     for e in np.unique(which):
         up, down = (g.read(slot, np.array([e]))[0] for slot in ("up", "down"))
         result[which == e] = up[inside[which == e]] @ down
@@ -122,14 +130,18 @@ def glora_old(g: FormulaInput) -> Array:
 
 
 def tlora(g: FormulaInput) -> Array:
-    """P λ Q less its start, r singular triples of the weight."""
-    w, rank = g.all_w, g["q"].shape[0]
-    u, s, v = np.linalg.svd(w, full_matrices=False)
-    kind = g.settings.get("sig_type", "principal")
-    first = 0 if kind == "principal" else len(s) - rank if kind == "last" else (len(s) - rank) // 2
-    part = slice(first, first + rank)
-    start = u[g.rows, part] @ np.diag(s[part]) @ v[part]
+    """Return P λ Q less its start, r singular triples of the weight."""
+    start = triples(g, g["q"].shape[0], g.settings.get("sig_type", "principal"))
     return g.numbers["scale"] * (g.some("p") @ np.diag(g["lambdas"].reshape(-1)) @ g["q"] - start)
+
+
+def triples(g: FormulaInput, count: int, which: str) -> Array:
+    """Return rows of the product of `count` singular triples of the weight: the largest (`principal`), the smallest
+    (`last`), or those in the middle."""
+    u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
+    first = {"principal": 0, "last": len(s) - count}.get(which, (len(s) - count) // 2)
+    part = slice(first, first + count)
+    return np.asarray(u[g.rows, part] @ np.diag(s[part]) @ v[part])
 
 
 def full(g: FormulaInput) -> Array:
@@ -161,8 +173,7 @@ def _rotations(blocks: Array, limit: float) -> Array:
     norm = float(np.sqrt(np.sum(q * q)))
     if norm > limit:
         q = q * (limit / norm)
-    eye = np.eye(q.shape[-1])
-    return (eye + q) @ np.linalg.inv(eye - q)
+    return cayley(-q)
 
 
 def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
@@ -209,30 +220,20 @@ def boft(g: FormulaInput) -> Array:
 
 def _neumann(g: FormulaInput) -> Array:
     """OneTrainer's series for R, [k, b, b], from the upper triangles of S."""
-    stored = g["skew"]
-    b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
-    s = np.zeros((len(stored), b, b))
-    upper = np.triu_indices(b, 1)
-    s[:, upper[0], upper[1]] = stored / (2 * np.sqrt(b - 1)) if "scaled" in g.slots and b > 1 else stored
-    s = s - np.swapaxes(s, 1, 2)
-    return np.eye(b) + 2 * s + 2 * s @ s + 2 * s @ s @ s + s @ s @ s @ s
-
-
-def _columns_turned(g: FormulaInput, right: Array) -> Array:
-    """Return W bd(right) − W."""
-    w, b = g.w, right.shape[-1]
-    parts = [w[:, j * b :][:, :b] @ right[j if len(right) > 1 else 0] for j in range(g.cols // b)]
-    return np.hstack(parts) - w
+    skew = triangles(g["skew"])
+    if "scaled" in g.slots:
+        skew = skew / (2 * np.sqrt(max(skew.shape[2] - 1, 1)))
+    return series(skew, 5, doubled_last=False)
 
 
 def onetrainer_oft(g: FormulaInput) -> Array:
-    """Linear layers: W bd(R)ᵀ."""
-    return _columns_turned(g, np.swapaxes(_neumann(g), 1, 2))
+    """Return W bd(R)ᵀ − W, for linear layers."""
+    return inputs_turned(g.w, np.swapaxes(_neumann(g), 1, 2)) - g.w
 
 
 def onetrainer_oft_conv(g: FormulaInput) -> Array:
-    """Convolutions: W bd(R)."""
-    return _columns_turned(g, _neumann(g))
+    """Return W bd(R) − W, for convolutions."""
+    return inputs_turned(g.w, _neumann(g)) - g.w
 
 
 LYCORIS: Final = MappingProxyType({

@@ -9,7 +9,7 @@ import numpy as np
 
 from .floats import Array
 from .given import FormulaInput, Reference
-from .lycoris import lora
+from .lycoris import expert_rows, lora, triples
 
 
 def adalora(g: FormulaInput) -> Array:
@@ -28,12 +28,10 @@ def embedding(g: FormulaInput) -> Array:
 
 
 def experts(g: FormulaInput) -> Array:
-    """Expert e has rows e·r … of A and every E-th column of B. A row of the weight is one of an expert's, or all."""
-    _, height, width = g.shape
-    lines = g.cols // width
-    which, inside = np.divmod((g.rows[:, None] * lines + np.arange(lines)).reshape(-1), height)
+    """Return ΔW of stacked experts: expert e has rows e·r … of A and every E-th column of B."""
+    which, inside = expert_rows(g)
     first = g.read("up", np.array([0]))
-    result = np.empty((len(which), width))
+    result = np.empty((len(which), g.shape[2]))
     for e in np.unique(which):
         down, rows = g.read("down", np.array([e]))[0], which == e
         if first.ndim == 4:  # the first entry is all of B: each ΔW[e] is transposed
@@ -140,33 +138,26 @@ def miss_bat(g: FormulaInput) -> Array:
 
 
 def osf(g: FormulaInput) -> Array:
-    """Trained triples in place of the smallest ones."""
-    m = g["values"].size
-    return g.some("left") @ np.diag(g["values"].reshape(-1)) @ g["right"] - _triples(g, -m)
-
-
-def _triples(g: FormulaInput, count: int) -> Array:
-    """Return the rows of the `count` largest singular triples multiplied out; of the smallest where it is negative."""
-    u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
-    part = slice(0, count) if count > 0 else slice(len(s) + count, None)
-    return u[g.rows, part] @ np.diag(s[part]) @ v[part]
+    """Return the trained singular triples less the smallest ones of the weight, which they replace."""
+    values = g["values"].reshape(-1)
+    return g.some("left") @ np.diag(values) @ g["right"] - triples(g, values.size, "last")
 
 
 def pissa(g: FormulaInput) -> Array:
-    """Return a pair less the best approximation of its rank."""
-    return lora(g) - _triples(g, len(g["down"]))
+    """Return B A less the weight's best approximation of the same rank."""
+    return lora(g) - triples(g, len(g["down"]), "principal")
 
 
 def olora(g: FormulaInput) -> Array:
-    """Return a pair less the first columns and rows of QR."""
+    """Return B A less the first columns of Q times the first rows of R, for W = Q R."""
     q, r = np.linalg.qr(g.all_w)
     rank = len(g["down"])
     return lora(g) - g.numbers["scale"] * (q[g.rows, :rank] @ r[:rank])
 
 
 def kasa(g: FormulaInput) -> Array:
-    """Return a pair with a diagonal, less the smallest triples."""
-    return adalora(g) - _triples(g, -len(g["down"]))
+    """Return B diag(E) A less the smallest singular triples of the weight."""
+    return adalora(g) - triples(g, len(g["down"]), "last")
 
 
 def ia3_out(g: FormulaInput) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .floats import Array
 from .given import FormulaInput, Reference
+from .rotations import bounded, cayley, series, triangles
 
 
 def glora(g: FormulaInput) -> Array:
@@ -38,7 +39,7 @@ def psoft(g: FormulaInput) -> Array:
     """Return B (R − I) A."""
     left, right = g.some("left"), g["right"]
     rank = len(right)
-    turned = _turned(g, rank) if g.settings["orthogonal"] else g["turn"]
+    turned = _turned(g) if g.settings["orthogonal"] else g["turn"]
     if "rows" in g.slots:
         turned = np.diag(g["rows"].reshape(-1)) @ turned
     if "columns" in g.slots:
@@ -46,21 +47,11 @@ def psoft(g: FormulaInput) -> Array:
     return np.asarray(left @ ((turned - np.eye(rank)) @ right))
 
 
-def _turned(g: FormulaInput, rank: int) -> Array:
-    """(I + Q)(I − Q)⁻¹, or PEFT's series for it: all powers doubled but the first and the last."""
-    skew, numbers = np.zeros((rank, rank)), iter(g["turn"].reshape(-1))
-    for i in range(rank):
-        for j in range(i + 1, rank):
-            skew[i, j] = next(numbers)
-            skew[j, i] = -skew[i, j]
-    terms, limit = int(g.settings["terms"]), float(g.settings["limit"])
-    size = float(np.sqrt(np.sum(skew * skew)))
-    if limit and size > limit:
-        skew = skew * (limit / size)
-    if not terms:
-        return np.asarray((np.eye(rank) + skew) @ np.linalg.inv(np.eye(rank) - skew))
-    weights = {1: [1.0], 2: [1.0, 2.0]}.get(terms, [1.0, *[2.0] * (max(terms, 4) - 2), 1.0])
-    return np.asarray(sum(weight * np.linalg.matrix_power(skew, k) for k, weight in enumerate(weights)))
+def _turned(g: FormulaInput) -> Array:
+    """Return (I + Q)(I − Q)⁻¹, or PEFT's series for it: all powers doubled but the first and the last."""
+    skew = bounded(triangles(g["turn"].reshape(1, -1)), g.settings["limit"])
+    terms = int(g.settings["terms"])
+    return np.asarray((series(skew, terms, doubled_last=False) if terms else cayley(-skew))[0])
 
 
 def adamss(g: FormulaInput) -> Array:

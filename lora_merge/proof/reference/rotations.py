@@ -11,13 +11,13 @@ from .floats import Array
 from .given import FormulaInput, Reference
 
 
-def _cayley(s: Array) -> Array:
+def cayley(s: Array) -> Array:
     """(I − S)(I + S)⁻¹ per block."""
     eye = np.eye(s.shape[-1])
     return (eye - s) @ np.linalg.inv(eye + s)
 
 
-def _bounded(x: Array, limit: float) -> Array:
+def bounded(x: Array, limit: float) -> Array:
     """Return each block with a Frobenius norm of at most `limit`, where there is a limit."""
     if not limit:
         return x
@@ -25,7 +25,7 @@ def _bounded(x: Array, limit: float) -> Array:
     return np.where(norm > limit, x * (limit / np.maximum(norm, np.finfo(float).tiny)), x)
 
 
-def _triangles(stored: Array) -> Array:
+def triangles(stored: Array) -> Array:
     """Skew-symmetric blocks from their upper triangles."""
     b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
     s, upper = np.zeros((len(stored), b, b)), np.triu_indices(b, 1)
@@ -33,16 +33,10 @@ def _triangles(stored: Array) -> Array:
     return s - np.swapaxes(s, 1, 2)
 
 
-def _series(s: Array, terms: int, *, doubled_last: bool) -> Array:
+def series(s: Array, terms: int, *, doubled_last: bool) -> Array:
     """Return the Neumann series as the version that trained it cut it."""
-    if terms == 1:
-        factors = [1.0]
-    elif terms == 2:
-        factors = [1.0, 2.0]
-    elif doubled_last:
-        factors = [1.0] + [2.0] * (terms - 1)
-    else:
-        factors = [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
+    plain = doubled_last or terms < 3
+    factors = [1.0] + [2.0] * (terms - 1) if plain else [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
     power, total = np.broadcast_to(np.eye(s.shape[-1]), s.shape), np.zeros_like(s)
     for factor in factors:
         total = total + factor * power
@@ -50,39 +44,39 @@ def _series(s: Array, terms: int, *, doubled_last: bool) -> Array:
     return total
 
 
-def _inputs_turned(w: Array, right: Array) -> Array:
+def inputs_turned(w: Array, right: Array) -> Array:
     """Return W bd(right); one block may stand for all."""
     b = right.shape[-1]
     return np.hstack([w[:, j * b :][:, :b] @ right[j % len(right)] for j in range(w.shape[1] // b)])
 
 
 def _rotation(g: FormulaInput) -> Array:
-    s = _triangles(g["skew"])
-    s = _bounded(s, g.settings.get("limit", 0.0) / np.sqrt(len(s)))
+    s = triangles(g["skew"])
+    s = bounded(s, g.settings.get("limit", 0.0) / np.sqrt(len(s)))
     terms = g.settings.get("terms", 5)
-    return _series(s, terms, doubled_last=g.settings.get("doubled_last", False)) if terms else _cayley(s)
+    return series(s, terms, doubled_last=g.settings.get("doubled_last", False)) if terms else cayley(s)
 
 
 def third(g: FormulaInput) -> Array:
     """Return W bd(R)ᵀ − W."""
-    return _inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
+    return inputs_turned(g.w, np.swapaxes(_rotation(g), 1, 2)) - g.w
 
 
 def embedding(g: FormulaInput) -> Array:
     """Return W bd(R) − W."""
-    return _inputs_turned(g.w, _rotation(g)) - g.w
+    return inputs_turned(g.w, _rotation(g)) - g.w
 
 
 def _old(g: FormulaInput, side: int) -> Array:
     x = g["blocks"]
-    x = _bounded(x, g.settings.get("limit", 0.0) * side**2 / np.sqrt(len(x)))
-    return _cayley((x - np.swapaxes(x, 1, 2)) / 2)
+    x = bounded(x, g.settings.get("limit", 0.0) * side**2 / np.sqrt(len(x)))
+    return cayley((x - np.swapaxes(x, 1, 2)) / 2)
 
 
 def second(g: FormulaInput) -> Array:
     """Return s ⊙ W bd(R)ᵀ − W."""
     side = -(-g.out // (g.cols // g["blocks"].shape[1]))
-    turned = _inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
+    turned = inputs_turned(g.w, np.swapaxes(_old(g, side), 1, 2))
     return g.some("rows").reshape(-1, 1) * turned - g.w
 
 
@@ -103,13 +97,13 @@ def boft(g: FormulaInput) -> Array:
     """Return s ⊙ W Mᵀ − W, stage by stage on pairs of half blocks of columns."""
     blocks, x = g["blocks"], g.w
     half = blocks.shape[-1] // 2
-    rotations = _cayley((blocks - np.swapaxes(blocks, -1, -2)) / 2)
+    rotations = cayley((blocks - np.swapaxes(blocks, -1, -2)) / 2)
     for stage, stack in enumerate(rotations):
         index = np.arange(g.cols)
         if stage:  # of every run of half blocks the first of each half in turn, then the second …
             index = index.reshape(-1, 2, 2**stage, half).transpose(0, 2, 1, 3).reshape(-1)
         turned = np.empty_like(x)
-        turned[:, index] = _inputs_turned(x[:, index], np.swapaxes(stack, 1, 2))
+        turned[:, index] = inputs_turned(x[:, index], np.swapaxes(stack, 1, 2))
         x = turned
     return g.some("rows").reshape(-1, 1) * x - g.w
 
