@@ -107,7 +107,7 @@ class Merge:
         groups: dict[tuple[str, str], dict[str, tuple[Tensor, tuple[str, ...]]]] = {}
         result = dict(self.state)
         for key, value in self.tensors.items():
-            if (meant := self.told.plain(key)) is not None:
+            if (meant := self.told.stored_value(key)) is not None:
                 if meant.kind == "value":
                     _put(result, bare(meant.target), value.double(), meant.rows)
                 continue

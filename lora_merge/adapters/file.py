@@ -1,7 +1,7 @@
-"""Groups an adapter's tensors into modules: which tensors belong together and which algorithms they may be.
+"""Groups an adapter's tensors into modules: which tensors belong together, and which algorithms they may belong to.
 
-Every tensor ends up in a module, in `ignored` with a reason, or in `strange` (no known suffix, so the
-plan tries it as a whole replacement parameter and names it otherwise). No torch here.
+Every tensor ends up in a module, in `ignored` with a reason, or in `strange`. A strange tensor has no known suffix, so
+matching tries it as a new value of a parameter and reports it if it is not. No torch here.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _IGNORED: Final = tuple(IGNORED)
 
 
 WRAPPED: Final = ".linear"
-"""Where LLMs-from-scratch keeps the layer that it wraps; pkg/llms_from_scratch/appendix_e.py."""
+"""Name of the wrapped layer in adapters of LLMs-from-scratch; pkg/llms_from_scratch/appendix_e.py."""
 
 READABLE: Final = FLOATS | WHOLE
-"""Dtypes that the formulas take, whole numbers as indices and switches; nothing trains adapters in the others."""
+"""Dtypes of adapter tensors: floats, and whole numbers for indices and switches. No trainer writes other dtypes."""
 
 SCALES: Final = ("alpha", "scale_override")
-"""Shared slots that say how much of the product of the factors counts."""
+"""Shared slots that scale the product of the factors."""
 
 IN_ORDER: Final = "name the base model first and the adapter after it; if they are in order, this file is no adapter"
 
@@ -52,7 +52,7 @@ CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
 
 class Values(Protocol):
-    """Stored tensors that the plan has to know: from files, or from memory."""
+    """Access to the elements of stored tensors, in files or in memory."""
 
     def numbers(self, info: StoredTensor) -> tuple[float, ...]:
         """Return all elements of a small tensor of any stored dtype."""
@@ -64,7 +64,7 @@ class Values(Protocol):
         """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
 
     def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Return whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Module:
     slots: Mapping[str, StoredTensor]
     shared: Mapping[str, StoredTensor]
     algorithms: tuple[str, ...]  # rows of the table that every tensor's suffix allows
-    repeated: tuple[tuple[str, StoredTensor], ...] = ()  # further tensors for slots of `shared`, which have to be equal
+    repeated: tuple[tuple[str, StoredTensor], ...] = ()  # further tensors for slots of `shared`; must be equal
 
     @classmethod
     def of_value(cls, name: str, parameter: str, info: StoredTensor) -> Module:
-        """Return the module that puts a tensor of the adapter in the place of a parameter."""
+        """Return the module that replaces a parameter by a tensor of the adapter."""
         return cls(name, parameter, {"diff": info}, {}, (SET.name,))
 
     @property
@@ -95,13 +95,13 @@ class Module:
 
     @property
     def height(self) -> int:
-        """Rows that it writes; 0 where its tensors do not tell."""
+        """How many rows of the weight the module changes; 0 where its tensors do not show it."""
         up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
         return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
 
     @property
     def complete(self) -> tuple[str, ...]:
-        """Rows of the table whose required slots are all here, and that know every slot that is."""
+        """Algorithms whose required slots the module has, and that know all of the module's slots."""
         return _complete(self.algorithms, frozenset(self.slots))
 
 
@@ -118,7 +118,7 @@ def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """One adapter as modules; nothing of its weights has been read but a few numbers."""
+    """All tensors of one adapter, grouped into modules. No weights have been read, only single numbers such as α."""
 
     path: Path
     index: Index
@@ -136,24 +136,24 @@ class _Group:
 
     @property
     def tensors(self) -> Iterator[StoredTensor]:
-        """All of them."""
+        """All tensors of the group."""
         yield from self.slots.values()
         yield from chain.from_iterable(self.shared.values())
 
     def narrow(self, algorithms: tuple[str, ...]) -> None:
-        """Leave those that one more tensor's suffix allows."""
+        """Keep the algorithms that the suffix of one more tensor allows."""
         if self.algorithms != algorithms:
             self.algorithms = tuple(a for a in algorithms if self.algorithms is None or a in self.algorithms)
 
 
 class FileValues:
-    """Values from files: from open ones if there are many, an alpha per module is thousands of reads."""
+    """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
 
     def __init__(self, reader: Reader | None = None) -> None:
         self._reader = reader
 
     def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """Return all elements of a small tensor of any stored dtype."""
+        """See `Values.numbers`."""
         if not info.nbytes:
             return ()
         raw = bytes(self._bytes(info, 0, info.nbytes))
@@ -166,18 +166,18 @@ class FileValues:
         return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Return whether two tensors are equal, byte for byte."""
+        """See `Values.same`."""
         sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
 
     def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+        """See `Values.differing`."""
         return differing(copy, own)
 
     def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Return whether these rows of a tensor, seen as a matrix, have nothing but zeros outside of these columns."""
+        """See `Values.zero_outside`."""
         return zero_outside(info, rows, columns, self._bytes)
 
     def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
@@ -186,14 +186,14 @@ class FileValues:
 
 @lru_cache(maxsize=256)
 def _e4m3(byte: int) -> float:
-    """Return the number that a byte is in F8_E4M3: no infinities, one NaN; arXiv:2209.05433, table 1."""
+    """Return the number that a byte encodes in F8_E4M3 (no infinities, one NaN); arXiv:2209.05433, table 1."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
     size = nan if byte & 127 == 127 else ldexp(mantissa + 8 * (exponent > 0), max(exponent, 1) - 10)
     return -size if byte >> 7 else size
 
 
 def group(index: Index) -> AdapterFile:
-    """Return the adapter's tensors as modules; InputError if the file is no adapter at all."""
+    """Return the adapter's tensors, grouped into modules; InputError if the file is no adapter."""
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}
@@ -202,7 +202,7 @@ def group(index: Index) -> AdapterFile:
         if key.startswith(_IGNORED):
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
-        if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # one truth value is a switch
+        if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
             raise InputError(f"an adapter tensor of {info.dtype} numbers", f"{info.file}: {key}",
                              "export the adapter in fp32 or bf16")  # fmt: skip
         found = split(key)
@@ -210,21 +210,21 @@ def group(index: Index) -> AdapterFile:
             strange.append(info)
             continue
         name, row = found
-        if row.ending == ".weight":  # of (IA)³, if its `on_input` is there too
+        if row.ending == ".weight":  # belongs to (IA)³ if the module has an `on_input` too
             bare[name] = info
             continue
-        one = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
+        owner = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
         if row.slot in SHARED:
-            one.shared.setdefault(row.slot, []).append(info)
+            owner.shared.setdefault(row.slot, []).append(info)
             continue
-        if row.slot in one.slots:
-            raise twice(index.path, one.slots[row.slot], info)
-        one.slots[row.slot] = info
-        one.narrow(row.algorithms)
+        if row.slot in owner.slots:
+            raise twice(index.path, owner.slots[row.slot], info)
+        owner.slots[row.slot] = info
+        owner.narrow(row.algorithms)
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in groups[key].tensors]
-    if _says_nothing(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
+    if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         what = foreign(index.tensors)
         raise InputError(
             "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
@@ -244,7 +244,7 @@ def group(index: Index) -> AdapterFile:
 
 
 def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, StoredTensor]) -> list[StoredTensor]:
-    """Give every bare `.weight` that is (IA)³'s to its module; returns those that are not."""
+    """Add every bare `.weight` of (IA)³ to its module, and return the tensors that are not of (IA)³."""
     others = []
     for name, info in bare.items():
         owner = groups.get((name, "weight"))
@@ -255,24 +255,21 @@ def _scalings(groups: Mapping[tuple[str, str], _Group], bare: Mapping[str, Store
     return others
 
 
-def _says_nothing(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
-    """Return whether no key is an adapter's own: norm scales, which control LoRAs hold whole, every Flux model has
-    too.
-    """
+def _has_no_changes(groups: Mapping[tuple[str, str], _Group], plain: Collection[tuple[str, str]]) -> bool:
+    """Return whether no key is one that only adapters have. Control LoRAs hold norm scales, but so do Flux models."""
     tensors = (info for key, g in groups.items() if key not in plain for info in g.tensors)
     return all(info.name.endswith("_norm.scale") for info in tensors)
 
 
 def _is_adapter(g: _Group) -> bool:
-    """Return whether the group is more than a parameter of a model whose name happens to end like a suffix."""
+    """Return whether this is an adapter's group, not a model's parameter whose name ends like a suffix."""
     return bool(g.slots) or "alpha" in g.shared or "magnitude" in g.shared
 
 
 def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> Module:
-    """Return the group as a module; a part of a module shares the alpha of the whole, a factor's bias that of the
-    factors.
+    """Return the group as a module. Parts of a split module share its alpha, a bias shares the alpha of its factors.
 
-    Of several tensors for one shared slot the first by name stands for all, whatever their order in the file.
+    Of several tensors for one shared slot the first by name is used, whatever their order in the file.
     """
     whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
@@ -289,13 +286,13 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
 
 def looks_like_adapter(index: Index) -> bool:
-    """Return whether most tensors carry an adapter's suffix: a base that does was given in the wrong place.
+    """Return whether most tensors have an adapter's suffix, so that the file is not a base model.
 
-    A model that was saved with an adapter attached is none: beside the adapter's tensors it has their layers' weights.
+    A model that was saved with an adapter attached is a base: it also holds the weights of the adapter's layers.
     """
-    found = [one for key in index.tensors if (one := split(key)) is not None]
+    found = [module_and_row for key in index.tensors if (module_and_row := split(key)) is not None]
     marked = [module for module, row in found if row.slot not in SHARED and row.ending != ".weight"]
-    count = len(marked) + sum(row.slot == "on_input" for _, row in found)  # which tells of the `.weight` beside it
+    count = len(marked) + sum(row.slot == "on_input" for _, row in found)  # each has a `.weight` beside it
     if count * 2 <= len(index.tensors):
         return False
     layers = {f"{module}.base_layer.weight" for module in marked}
@@ -304,7 +301,7 @@ def looks_like_adapter(index: Index) -> bool:
 
 
 def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
-    """Return the error for two tensors of one meaning."""
+    """Return the error for two tensors in one slot."""
     return InputError(
         "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",
@@ -312,12 +309,12 @@ def twice(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
 
 
 def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
-    """Return the module → [out, in] of the weight that it changes, as far as its tensors tell; () if not."""
-    weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name tells no width
+    """Return for every module the [out, in] of the weight that it changes; () where its tensors do not show it."""
+    weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name has no width
     return {m.name: weight_shape(m.shapes) for m in weights_last}
 
 
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
-    """Return [out, in] of the weight that tensors of these shapes change, as far as they tell; () if not."""
+    """Return [out, in] of the weight that tensors of these shapes change; () where they do not show it."""
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]

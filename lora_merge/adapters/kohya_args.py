@@ -1,9 +1,9 @@
-"""Settings of a formula that no tensor tells, from what kohya's and LyCORIS' trainers write into metadata.
+"""Settings of a formula that no tensor shows, from the metadata that kohya's and LyCORIS' trainers write.
 
-`ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the
-user gave; what is not among them had its default, and so had what the library's function does not read:
-`lycoris.kohya.create_network` and `lycoris.create_lycoris` hand on different arguments (LyCORIS 4.1, kohya.py,
-wrapper.py). What a preset gives to some kinds of layers reaches them always. No torch.
+`ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the user gave.
+All other arguments had their defaults, and so had those that the library's function does not read:
+`lycoris.kohya.create_network` and `lycoris.create_lycoris` pass on different arguments (LyCORIS 4.1, kohya.py,
+wrapper.py). The arguments that a preset gives to some kinds of layers always reach these layers. No torch.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "lycoris_config": ("algo", "block_size", "bypass_mode"),
     }
 )
-"""Entry → its arguments that reach the layers and change what a stored tensor means."""
+"""Metadata entry → its arguments that reach the layers and change the meaning of a stored tensor."""
 
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
 
-TURNED: Final = (DIAG_OFT.name, BOFT.name)
+ROTATIONS: Final = (DIAG_OFT.name, BOFT.name)
 BYPASS: Final = "bypass_mode"
-"""In this mode OFT and BOFT turn what the layer gives, its bias included: lycoris/modules/{diag_oft,boft}.py."""
+"""With this argument OFT and BOFT rotate the layer's output, its bias included: lycoris/modules/{diag_oft,boft}.py."""
 
 SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
 RANKS: Final = Bounds(1, 2**31)
-"""How many ranks a block may have; no weight has more."""
+"""Allowed ranks of a block."""
 
 FIX: Final = "correct or remove this entry of the adapter's metadata"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the network arguments say about one formula."""
+    """The network arguments of a file that concern one formula."""
 
-    settings: Mapping[str, Any]  # as their defaults' types
-    partial: frozenset[str]  # settings that a preset gives to some layers: the file does not tell which these are
-    factor: float  # by what the scale differs from α / r
-    turns_bias: bool  # whether the formula holds for the bias too
-    split: bool = False  # whether layers that are fused in a weight were trained apart, each with all of α
-    told: bool = False  # whether there are arguments at all
-    note: str = ""  # on an entry that cannot be read, where the formula takes nothing from it
+    settings: Mapping[str, Any]  # in the types of their defaults
+    partial: frozenset[str]  # settings that a preset gives to some layers; the file does not say to which
+    factor: float  # the scale is α / r times this
+    turns_bias: bool  # whether the formula changes the bias too
+    split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
+    has_arguments: bool = False
+    note: str = ""  # for the user, on an unreadable entry that the formula does not need
 
 
 def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
-    """Return what a file's metadata says about the row; InputError for damaged arguments that it may depend on."""
+    """Return the arguments for a row of ALGORITHMS; InputError for damaged metadata that the row may depend on."""
     tables, note = {}, ""
     for name in [name for name in READ if name in metadata]:
         try:
@@ -71,24 +71,22 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
-    turns = row.name in TURNED and bool(_like(given.get(BYPASS, False), default=False))
-    split = row.name == LORA.name and given.get(SPLIT) == "True"  # nothing else counts for sd-scripts
+    turns = row.name in ROTATIONS and bool(_like(given.get(BYPASS, False), default=False))
+    split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
     return Trained(settings, frozenset(partial), _factor(row, given, where), turns, split, bool(tables), note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
-    """Return whether arguments that cannot be read may be some that the row's formula depends on."""
-    asked = (row.name in TURNED and BYPASS in text.lower()) or any(
+    """Return whether unreadable metadata may hold arguments that the row's formula depends on."""
+    needed = (row.name in ROTATIONS and BYPASS in text.lower()) or any(
         name in row.settings for names in READ.values() for name in names
     )
-    return asked or (row.name == LORA.name and any(word in text.lower() for word in (DYLORA, SPLIT)))
+    return needed or (row.name == LORA.name and any(word in text.lower() for word in (DYLORA, SPLIT)))
 
 
 def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
-    """LyCORIS trains DyLoRA with α over the number of blocks: lycoris/modules/dylora.py.
-
-    A block has four ranks unless told otherwise.
-    """
+    """Return the ranks of a DyLoRA block, 4 by default, else 1. LyCORIS scales DyLoRA by α over the number of blocks
+    (lycoris/modules/dylora.py)."""
     if row.name != LORA.name or str(given.get("algo", "")).lower() != DYLORA:
         return 1.0
     size = given.get("block_size") or DYLORA_BLOCK
@@ -118,7 +116,7 @@ def _table(text: str, where: str) -> dict[str, Any]:
 
 
 def _like(value: Any, default: Any) -> Any:
-    """sd-scripts stores every argument as text: "True" for a flag."""
+    """Return a value in the type of the default; sd-scripts stores every argument as text, such as "True"."""
     if isinstance(default, bool):
         return str(value).strip().lower() in ("true", "1", "yes", "on")
     return str(value)

@@ -1,4 +1,4 @@
-"""Several tensors for one shared slot of a module: alpha, magnitude, shape. They have to say the same. No torch."""
+"""Several tensors for one shared slot of a module (alpha, magnitude, shape): they must be equal. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEEP_ONE: Final = "remove the one that the adapter was not trained with, or expo
 
 
 def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
-    """Yield the slots that have several tensors, which are equal; InputError if they are not."""
+    """Yield the slots that have several equal tensors; InputError for tensors that are not equal."""
     for slot, other in module.repeated:
         if not _same(slot, module.shared[slot], other, values):
             where = f"{path}: {module.shared[slot].name} and {other.name}"
@@ -25,8 +25,8 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 
 
 def _same(slot: str, one: StoredTensor, other: StoredTensor, values: Values) -> bool:
-    """Return whether two tensors say the same in one slot: one number each, of any dtype, or byte for byte."""
+    """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte."""
     if prod(one.shape) == prod(other.shape) == 1:
         return values.numbers(one) == values.numbers(other)
-    tells_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
-    return values.same(one, other) and (slot != "magnitude" or len(set(tells_axis)) == 1)
+    has_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
+    return values.same(one, other) and (slot != "magnitude" or len(set(has_axis)) == 1)

@@ -2,15 +2,15 @@
 
 `split` cuts a key into the path of a module and one row of `SUFFIXES`. The longest ending wins, so
 `.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change
-the module's path are first rewritten (`REWRITES`) to one that SUFFIXES knows. What the *path*
-means, in which base, is decided elsewhere.
+the module's path are first rewritten (`REWRITES`) to one that SUFFIXES knows. `models/names.py` decides
+which weight of the base a path names.
 
-Two marks in paths that come back:
+Two marks in the paths that `split` returns:
 
 * `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, those of the layers that
   the base has fused in `path` (row_parts.py). Shared rows (alpha …) of `path` hold for all of its parts.
-* `.set_weight` and `.diff` may stand behind a parameter instead of a module
-  (`….query_norm.scale.set_weight`); the path then is the name of a tensor of the base.
+* `.set_weight` and `.diff` may follow a parameter instead of a module
+  (`….query_norm.scale.set_weight`); the path is then the name of a tensor of the base.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Suffix:
     """One spelling of one slot."""
 
     ending: str
-    """The key ends with it; starts with a dot."""
+    """End of the key, from a dot on."""
     slot: str
     """Field of the algorithm's tensors dataclass, or one of SHARED where `algorithms` is ANY."""
     algorithms: tuple[str, ...]
-    """Names in ALGORITHMS that may own it."""
+    """Names in ALGORITHMS that have this slot."""
     parameter: str = "weight"
-    """The parameter of the module that it changes."""
+    """The parameter of the module that the tensor changes."""
     named: bool = False
     """Whether an adapter's name may stand inside: `.lora_A.default.weight`, `.ia3_l.default`."""
 
@@ -62,10 +62,10 @@ SHARED: Final = MappingProxyType(
 
 
 def _of_peft() -> Iterator[Suffix]:
-    """Yield the spellings of PEFT's methods that no other trainer has."""
+    """Yield the spellings that only PEFT's methods use."""
     for method in METHODS.values():
-        for ending, told in method.suffixes.items():
-            slot, *rows = (told,) if isinstance(told, str) else told
+        for ending, meaning in method.suffixes.items():
+            slot, *rows = (meaning,) if isinstance(meaning, str) else meaning
             names = tuple(rows) or method.algorithms
             named = ending.count(".") < LONGEST
             yield Suffix(ending, slot, names, ALGORITHMS[names[0]].parameter, named)
@@ -130,14 +130,14 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".oft_R.scaled_oft", "scaled", ("onetrainer_oft", "onetrainer_oft_conv")),
     *_of_peft(),
 )
-"""Every known spelling; rows of one ending do not repeat."""
+"""Every known spelling; no ending has two rows."""
 
 _PAIR: Final = r"\.(up|down)\.weight"
 
 REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
     (contains, re.compile(pattern, re.DOTALL), template)
     for contains, pattern, template in (
-        # diffusers' attention processors: the LoRA hung on the processor, not on the layer
+        # old diffusers attached the LoRA to the attention processor, not to the layer
         ("_lora.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
         ("_lora.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
         # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
@@ -167,7 +167,7 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
         ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
     )
 )
-"""(a literal that the key contains, the whole key, the key it stands for); the first that matches is applied."""
+"""(text that the key contains, pattern of the whole key, the key in a known spelling); the first match is applied."""
 
 _BY_MARK: Final = {mark: [row[1:] for row in REWRITES if row[0] == mark] for mark, *_ in REWRITES}
 
@@ -176,7 +176,7 @@ DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writ
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
-    """("unet.q", row) for "unet.q.lora_up.weight"; None when no row fits (the plan reports it)."""
+    """Return ("unet.q", row) for "unet.q.lora_up.weight"; None where no row fits, which matching reports."""
     for pattern, template in [row for mark in _BY_MARK if mark in key for row in _BY_MARK[mark]]:
         if match := pattern.fullmatch(key):
             key = match.expand(template)
@@ -191,7 +191,7 @@ def split(key: str) -> tuple[str, Suffix] | None:
 
 
 def split_row_part(path: str) -> tuple[str, int | None]:
-    """("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module, and for numbers that no part has."""
+    """Return ("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module and for longer numbers."""
     module, mark, number = path.rpartition("/")
     return (module, int(number)) if mark and number.isdecimal() and len(number) <= DIGITS else (path, None)
 
@@ -202,7 +202,7 @@ def _row(ending: str) -> Suffix | None:
 
 
 def _without_name(parts: list[str]) -> Suffix | None:
-    """Return the row for `.lora_A.default.weight` or `.ia3_l.default`: an adapter's name taken out."""
+    """Return the row for `.lora_A.default.weight` or `.ia3_l.default`, without the adapter's name in it."""
     stem, tail = parts[0], parts[-1]
     if len(parts) == 3 and (tail in ("weight", "bias") or f".{stem}.{tail}" in _BY_ENDING):
         row = _BY_ENDING.get(f".{stem}.{tail}")
@@ -214,6 +214,6 @@ def _without_name(parts: list[str]) -> Suffix | None:
 
 
 def split_parameter(name: str) -> tuple[str, str]:
-    """("unet.q", "weight") for "unet.q.weight"."""
+    """Return ("unet.q", "weight") for "unet.q.weight"."""
     module, _, parameter = name.rpartition(".")
     return module, parameter

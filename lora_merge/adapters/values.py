@@ -1,4 +1,4 @@
-"""Whether a stored tensor is a copy of another. No torch."""
+"""Comparisons of stored tensors, a few rows at a time. No torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ KINDS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16"
 
 
 def differing(copy: StoredTensor, own: StoredTensor) -> int:
-    """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype; reads
-    both.
-    """
+    """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
     import numpy as np
 
     cols, rows = prod(own.shape[1:]), own.shape[0]
@@ -30,11 +28,11 @@ def differing(copy: StoredTensor, own: StoredTensor) -> int:
     step, found = max(1, ELEMENTS // max(cols, 1)), 0
     for low in range(0, rows, step):
         count = min(step, rows - low)
-        mine, theirs = (_read(t, low * cols, count * cols) for t in (own, copy))
+        expected, found_bytes = (_read(t, low * cols, count * cols) for t in (own, copy))
         if copy.dtype != own.dtype:
-            mine = _stored(mine, own.dtype, copy.dtype)
-        if mine != theirs:
-            a, b = (np.frombuffer(raw, np.uint8).reshape(count, -1) for raw in (mine, theirs))
+            expected = _cast(expected, own.dtype, copy.dtype)
+        if expected != found_bytes:
+            a, b = (np.frombuffer(raw, np.uint8).reshape(count, -1) for raw in (expected, found_bytes))
             found += int((a != b).any(axis=1).sum())
     return found
 
@@ -43,9 +41,9 @@ def zero_outside(
     info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int],
     read: Callable[[StoredTensor, int, int], bytes | bytearray],
 ) -> bool:  # fmt: skip
-    """Return whether rows [a, b) of a tensor, seen as a matrix, have nothing but zeros outside of columns [c, d).
+    """Return whether rows [a, b) of a tensor, seen as a matrix, hold only zeros outside columns [c, d).
 
-    `read` gives bytes of a tensor: how many, from which on.
+    `read(tensor, first, count)` returns bytes of a tensor.
     """
     import numpy as np
 
@@ -60,8 +58,8 @@ def zero_outside(
     return True
 
 
-def _stored(raw: bytes, dtype: str, other: str) -> bytes:
-    """Return the numbers as another dtype stores them, rounded to nearest even."""
+def _cast(raw: bytes, dtype: str, other: str) -> bytes:
+    """Return the bytes of the same numbers in another dtype, rounded to nearest even."""
     import numpy as np
 
     values = np.frombuffer(raw, KINDS[dtype])
@@ -76,6 +74,5 @@ def _stored(raw: bytes, dtype: str, other: str) -> bytes:
 
 
 def _read(info: StoredTensor, first: int, count: int) -> bytes:
-    """`count` elements of a stored tensor."""
     size = ITEM_BYTES[info.dtype]
     return read_bytes(info, first * size, count * size)

@@ -23,7 +23,7 @@ from ..models.weights import WeightView, turned
 from .context import UNTOLD, AdapterContext, fit, shapes_of
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
-from .orientation import Untold
+from .orientation import Undecided
 from .patch import Patch
 from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA, rebuilt
 
@@ -107,7 +107,7 @@ class _Chooser:
         """Return the weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
         try:
             found, stated = self.context.orientation.ways(self.module, name, view)
-        except Untold as e:
+        except Undecided as e:
             where = f"{self.path}: {self.module.where} on {view.pieces[0].key} {list(view.shape)}: {e}"
             raise ShapeMismatch(UNTOLD, where, STATE) from e
         self.settings |= {SETTING} if stated else set()

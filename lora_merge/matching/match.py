@@ -286,7 +286,7 @@ class MatchBuilder:
 
     def replace(self, info: StoredTensor) -> None:
         """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
-        meant = self.context.rules.of(info.name).plain(info.name)
+        meant = self.context.rules.of(info.name).stored_value(info.name)
         name, parameter = split_parameter(meant.target if meant else info.name)
         view = self.places.look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`

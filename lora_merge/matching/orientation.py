@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from ..adapters.conv1d import CONTRADICTION, Layer, decide, stated, stored
+from ..adapters.conv1d import CONTRADICTION, Layer, conv1d_by_base, conv1d_by_setting, conv1d_by_shapes
 from ..adapters.file import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import TABLES
@@ -16,7 +16,7 @@ from ..files.layouts import PEFT
 from ..models.weights import WeightView, transposed
 
 
-class Untold(ValueError):
+class Undecided(ValueError):
     """Signs contradict each other, so that only the user knows which way round a weight is."""
 
 
@@ -61,7 +61,7 @@ class Orientation:
     def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
         """(the weight as a formula may see it, the likeliest way first, whether what the user states settled that).
 
-        Untold if nothing settles which is right.
+        Undecided if nothing settles which is right.
         """
         if not _may_turn(view):
             return [view], False
@@ -71,7 +71,7 @@ class Orientation:
             return [view], False  # of embeddings PEFT asks no flag
         turned = self._is_turned(module, view)
         if turned is None:
-            turned = stated(_leaf(module), self._layers, flag=bool(self._given))
+            turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._given))
             return [transposed(view) if turned else view], True
         return [transposed(view) if turned else view], False
 
@@ -81,7 +81,9 @@ class Orientation:
     def _is_turned(self, module: Module, view: WeightView) -> bool | None:
         """Return whether the weight is [in, out]; None where only the user knows, who states it."""
         rules, name = self._rules.of(module.name), _leaf(module)
-        known = stored(name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind)
+        known = conv1d_by_base(
+            name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind
+        )
         if known is not None:
             return known
         upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
@@ -93,9 +95,9 @@ class Orientation:
         if self._given is not None:
             return None
         flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
-        decided = decide(name, self._layers, self._base.types, flag=flag)
+        decided = conv1d_by_shapes(name, self._layers, self._base.types, flag=flag)
         if decided is None:
-            raise Untold(CONTRADICTION)
+            raise Undecided(CONTRADICTION)
         return decided
 
     @cached_property

@@ -47,13 +47,13 @@ def related(
         "share": fields.number("sparse_rate", 0.01),
         "seed": fields.integer("projection_prng_key", 0),
     }
-    relatives, told = {}, {}
+    relatives, settings = {}, {}
     for path, module in layers.items():
         kind = shared_kind(path)
         before = tuple(widths[k] for k in sorted(kinds) if k <= kind)
         relatives[module.name] = tuple(layers[p].name for p in kinds[kind])
-        told[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
-    return replace(rules, relatives=relatives, told=told)
+        settings[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": before}
+    return replace(rules, relatives=relatives, layer_settings=settings)
 
 
 def kin(patch: Patch) -> tuple[WeightView, ...]:

@@ -38,7 +38,7 @@ def with_values(
     """Return the modules, with the trained value of their parameter as one more tensor where their formula works on
     that; and what is left of the strange tensors."""
     asking = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
-    told = [(info, rules.of(info.name).plain(info.name)) for info in strange] if asking else []
+    told = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if asking else []
     found = {meant.target: info for info, meant in told if meant and meant.kind == "value" and meant.rows is None}
     taken = {target: info for target, info in found.items() if target in asking}
     names = {info.name for info in taken.values()}

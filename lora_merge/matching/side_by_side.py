@@ -45,7 +45,7 @@ def as_trained(
 
     `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
     """
-    blocks = patch.algorithm == LORA.name and context.dylora and not context.trained(LORA.name).told
+    blocks = patch.algorithm == LORA.name and context.dylora and not context.trained(LORA.name).has_arguments
     dylora = (DYLORA,) if blocks else ()
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
     if patch.algorithm != LORA.name or up is None or alpha is None or context.rules.of(patch.module.name).kind:

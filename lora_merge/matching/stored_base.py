@@ -120,7 +120,7 @@ def _stored(
 ) -> Iterator[tuple[StoredTensor, StoredTensor]]:
     """Copies of whole tensors of the base, of as many rows or not, and what they are copies of."""
     for info in context.adapter.strange:
-        meant = context.rules.of(info.name).plain(info.name)
+        meant = context.rules.of(info.name).stored_value(info.name)
         if meant is None or meant.kind != "copy":
             continue
         view = names.find(*split_parameter(meant.target))

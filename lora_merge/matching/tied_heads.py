@@ -83,8 +83,8 @@ class AdapterPair:
 
     def trained(self, rows: Sequence[int]) -> list[str]:
         """Return the modules of which the adapter trained these tokens."""
-        plain = (self.context.rules.of(t.name).plain(t.name) for t in self.context.adapter.strange)
-        return [p.target.rpartition(".")[0] for p in plain if p and p.rows == rows]
+        values = (self.context.rules.of(t.name).stored_value(t.name) for t in self.context.adapter.strange)
+        return [p.target.rpartition(".")[0] for p in values if p and p.rows == rows]
 
     def origin(self, view: WeightView) -> WeightView:
         """Return where the values are that a place starts from: for a head those of the embeddings."""

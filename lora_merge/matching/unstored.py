@@ -39,9 +39,11 @@ def unstored(
     rank = rules.fields.integer("r", 4)
     *starts, total = accumulate((rank * sum(flat(found[name].shape)) for name in order), initial=0)
     common = {"rank": rank, "shuffle": rules.fields.integer("proj_seed", 42), "total": total}
-    told = {name: {**common, "start": at, "dtype": found[name].dtype} for name, at in zip(order, starts, strict=True)}
+    settings = {
+        name: {**common, "start": at, "dtype": found[name].dtype} for name, at in zip(order, starts, strict=True)
+    }
     named = [Module(name, "weight", {}, {}, (UNILORA.name,)) for name in order]
-    return replace(rules, layers=tuple(order), ordered=True, told=told), named
+    return replace(rules, layers=tuple(order), ordered=True, layer_settings=settings), named
 
 
 def _targets(rules: PeftRules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -168,7 +168,7 @@ ADAPTERS = [UP, "m.experts.base_layer.lora_A.weight", "m.q.lora_magnitude_vector
 @pytest.mark.parametrize("key", [*PLAIN, *COPIES, *IGNORED, *ADAPTERS])
 def test_meaning_of_a_key_without_an_algorithm(key: str) -> None:
     told = rules({**LORA, "bias": "all", "trainable_token_indices": {"emb": [5, 2]}}, "c")
-    meant = told.plain(key)
+    meant = told.stored_value(key)
     if key in PLAIN:
         assert meant == PLAIN[key]
     elif key in ADAPTERS:
@@ -178,7 +178,7 @@ def test_meaning_of_a_key_without_an_algorithm(key: str) -> None:
 
 
 def test_bias_of_a_layer_is_a_copy_unless_biases_were_trained() -> None:
-    meant = rules(LORA, "c").plain("m.q.base_layer.bias")
+    meant = rules(LORA, "c").stored_value("m.q.base_layer.bias")
     assert meant is not None and meant.kind == "copy"
 
 
@@ -186,7 +186,7 @@ def test_bias_of_a_layer_is_a_copy_unless_biases_were_trained() -> None:
 def test_token_rows_that_are_no_row_numbers_are_refused(rows: Any) -> None:
     told = rules({**LORA, "trainable_token_indices": rows}, "c")
     with pytest.raises(InputError, match="token_indices"):
-        told.plain("m.emb.token_adapter.trainable_tokens_delta")
+        told.stored_value("m.emb.token_adapter.trainable_tokens_delta")
 
 
 def test_saved_twice_is_set_once(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config
             lambda name=name: told.settings(name),
             lambda name=name: told.algorithm("a", [name]),
             lambda: told.targets("a"),
-            lambda: told.plain("a.trainable_tokens_delta"),
+            lambda: told.stored_value("a.trainable_tokens_delta"),
             lambda: told.fan_in_fan_out,
         ):
             try:

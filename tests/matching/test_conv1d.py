@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora_merge
-from lora_merge.adapters.conv1d import Layer, base_types, decide, stored
+from lora_merge.adapters.conv1d import Layer, base_types, conv1d_by_base, conv1d_by_shapes
 
 from ..support import load_all
 
@@ -181,8 +181,10 @@ def test_a_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: b
     """A config.json with one is like none at all: a custom model may have layers of both kinds."""
     config = {"model_type": kind} if types == "base" else {"text_config": {"model_type": kind}}
     layers, said = [Layer(name, None)], base_types(config)
-    assert decide(name, layers, said, flag=flag) is decide(name, layers, (), flag=flag)
-    assert stored(name, said, recognised=False, kind="LORA") is stored(name, (), recognised=False, kind="LORA")
+    assert conv1d_by_shapes(name, layers, said, flag=flag) is conv1d_by_shapes(name, layers, (), flag=flag)
+    assert conv1d_by_base(name, said, recognised=False, kind="LORA") is conv1d_by_base(
+        name, (), recognised=False, kind="LORA"
+    )
 
 
 def test_one_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_one_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
     check(tmp_path, trained(model, METHODS["lora"](names), tmp_path))
 
 
-SQUARE, LIES, STANDS = Layer("square", None), Layer("wide", turned=True), Layer("tall", turned=False)
+SQUARE, LIES, STANDS = Layer("square", None), Layer("wide", in_out=True), Layer("tall", in_out=False)
 
 
 @pytest.mark.parametrize(
@@ -212,30 +214,30 @@ SQUARE, LIES, STANDS = Layer("square", None), Layer("wide", turned=True), Layer(
         ("square", True, [SQUARE, LIES], True),
         ("square", None, [SQUARE, LIES], True),
         ("square", False, [SQUARE, LIES], None),  # the last layer was an nn.Linear, and this may be the one
-        ("square", False, [SQUARE, Layer("square", turned=True)], True),
+        ("square", False, [SQUARE, Layer("square", in_out=True)], True),
         ("square", True, [SQUARE, STANDS], None),
         ("square", False, [SQUARE, STANDS], False),
         ("square", True, [SQUARE, LIES, STANDS], None),
         ("square", False, [SQUARE, LIES, STANDS], None),
-        ("square", True, [SQUARE, Layer("c_attn", turned=True)], False),  # for which the flag speaks
-        ("square", True, [SQUARE, LIES, Layer("square", turned=False)], False),
-        ("c_proj", False, [Layer("c_proj", None), Layer("c_fc", turned=False)], False),  # nanoGPT
-        ("c_proj", False, [Layer("c_proj", turned=True)], True),
-        ("c_proj", True, [Layer("c_proj", turned=False)], None),
+        ("square", True, [SQUARE, Layer("c_attn", in_out=True)], False),  # for which the flag speaks
+        ("square", True, [SQUARE, LIES, Layer("square", in_out=False)], False),
+        ("c_proj", False, [Layer("c_proj", None), Layer("c_fc", in_out=False)], False),  # nanoGPT
+        ("c_proj", False, [Layer("c_proj", in_out=True)], True),
+        ("c_proj", True, [Layer("c_proj", in_out=False)], None),
     ],
 )
 def test_signs_are_weighed(*, name: str, flag: bool | None, layers: list[Layer], wanted: bool | None) -> None:
-    assert decide(name, layers, (), flag=flag) is wanted
-    assert wanted or decide(name, layers, {"opt"}, flag=flag) in (False, wanted)
+    assert conv1d_by_shapes(name, layers, (), flag=flag) is wanted
+    assert wanted or conv1d_by_shapes(name, layers, {"opt"}, flag=flag) in (False, wanted)
 
 
 def test_what_is_known_needs_no_signs() -> None:
-    assert stored("c_proj", {"gpt2"}, recognised=False, kind="LORA") is True
-    assert stored("q_proj", {"gpt2"}, recognised=False, kind="LORA") is False
-    assert stored("c_proj", {"gpt_bigcode"}, recognised=False, kind="LORA") is False
-    assert stored("c_proj", {"gpt2"}, recognised=False, kind="LOHA") is False  # PEFT's LoHa takes no Conv1D
-    assert stored("c_proj", {"jais", ""}, recognised=False, kind="LORA") is None
-    assert stored("q_proj", set(), recognised=True, kind="LORA") is False
+    assert conv1d_by_base("c_proj", {"gpt2"}, recognised=False, kind="LORA") is True
+    assert conv1d_by_base("q_proj", {"gpt2"}, recognised=False, kind="LORA") is False
+    assert conv1d_by_base("c_proj", {"gpt_bigcode"}, recognised=False, kind="LORA") is False
+    assert conv1d_by_base("c_proj", {"gpt2"}, recognised=False, kind="LOHA") is False  # PEFT's LoHa takes no Conv1D
+    assert conv1d_by_base("c_proj", {"jais", ""}, recognised=False, kind="LORA") is None
+    assert conv1d_by_base("q_proj", set(), recognised=True, kind="LORA") is False
 
 
 @pytest.mark.parametrize("flag", [True, False])

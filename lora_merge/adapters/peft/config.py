@@ -1,7 +1,7 @@
-"""Typed access to a PEFT configuration, and what of LoRA cannot be merged and why. No torch.
+"""Typed access to a PEFT configuration, and the kinds of LoRA that cannot be merged, with the reasons. No torch.
 
-The JSON comes from strangers: a field of the wrong type is an InputError that names it, never a
-TypeError, and the regular expressions in it are only run if they are plain enough to finish."""
+The JSON is untrusted: a field of the wrong type is an InputError that names the field, never a TypeError, and the
+regular expressions in it run for a bounded number of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ RESAVE: Final = (
     "save it again with save_pretrained(…, path_initial_model_for_weight_conversion=…), which makes it a plain LoRA"
 )
 
-UNKNOWN_ORDER: Final = "its layers share vectors in the order in which the model's code lists them, which no file tells"
+UNKNOWN_ORDER: Final = (
+    "its layers share vectors in the order in which the model's code lists them, which no file states"
+)
 ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
 
 REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
@@ -45,7 +47,7 @@ REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
         ),
     }
 )
-"""Field of a LoRA configuration that makes it another method: (name, why, what to do)."""
+"""Field of a LoRA configuration that selects another method → (method, why it is refused, what to do instead)."""
 
 REFUSED_INIT: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -55,13 +57,13 @@ REFUSED_INIT: Final[Mapping[str, str]] = MappingProxyType(
         "pissa_niter": "PiSSA with a randomised start",
     }
 )
-"""Start of `init_lora_weights` → method whose change of the base cannot be repeated from files."""
+"""Start of `init_lora_weights` → method that changes the base in a way that files cannot reproduce."""
 
 PLAIN_INIT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Values of `init_lora_weights` that leave the base as it is."""
 
 REPEATED_INIT: Final = frozenset({"pissa", "olora"})
-"""Values of `init_lora_weights` that changed the base in a way that follows from the base."""
+"""Values of `init_lora_weights` that change the base in a way that can be computed from the base."""
 
 KNOWN_SWITCHES: Final = frozenset(
     (
@@ -70,7 +72,7 @@ KNOWN_SWITCHES: Final = frozenset(
         *("loftq_config", "runtime_config", "megatron_config"),
     )
 )
-"""Fields `use_…` and `…_config` of a LoRA configuration whose effect on a merge is known."""
+"""Fields `use_…` and `…_config` of a LoRA configuration whose effect on the weights is known."""
 
 
 WHOLE: Final = r"(?:%s)\Z"
@@ -79,12 +81,12 @@ VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """A configuration, read field by field; `null` counts as absent, as it does in PEFT."""
+    """A PEFT configuration, read field by field; `null` counts as absent, as in PEFT."""
 
     values: Mapping[str, Any]
     where: str
     inside: str = ""
-    """What the file's names begin with before the path that the configuration knows: `transformer.`."""
+    """Prefix of the file's names before the path that the configuration uses, such as `transformer.`."""
     matching: Matching = field(default_factory=Matching, compare=False, repr=False)
 
     def get(self, name: str) -> Any:
@@ -96,14 +98,14 @@ class PeftConfig:
         return self._number(name, self.get(name), default)
 
     def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
-        """Return a whole number inside of these bounds; exact, also where a double would round it."""
+        """Return a whole number within these bounds, exact also where a double would round it."""
         value = default if self.get(name) is None else allowed.number(self.get(name))
         if value is None or isinstance(self.get(name), str):
             raise self.odd(name, f"a whole number from {allowed}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.odd(name, "true or false")
@@ -124,9 +126,7 @@ class PeftConfig:
         return tuple(value)
 
     def is_end(self, name: str, text: str, before: str = "") -> bool:
-        """Return whether a text ends with one of the strings of a list, or with `before` and one; however many these
-        are.
-        """
+        """Return whether a text ends with `before` and one of the strings of a list, which may be long."""
         if (name, before) not in self.matching.ends:
             ends = frozenset(before + end for end in self.texts(name))
             self.matching.ends[name, before] = ends, sorted(set(map(len, ends)))
@@ -135,7 +135,7 @@ class PeftConfig:
 
     def indices(self, name: str, value: object) -> tuple[int, ...]:
         """Return a list of row numbers, each once."""
-        if id(value) not in self.matching.rows:  # one list may be that of every module
+        if id(value) not in self.matching.rows:  # all modules may use one list, so it is checked once
             rows: list[Any] = value if isinstance(value, list) else [None]
             whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
             if not whole or len(set(rows)) != len(rows):
@@ -144,8 +144,7 @@ class PeftConfig:
         return self.matching.rows[id(value)]
 
     def pattern(self, name: str, module: str, default: float) -> float:
-        """Return the number whose key, a regular expression, matches the module's path or the end of it;
-        first one wins."""
+        """Return the number under the first key, a regular expression, that matches the module's path or its end."""
         table = self.get(name)
         if not table:
             return default
@@ -158,18 +157,18 @@ class PeftConfig:
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def matches(self, expression: str, module: str, name: str) -> bool:
-        """Return whether an expression that is the field `name` matches the whole of the module's path."""
+        """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):
             self.matching.steps.left += STEPS_A_NAME
             steps = self.matching.steps
             return steps.pattern(expression, WHOLE).matches(self._path(module), steps)
 
     def _path(self, module: str) -> str:
-        return module.removeprefix(self.inside).removesuffix(".default")  # conventions.REWRITES
+        return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.REWRITES
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Return A pattern that is not run becomes an InputError that names its field."""
+        """Raise InputError that names the field where a pattern is refused."""
         try:
             yield
         except Refused as e:
@@ -177,7 +176,7 @@ class PeftConfig:
             raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:
-        """Return the release of PEFT that wrote it, (0, 17) or (0, 17, 1); () where it does not say."""
+        """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () where the field is absent."""
         found = VERSION.match(self.text("peft_version", default))
         return tuple(int(part) for part in found.groups() if part) if found else ()
 
@@ -201,13 +200,12 @@ class PeftConfig:
 
 
 def refuse(method: str, why: str, instead: str, where: str) -> InputError:
-    """Return the error for an adapter that has no merged form, or none that its files tell."""
+    """Return the error for an adapter that has no merged form, or none that follows from its files."""
     return InputError(f"{method} adapters cannot be merged: {why}", where, instead)
 
 
 def refuse_lora(fields: PeftConfig) -> None:
-    """Raise InputError if a LoRA configuration is in truth another method, or one that changed its
-    base."""
+    """Raise InputError if a LoRA configuration selects another method, or a start that changed the base."""
     for name, (method, why, instead) in REFUSED_LORA.items():
         if fields.get(name):
             raise refuse(method, why, instead, f"{fields.where}: {name}")
@@ -215,7 +213,7 @@ def refuse_lora(fields: PeftConfig) -> None:
     for name, value in fields.values.items():
         switch = name.startswith("use_") or name.endswith("_config")
         if value and switch and name not in KNOWN_SWITCHES:
-            why = "what that does to the weights is not known here"
+            why = "its effect on the weights is not known here"
             raise refuse(f"LoRA with {name[:40]!r}", why, CONVERT, fields.where)
 
 

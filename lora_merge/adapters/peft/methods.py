@@ -1,6 +1,6 @@
 """One row for every `peft_type` of PEFT, and one for mlx-lm. A table; no torch.
 
-What a method calls its tensors, which rows of ALGORITHMS these can be, and what its configuration says of them.
+A row holds the method's names of tensors, the rows of ALGORITHMS that can use them, and how its configuration is read.
 Source: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
@@ -36,13 +36,13 @@ from .numbers import (
 from .target_parameters import bare, experts_row, parameters
 
 MLX: Final = "MLX"
-"""What an adapter_config.json of mlx-lm is called here, which has no peft_type."""
+"""Our name for the adapter_config.json of mlx-lm, which has no peft_type."""
 
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
-UNTURNED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
+NOT_TRANSPOSED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
 
 Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
-"""(configuration, module, rows that its tensors can be, its weight, type of the base's model) → the row."""
+"""(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
 
 
 def _one(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
@@ -51,35 +51,35 @@ def _one(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, __
 
 @dataclass(frozen=True)
 class Method:
-    """One peft_type."""
+    """One peft_type and how it is read."""
 
     name: str
     algorithms: tuple[str, ...] = ()
-    """Rows of ALGORITHMS that its tensors can be."""
+    """Rows of ALGORITHMS that can use its tensors."""
     suffixes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """Ending of a key → slot of all of them, or (slot, row, …) of these alone. An adapter's name may stand inside."""
+    """Ending of a key → slot in all rows, or (slot, row, …) for these rows alone. Keys may hold an adapter's name."""
     scale: Scale | None = None
-    """The scale of all of them; None: they have none, or their own."""
+    """The scale in all rows; None where the rows have no scale or compute it themselves."""
     settings: Mapping[str, Callable[[PeftConfig], object]] = field(default_factory=dict)
-    """Setting → how it is read; the rows that have no such setting are not asked."""
+    """Setting → its reader; rows without the setting ignore it."""
     counts: Mapping[str, Count] = field(default_factory=dict)  # by row
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Slot → what a file calls the one tensor that all modules share, behind `base_model.`; `{kind}`: one for each
-    kind of layer, `{group}`: for each group."""
+    """Slot → name, after `base_model.`, of the tensor that all modules share; `{kind}`, `{group}`: one tensor for each
+    kind of layer or each group."""
     refuses: tuple[str, str] | None = None
-    """Why it cannot be merged, and what to do instead."""
+    """Why the method cannot be merged, and what to do instead."""
     check: Callable[[PeftConfig], None] = lambda _: None
-    """InputError for configurations that cannot be merged."""
+    """Raises InputError for configurations that cannot be merged."""
     choose: Choose = _one
-    """Which row a module is; None leaves it to the order of the table."""
+    """Chooses the row for a module; None: the first row of ALGORITHMS that fits."""
     conv1d: bool = False
-    """Whether it wraps layers whose weights are [in, out] (conv1d.py); those that do not refuse them."""
+    """Whether the method accepts layers whose weights are [in, out] (conv1d.py)."""
     says_flag: bool = True
-    """Whether `fan_in_fan_out` says something of the layers."""
+    """Whether the method writes a meaningful `fan_in_fan_out`."""
     doubts_rank: bool = False
-    """Whether the user is told of another rank in the configuration than the tensors have."""
+    """Whether to report a configured rank that the tensors do not have."""
     counted: bool = False
-    """Whether it matters to it which layer of the model one is."""
+    """Whether the change depends on the number of the layer in the model."""
 
 
 def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
@@ -87,12 +87,12 @@ def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightVi
         return _one(fields, module, rows, weight, model)
     named = parameters(fields, module)
     if named and weight is not None and len(weight.shape) == 3:
-        return experts_row(fields, weight.shape[1:], model, apart=len(weight.pieces) > 1)
+        return experts_row(fields, weight.shape[1:], model, separate=len(weight.pieces) > 1)
     if named and weight is None and not named[0].endswith(".weight"):
         return "lora_experts"
     start = fields.get("init_lora_weights")
     if start == "olora" and weight is not None and any(piece.transposed for piece in weight.pieces):
-        raise refuse("OLoRA", UNTURNED, RESAVE, f"{fields.where}: {module}")
+        raise refuse("OLoRA", NOT_TRANSPOSED, RESAVE, f"{fields.where}: {module}")
     if isinstance(start, str) and start.lower() in STARTED:
         return start.lower()
     if fields.get("kasa_config") and "kasa" not in rows:
@@ -118,13 +118,13 @@ def _seeded(fields: PeftConfig) -> None:
 
 
 STARTED: Final = tuple(row.name for row in ALGORITHMS.values() if row.starts_in_base)
-"""Rows whose start PEFT takes out of the weight itself when it wraps a layer."""
+"""Rows whose initial factors PEFT subtracts from the weight when it wraps a layer."""
 
 OTHERS: Final = frozenset({"onetrainer_oft", "onetrainer_oft_conv", "full_rank"})
 """Rows of other trainers that spell their tensors as PEFT does."""
 
 _LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
-"""How GLoRA ends the tensors of a letter → what that adds to the letter's slot."""
+"""Ending of GLoRA's tensors of a letter → suffix of the letter's slot."""
 
 _PAIR: Final = {"A": "down", "B": "up"}
 _RANDOM: Final = {"seed": integer("projection_prng_key", 0, SEED)}
@@ -132,7 +132,7 @@ _FREQUENCIES: Final = Count("spectrum", 0, "n_frequency", "n_frequency_pattern")
 
 
 def _projected(name: str) -> dict[str, Any]:
-    """Return what VeRA and PVeRA have in common, under their names."""
+    """Return the fields that VeRA and PVeRA have in common, with the method's name in them."""
     shared = {slot: f"{name}_{letter}" for letter, slot in _PAIR.items()}
     own = {f".{name}_lambda_b": "out_scale", f".{name}_lambda_d": "rank_scale"}
     suffixes = own | {f".{name}_{letter}": slot for letter, slot in _PAIR.items()}
@@ -158,7 +158,7 @@ ROWS: Final = (
     ),
     Method("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
     Method("LOHA", ("loha",), scale=ratio("alpha", 8)),
-    # also where both factors are full; LyCORIS has 1 there
+    # PEFT uses this scale also where both factors are full; LyCORIS uses 1 there
     Method("LOKR", ("lokr",), scale=ratio("alpha", 8), settings={"right_aligned": lambda _: True}),
     Method("IA3", ("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}, choose=_ia3, conv1d=True),
     Method(
@@ -166,7 +166,7 @@ ROWS: Final = (
         {".oft_embedding_R.weight": ("skew", "peft_oft_embedding"), ".oft_r": ("blocks", "peft_oft2", "peft_oft1"),
          ".oft_s": ("rows", "peft_oft2")},
         settings={
-            "terms": terms(told=True), "doubled_last": lambda fields: fields.version("0.17") < (0, 18),
+            "terms": terms(required=True), "doubled_last": lambda fields: fields.version("0.17") < (0, 18),
             "limit": limit("eps", 6e-5, "coft"), "shared": flag("block_share"),
         },
     ),
@@ -264,7 +264,7 @@ ROWS: Final = (
     Method(
         "PSOFT", ("psoft",), {".psoft_R.weight": "turn", ".psoft_R.vector_b": "rows", ".psoft_R.vector_a": "columns"},
         settings={
-            "orthogonal": flag("psoft_orth", default=True), "terms": terms(told=False),
+            "orthogonal": flag("psoft_orth", default=True), "terms": terms(required=False),
             "limit": limit("cayley_neumann_eps", 0.0, "use_cayley_neumann"),
             "balanced": other("ab_svd_init", "psoft_init", "pissa_init"),
             "low_rank": other("psoft_svd", "full", "lowrank"),
@@ -301,4 +301,4 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({row.name: row for row i
 SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {row: method.shared for method in ROWS for row in method.algorithms if method.shared}
 )
-"""Row → its method's shared slots; a file without configuration has them too."""
+"""Row → its method's shared slots, also for a file without configuration."""

@@ -1,25 +1,24 @@
 """What a PEFT configuration means for a merge: `rules(config, where, metadata)`. No torch.
 
 A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers or `lora_config` of
-finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what no tensor tells. Without one the rules say
-nothing, and the file's own numbers hold. How a plan uses them:
+finetrainers (finetrainers/trainer/sft_trainer/trainer.py). It decides what the tensors leave open. Without one the
+rules are empty and the numbers in the file are used. Matching uses the rules so:
 
-1. `plain(key)`, for every key of the file: what a tensor is that belongs to no algorithm: the new value of a
-   parameter or of some of its rows, or a copy that is not needed. None: not one of these; `conventions.split` has its
-   turn. What `split` does not know either, or takes for a bare `.weight`, is a whole parameter, to put in place of
-   the base's.
-2. `algorithm(module, candidates)`: the row of ALGORITHMS to use for a module, out of those that its slots allow, or
-   None to leave it to the table. InputError if the tensors are those of another method than the configuration's.
-3. `targets(module)`: which parameters the module may mean, best first; usually `<module>.weight`.
-4. `numbers(algorithm, module, fitted shapes)`: values of `Scalar` fields, over those of `Algorithm.scalars_from`.
-5. `settings(algorithm)`: the row's settings. A setting `widest` is the plan's to add: (out, in), each the
-   largest over all weights that the adapter changes with this algorithm.
-6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks it,
-   `Algorithm.derive(fitted shapes, weight shape, settings)` makes it.
+1. `stored_value(key)`: the meaning of a tensor that belongs to no algorithm: the new value of a parameter or of some
+   of its rows, or a copy that is not needed. None for all other keys, which `suffixes.split` reads. A key that `split`
+   does not know either, or a bare `.weight`, is a whole parameter that replaces the base's.
+2. `algorithm(module, candidates)`: the row of ALGORITHMS for a module, out of the rows that its slots allow, or None
+   for the first that fits. InputError if the tensors are of another method than the configuration.
+3. `targets(module)`: the parameters that the module may change, best first; usually `<module>.weight`.
+4. `numbers(algorithm, module, fitted shapes)`: `Scalar` fields, which replace those of `Algorithm.scalars_from`.
+5. `settings(algorithm)`: the row's settings. Matching adds the setting `widest`: (out, in), each the largest over all
+   weights that the adapter changes with this algorithm.
+6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks this tensor,
+   `Algorithm.derive(fitted shapes, weight shape, settings)` computes it.
 
-Module names are taken with or without the `base_model.model.` of PEFT's files. A row with `also_bias` changes the
-module's bias too, with the same tensors, where the base has one. `fan_in_fan_out` says whether weights are [in, out],
-one sign of several, and only for square ones (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+Module names may begin with the `base_model.model.` of PEFT's files. A row with `also_bias` changes the module's bias
+too, with the same tensors, where the base has one. `fan_in_fan_out` is one sign of several for [in, out], and only
+for square weights (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
 from __future__ import annotations
@@ -57,19 +56,18 @@ UNREAD: Final = (
 NONE: Final = Method("")
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
-"""A field of configurations without a peft_type → what they are."""
+"""Field of a configuration without peft_type → its method."""
 
 Kind = Literal["value", "copy", "ignored"]
 
 
 @dataclass(frozen=True)
 class StoredValue:
-    """What a tensor means that belongs to no algorithm.
+    """The meaning of a tensor that belongs to no algorithm.
 
-    value:   takes the place of the base's `target`, or of these rows of it, in this order.
-    copy:    was not trained, the base has the same. If it has more rows, the vocabulary was
-             extended before training.
-    ignored: not needed for a merge; `why` says it.
+    value:   replaces the base's `target`, or the `rows` of it in this order.
+    copy:    an untrained copy of the base's tensor; more rows mean a vocabulary that was extended before training.
+    ignored: not needed for a merge, for the reason in `why`.
     """
 
     kind: Kind
@@ -80,35 +78,37 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class PeftRules:
-    """One configuration; see the top of this file."""
+    """The rules that follow from one configuration; see the top of this file."""
 
     fields: PeftConfig
-    kind: str = ""  # peft_type; empty where there is no configuration
-    components: Mapping[str, PeftRules] = field(default_factory=dict)  # diffusers: `transformer` …
-    layers: tuple[str, ...] = ()  # paths of all that were trained, where a layer's number counts
-    ordered: bool = False  # whether they are in the order of the model's code
-    relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → those that share what is rebuilt
-    told: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # module → settings that its place gives
-    borrowed: bool = False  # from the component that the names speak of in other words
+    kind: str = ""  # peft_type; "" without a configuration
+    components: Mapping[str, PeftRules] = field(default_factory=dict)  # diffusers: `transformer` → its rules
+    layers: tuple[str, ...] = ()  # paths of all trained layers, for methods that count them
+    ordered: bool = False  # whether `layers` are in the order of the model's code
+    relatives: Mapping[str, Sequence[str]] = field(default_factory=dict)  # module → layers that share its basis
+    layer_settings: Mapping[str, Mapping[str, object]] = field(
+        default_factory=dict
+    )  # module → settings that its place gives
+    borrowed: bool = False  # the rules of a component that the file's names spell otherwise
 
     @property
     def method(self) -> Method:
-        """The row of METHODS; one that says nothing where there is no configuration."""
+        """The row of METHODS, an empty row without a configuration."""
         return METHODS[self.kind] if self.kind else NONE
 
     @property
     def fan_in_fan_out(self) -> bool:
-        """Whether weights are [in, out], as PEFT saw the last of them."""
+        """Whether the last layer that PEFT wrapped has an [in, out] weight."""
         return self.fields.flag("fan_in_fan_out", default=False)
 
     @property
     def beside_pairs(self) -> frozenset[str]:
-        """What every pair of LoRA factors of this configuration has beside it."""
+        """The slots that every pair of LoRA factors of this configuration has besides the factors."""
         switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
 
     def counting(self, modules: Sequence[str], model: str) -> PeftRules:
-        """Return the rules with the order of the modules in a model of this type, for the methods that count them."""
+        """Return the rules with the modules in the order of the model's code, for methods that count layers."""
         if not self.method.counted:
             return self
         paths = sorted({bare(name) for name in modules})
@@ -116,29 +116,29 @@ class PeftRules:
         return replace(self, layers=tuple(order or paths), ordered=order is not None)
 
     def of(self, module: str) -> PeftRules:
-        """Return the rules for one module: those of its component, where components have their own.
+        """Return the rules for one module, which are those of its component if components have their own.
 
-        A file that was renamed speaks of `diffusion_model.`, or of nothing, where its header says `transformer.`.
+        A converted file may say `diffusion_model.`, or have no prefix, where its header says `transformer.`.
         """
         if not self.components:
             return self
         if prefixes := [name for name in self.components if module.startswith(f"{name}.")]:
             return self.components[max(prefixes, key=len)]
         hint, path = list(prefixed(module))[-1]
-        meant = [name for name in self.components if name in COMPONENTS.get(hint, ())]
-        if self.kind or len(meant) != 1:
+        named = [name for name in self.components if name in COMPONENTS.get(hint, ())]
+        if self.kind or len(named) != 1:
             return self
-        theirs = self.components[meant[0]]
-        return replace(theirs, fields=replace(theirs.fields, inside=module.removesuffix(path)), borrowed=True)
+        found = self.components[named[0]]
+        return replace(found, fields=replace(found.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
         self, module: str, candidates: Sequence[str], weight: WeightView | None = None, model: str = ""
     ) -> str | None:
-        """Return the row for a module on its weight in a model of this type; None leaves it to the table.
+        """Return the row of ALGORITHMS for a module on its weight; None for the first that fits. `model`: its type.
 
-        InputError if it is none of ours, DoesNotFit if nothing tells which way round stacked experts are.
+        InputError if no candidate is of this method, DoesNotFit if the orientation of stacked experts is unknown.
         """
-        if not self.kind and module.startswith(PEFT):  # PEFT's, without its configuration
+        if not self.kind and module.startswith(PEFT):  # a file of PEFT without its configuration
             rows = [name for name in candidates if name not in OTHERS]
             return next(iter(rows), LORA.name) if len(rows) < min(2, len(candidates)) else None
         if not self.kind or tuple(candidates) == (SET.name,):  # whole values, which any method may save
@@ -153,15 +153,15 @@ class PeftRules:
         return self.method.choose(self.fields, module, rows, weight, model)
 
     def targets(self, module: str) -> tuple[str, ...]:
-        """Parameters that the module may mean, best first; without PEFT's prefix and wrappers."""
+        """Return the parameters that the module may change, best first, without PEFT's prefix and wrappers."""
         name = bare(module).replace(WRAPPER, "")
         return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
 
     def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
-        """Scalars that the configuration decides; DoesNotFit if it contradicts the tensors, InputError if its
-        patterns are of other names than the file's."""
+        """Return the scalars in the configuration. DoesNotFit if it contradicts the tensors, InputError if its
+        patterns use other names than the file."""
         if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):
-            where = f"{self.fields.where}: alpha_pattern does not tell of {module}"
+            where = f"{self.fields.where}: alpha_pattern has no entry for {module}"
             raise InputError("the file calls its modules by other names than its header does", where, RENAMED)
         method = self.method
         check_count(self.fields, method.counts.get(algorithm), module, shapes)
@@ -170,54 +170,55 @@ class PeftRules:
         return {"scale": method.scale(self.fields, module, algorithm, shapes)}
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> str:
-        """Return what the user should know of a configuration that says another rank than the tensors have, or that
-        others do not read; or ""."""
+        """Return the remark on a configured rank that the tensors do not have, or on one that diffusers does
+        not read; else ""."""
         if self.fields.where.endswith(FINETRAINERS) and not self.borrowed:
             return UNREAD if self.numbers(algorithm, module, shapes).get("scale", 1.0) != 1 else ""
         return rank_doubt(self.fields, algorithm, module, shapes) if self.method.doubts_rank else ""
 
     def settings(self, algorithm: str, module: str = "") -> Mapping[str, object]:
-        """Settings of the row, for a module where they differ; `widest` is not among them."""
+        """Return the settings of the row, with the module's own, but without `widest`."""
         if algorithm not in self.method.algorithms:
             return {}
         known = ALGORITHMS[algorithm].settings
         found = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
         if self.method.counted and not self.fields.flag("save_projection", default=True):
             found["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
-        return {**{name: value for name, value in found.items() if value is not None}, **self.told.get(module, {})}
+        return {
+            **{name: value for name, value in found.items() if value is not None},
+            **self.layer_settings.get(module, {}),
+        }
 
     def is_shared(self, module: str) -> bool:
-        """Return whether this is no module, but where the file keeps the tensors that all modules share."""
+        """Return whether this is not a module but the prefix of the tensors that all modules share."""
         return f"{module}." == SHARED_PREFIX and bool(self.method.shared)
 
     def holds_for_all(self, key: str) -> bool:
-        """Return whether a key that no suffix knows is of a tensor that several modules share."""
+        """Return whether a key without a known suffix names a tensor that several modules share."""
         stems = tuple(SHARED_PREFIX + name.partition("{")[0] for name in self.method.shared.values() if "{" in name)
         return bool(stems) and key.startswith((*stems, f"{SHARED_PREFIX}frod_s_size."))
 
     def shared(self, algorithm: str, module: str = "") -> Mapping[str, str]:
-        """Slot → key of the file, for tensors that all modules share, or all of the module's kind."""
+        """Return slot → key for the tensors that all modules share, or all modules of one kind or group."""
         group = self._group(module) if self.method.counted else 0
-        told = {"kind": shared_kind(bare(module)), "group": group}
-        return {slot: SHARED_PREFIX + name.format(**told) for slot, name in SHARED.get(algorithm, {}).items()}
+        names = {"kind": shared_kind(bare(module)), "group": group}
+        return {slot: SHARED_PREFIX + name.format(**names) for slot, name in SHARED.get(algorithm, {}).items()}
 
     def _group(self, module: str) -> int:
-        """Return which of TinyLoRA's vectors a layer has; InputError where that depends on an order that nothing
-        tells.
-        """
+        """Return the number of the layer's vector in TinyLoRA; InputError where the order of the layers is unknown."""
         layers = len(self.layers) or 1
         groups = max(1, round(layers * (1 - self.fields.number("weight_tying", 0.0))))
         return min(self._number(module) // max(1, layers // groups), groups - 1) if groups > 1 else 0
 
     def _number(self, module: str) -> int:
-        """Return which of the layers this is, in the order of the model's code."""
+        """Return the number of the layer in the order of the model's code."""
         if len(self.layers) != 1 and not self.ordered:
             raise refuse(self.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, f"{self.fields.where}: {module}")
         return self.layers.index(bare(module))
 
-    def plain(self, key: str) -> StoredValue | None:
-        """Return what a tensor is that belongs to no algorithm; None for all others."""
-        for pattern, kind, why in PLAIN:
+    def stored_value(self, key: str) -> StoredValue | None:
+        """Return the meaning of a tensor that belongs to no algorithm; None for all others."""
+        for pattern, kind, why in STORED_VALUES:
             if (match := pattern.fullmatch(key)) is None:
                 continue
             module, leaf = match["module"], match["leaf"] or "weight"
@@ -243,11 +244,11 @@ class PeftRules:
 
 
 def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> PeftRules:
-    """Return the rules of a file with this configuration and header; InputError for what cannot be merged."""
+    """Return the rules of a file with this configuration and header; InputError for methods that cannot be merged."""
     if not config and METADATA in metadata:
         return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
-    if not config and (told := _finetrainers(metadata.get(FINETRAINERS, ""))):
-        return _by_component(told, f"{where}: {FINETRAINERS}")
+    if not config and (found := _finetrainers(metadata.get(FINETRAINERS, ""))):
+        return _by_component(found, f"{where}: {FINETRAINERS}")
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
@@ -263,8 +264,7 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
 
 
 def _finetrainers(text: str) -> dict[str, Any]:
-    """Return the configuration as diffusers would write it, which is the transformer's; other tools mean something
-    else by this entry, then {}."""
+    """Return the transformer's configuration in diffusers' spelling; {} where other tools wrote the entry."""
     try:
         config = from_json(text)
     except ValueError:
@@ -309,5 +309,5 @@ _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
     (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
     (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
 )
-PLAIN: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
-"""Key → (what it is, why): the first that matches the whole key."""
+STORED_VALUES: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
+"""(pattern of the whole key, kind, why); the first match is used."""

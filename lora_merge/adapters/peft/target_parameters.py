@@ -1,8 +1,8 @@
-"""LoRA of a parameter that PEFT's `target_parameters` names: which parameter a module means, and which way round
-stacked experts are. No torch.
+"""LoRA of a parameter that PEFT's `target_parameters` names: which parameter a module changes, and whether stacked
+experts are [in, out] or [out, in]. No torch.
 
-PEFT wraps the module that owns the parameter, once for every parameter, the one registered last outermost; patterns
-of ranks and alphas are matched with the parameter's whole name. Source: PEFT 0.21.2, tuners/tuners_utils.py
+PEFT wraps the module that owns the parameter once for every parameter; the parameter registered last is outermost.
+The patterns of ranks and alphas match the parameter's whole name. Source: PEFT 0.21.2, tuners/tuners_utils.py
 (`_inject_parameters`) and tuners/lora/layer.py (`ParamWrapper`).
 """
 
@@ -20,51 +20,48 @@ from .config import PeftConfig
 
 _LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
-"""What a training loop calls the model that PEFT made, if it has but one."""
+"""Prefix that a training loop may add to the names of the model that PEFT wrapped."""
 WRAPPER: Final = ".base_layer"
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Expert parameters in the order in which transformers' modules register them."""
 
 IN_OUT: Final = ("gptoss", "aria", "openaiprivacyfilter")
-"""Model types of transformers whose experts say that they are [in, out] (`is_transposed`)."""
+"""Starts of the model types of transformers whose experts are stored [in, out] (`is_transposed`)."""
 
 UPRIGHT_SINCE: Final = (0, 19, 1)
-"""From this PEFT on the factors of [E, out, in] are those of [out, in]; before, those of its transpose."""
+"""First release of PEFT whose factors for [E, out, in] are of [out, in]; older factors are of the transpose."""
 
 SQUARE: Final = (
-    "the experts are square, and {unknown} does not tell whether their factors are those of [in, out] or of [out, in]"
+    "the experts are square, and {unknown} does not tell whether their factors are of [in, out] or of [out, in]"
 )
 
 
 TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
-"""Classes of transformers for one tower of two: CLIP's, SigLIP's and their kin."""
+"""Classes of transformers for one of two towers, such as CLIP's text model."""
 
 MOST_LOOSE: Final = 1000
-"""Names of parameters without their module; models have a dozen."""
+"""Most entries of `target_parameters` without a module; models have a dozen."""
 
 TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
-"""What models call their input embeddings, which mlx-lm takes for layers from the vocabulary (LoRAEmbedding)."""
+"""Names of input embeddings, which mlx-lm treats as layers whose input is the vocabulary (LoRAEmbedding)."""
 
 
 def bare(module: str) -> str:
-    """Return the module's path in the model that PEFT wrapped, which is what the patterns of a configuration speak
-    of.
-    """
-    path = _LEVELS.sub("", module) if "_mod" in module else module  # all of them have that
+    """Return the module's path in the model that PEFT wrapped, as the patterns of a configuration spell it."""
+    path = _LEVELS.sub("", module) if "_mod" in module else module  # every wrapper's name contains "_mod"
     before, found, rest = path.partition(PEFT)
-    return rest if found and OUTSIDE.fullmatch(before) else path  # other names may be of another model in the file
+    return rest if found and OUTSIDE.fullmatch(before) else path  # other prefixes may name another model in the file
 
 
 def paths(fields: PeftConfig, module: str) -> tuple[str, ...]:
-    """Return what a module may be called, best first: one tower trained alone lacks the level that a model of two
-    has.
-    """
+    """Return the paths that a module may have, best first. A tower trained alone lacks the first level of a model with
+    two towers."""
     tower = TOWER.fullmatch(_trained_class(fields))
     return (f"{tower[1].lower()}_model.{bare(module)}", module) if tower else (module,)
 
 
 def shared_kind(path: str) -> str:
-    """Return what FRoD calls the layers that share a basis, by the end of a module's path; tuners/frod/model.py."""
+    """Return FRoD's name of the layers that share a basis, from the end of the path; tuners/frod/model.py."""
     *above, last = path.split(".")
     if not above or above[-1].isdigit():
         return last
@@ -74,7 +71,7 @@ def shared_kind(path: str) -> str:
 
 
 def saved_inside(fields: PeftConfig, name: str) -> bool:
-    """Return whether a tensor is of a module that `modules_to_save` names, inside another one that it names."""
+    """Return whether `modules_to_save` names the tensor's module and also a module around it."""
     if not fields.get("modules_to_save"):
         return False
     levels = bare(name).split(".")[:-1]
@@ -82,7 +79,7 @@ def saved_inside(fields: PeftConfig, name: str) -> bool:
 
 
 def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
-    """Whole names of the parameters that a module may mean, of which the base has one; none if it is a layer's."""
+    """Return the whole names of the parameters that a module may change; none where the module is a layer."""
     if not fields.get("target_parameters"):
         return ()
     named, loose = _by_owner(fields)
@@ -99,7 +96,7 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
 
 
 def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
-    """`target_parameters`, worked out once: end of a module's path → (position, parameter), and those of any module."""
+    """Return end of a module's path → (position, parameter), and the parameters of any module; computed once."""
     if fields.matching.parameters is None:
         named: dict[str, list[tuple[int, str]]] = {}
         loose: dict[str, None] = {}
@@ -109,38 +106,38 @@ def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], 
             else:
                 loose[leaf] = None
         if len(loose) > MOST_LOOSE:
-            raise fields.odd("target_parameters", f"at most {MOST_LOOSE} parameters of any module")
+            raise fields.odd("target_parameters", f"at most {MOST_LOOSE} parameters without a module")
         fields.matching.parameters = named, list(loose)
     return fields.matching.parameters
 
 
 def is_layer(fields: PeftConfig, path: str) -> bool:
-    """Return whether `target_modules` means this module, so that what it has is the LoRA of a layer."""
+    """Return whether `target_modules` selects this module, so that its tensors are the LoRA of a layer."""
     if fields.get("target_modules") == "all-linear":
         return not path.endswith("experts")
     return _named(fields, "target_modules", path) and not _named(fields, "exclude_modules", path)
 
 
 def _named(fields: PeftConfig, name: str, path: str) -> bool:
-    """Return a regular expression for the whole path, or names of which one is its end."""
+    """Return whether a field selects a path: a regular expression for all of it, or a list of ends."""
     value = fields.get(name)
     if isinstance(value, str):
         return fields.matches(value, path, name)
     return fields.is_end(name, f".{path}", ".")
 
 
-def experts_row(fields: PeftConfig, sides: tuple[int, ...], model: str, *, apart: bool) -> str:
-    """Return the row for stacked experts of these sides, which tell the way round unless they are equal.
+def experts_row(fields: PeftConfig, sides: tuple[int, ...], model: str, *, separate: bool) -> str:
+    """Return the row of ALGORITHMS for stacked experts, whose sides show the orientation unless they are equal.
 
-    `model`: the base's type. `apart`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
-    nothing tells.
+    `model`: the base's type. `separate`: the base stores each expert alone, as no [in, out] model does. DoesNotFit if
+    the orientation stays unknown.
     """
     if len(set(sides)) > 1:
         return LORA_EXPERTS.name
     given, version = fields.text("peft_version", ""), fields.version()
     version = version if len(version) == 3 else ()
-    in_out = False if apart else _in_out(fields, model)
-    if in_out and version != (0, 19, 0):  # that release took it the other way round
+    in_out = False if separate else _in_out(fields, model)
+    if in_out and version != (0, 19, 0):  # this release used the other orientation
         return LORA_EXPERTS_TRANSPOSED.name
     if in_out is False and version >= UPRIGHT_SINCE:
         return LORA_EXPERTS.name
@@ -149,7 +146,7 @@ def experts_row(fields: PeftConfig, sides: tuple[int, ...], model: str, *, apart
 
 
 def _in_out(fields: PeftConfig, model: str) -> bool | None:
-    """Return whether the model's experts are [in, out]; None if nothing tells what it is."""
+    """Return whether the model's experts are [in, out]; None for an unknown model."""
     for known in (model, _trained_class(fields)):
         if known:
             return _plain(known).startswith(IN_OUT)
@@ -157,7 +154,7 @@ def _in_out(fields: PeftConfig, model: str) -> bool | None:
 
 
 def _trained_class(fields: PeftConfig) -> str:
-    """Return what the model was that PEFT wrapped; "" where the task was told, and with it the class."""
+    """Return the class of the model that PEFT wrapped; "" where the configuration has a task type instead."""
     mapping = fields.get("auto_mapping")
     return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 
