@@ -1,4 +1,4 @@
-"""Cuts a checkpoint into its networks: denoiser, text encoders, VAE; each recognised from its own keys."""
+"""The networks of a checkpoint: denoiser, text encoders, VAE; each is recognised from its own keys."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ CONTAINERS: Final = tuple(
         (r"model_ema\.",                                                           "ignored"),
     )
 )  # fmt: skip
-"""Prefixes that say what a network is, whatever its keys."""
+"""Prefix in a single file → role of the network under that prefix."""
 
 _CONTAINER: Final = re.compile("|".join(pattern.pattern for pattern, _ in CONTAINERS))
-"""The first of them that fits."""
 
 FOLDERS: Final = tuple(
     (re.compile(pattern), role)
@@ -49,7 +48,7 @@ LOOSE: Final = (
     "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers
     *("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."),  # saved while wrapped: DDP, torch.compile
 )
-"""Prefixes that only count if a known model is under them: many models have such a level of their own."""
+"""Prefixes that count only if a known model lies under them: many models have such a level of their own."""
 
 WITHIN: Final = {
     **dict.fromkeys(("camembert", "jina_embeddings_v3", "xlm-roberta", "xlm-roberta-xl", "xmod"), "roberta."),
@@ -59,14 +58,14 @@ WITHIN: Final = {
     **dict.fromkeys(("vit_mae", "vit_msn", "yolos"), "vit."),
     "deberta-v2": "deberta.",
 }
-"""Type of a transformers model → its `base_model_prefix`, the first level in models with a head, if that is another."""
+"""Type of a transformers model → its `base_model_prefix` (the first level of a model with a head), if they differ."""
 
 CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
 ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl": "t5", "mt5xl": "t5"}
-"""ComfyUI's names of encoders → what the architecture files call them, where that differs."""
+"""ComfyUI's name of a text encoder → its kind in the architecture files, if they differ."""
 
 UNSURE: Final = ("clip", "unknown")
-"""Kinds of encoders that nothing but their place in the checkpoint tells apart."""
+"""Kinds of encoders that only their position in the checkpoint distinguishes."""
 
 
 def components(
@@ -74,8 +73,8 @@ def components(
 ) -> list[Component]:
     """Return all networks of a base, the denoiser (or only network) first.
 
-    `folders` are the sub-folders of a pipeline, of which keys say `<folder>.<name>`. InputError if the user's
-    architecture `extra` is none of them.
+    `folders`: the sub-folders of a pipeline, whose keys are `<folder>.<name>`. `extra`: the user's architecture;
+    InputError if no network is of that architecture.
     """
     found: dict[str, Component] = {}
     loose: dict[str, str] = {}
@@ -93,7 +92,7 @@ def components(
         made[-1].inner = WITHIN.get(kind, f"{kind.replace('-', '_')}." if kind else "")
     if extra is not None and all(c.architecture is not extra for c in made):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
-                         "correct what it says under layouts, or leave --map out")  # fmt: skip
+                         "correct the layouts in the map, or leave --map out")  # fmt: skip
     for component in made:
         component.shapes = shapes
     made.sort(key=lambda c: c.role != "denoiser")  # stable
@@ -109,7 +108,7 @@ def _prefix(key: str, folders: Collection[str]) -> str | None:
 
 
 def _container(prefix: str, folders: Collection[str]) -> Component:
-    """Return an empty component for what is under a telling prefix."""
+    """Return a component without keys for a prefix of CONTAINERS, or of FOLDERS."""
     for pattern, role in FOLDERS if folders else CONTAINERS:
         if m := pattern.fullmatch(prefix.removesuffix(".") if folders else prefix):
             named = m.groupdict()
@@ -153,7 +152,7 @@ def _role(architecture: Architecture) -> str:
 
 
 def _kind(architecture: Architecture, component: Component, shapes: Mapping[str, Shape]) -> str:
-    """clip_l, clip_h or clip_g by the width of the embeddings; else what the architecture says."""
+    """Return clip_l, clip_h or clip_g by the width of the embeddings; else the kind of the architecture."""
     if architecture.kind != "clip":
         return architecture.kind
     name = next((k for b, k in component.keys.items() if b.endswith("token_embedding.weight")), None)
@@ -164,7 +163,7 @@ def _rest(
     loose: dict[str, str], shapes: Mapping[str, Shape], config: Mapping[str, Any],
     extra: Architecture | None, *, aside: bool,
 ) -> Component:  # fmt: skip
-    """Return the component that the keys without a telling prefix make up; `aside` if there is a denoiser already."""
+    """Return the component of the keys without a known prefix; `aside`: whether another component is the denoiser."""
     for prefix in () if aside else LOOSE:
 
         def shape_of(body: str, prefix: str = prefix) -> Shape | None:
@@ -183,9 +182,9 @@ def _rest(
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    """Return the model's class, as config.json tells it; "" where it does not, or not in words."""
-    told = config.get("architectures")
-    name = told[0] if isinstance(told, list) and told else told or config.get("_class_name")
+    """Return the model's class by config.json; "" if it states none."""
+    stated = config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else stated or config.get("_class_name")
     return name if isinstance(name, str) else ""
 
 
@@ -196,15 +195,16 @@ def _without(prefix: str, keys: Iterable[str]) -> dict[str, str]:
 def _one(
     shape_of: Callable[[str], Shape | None], among: Sequence[Architecture], extra: Architecture | None
 ) -> tuple[Architecture, str] | None:
-    """Return the architecture that fits, the user's first. Two that fit would be a bug in our files: tests rule it
-    out.
+    """Return the (architecture, layout) that fits, the user's first; None if none or several fit.
+
+    Tests show that no two shipped architectures fit one model.
     """
     hits = recognise(shape_of, (extra,) if extra else ()) or recognise(shape_of, among)
     return hits[0] if len(hits) == 1 else None
 
 
 def _label(made: Sequence[Component]) -> None:
-    """te, te1, te2 … by what the denoiser's architecture calls its encoders, else by their own numbers."""
+    """Label the encoders te, te1, te2 … as the denoiser's architecture does, else by their own numbers."""
     encoders = [c for c in made if c.kind]
     main = made[0].architecture if made and made[0].role == "denoiser" else None
     names = {kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))}

@@ -1,7 +1,7 @@
-"""Cuts stored tensors into canonical weights, and puts those together to what each spelling calls one weight.
+"""Stored tensors → canonical weights → the weights of each spelling.
 
-Every tensor is first cut into its canonical weights (q, k and v of a fused tensor); every spelling of an architecture
-then puts canonical weights together again, its own way.
+Every tensor is first cut into its canonical weights (q, k and v of a fused tensor). Every spelling of an architecture
+then joins canonical weights to the weights that the spelling has names for.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from .architectures.notation import Hit, Path, Row, Table, fill
 from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
 
 MOST_EXPERTS: Final = 4096
-"""A stack of more is no stack of experts; tensors of no bytes may claim any number."""
+"""The most experts in a stack. Without a limit, a tensor of no bytes could claim any number."""
 
 Names: TypeAlias = dict[str, WeightView | None]
-"""Name → place; None if it fits two."""
+"""Name → the rows with that name; None if the name fits two places."""
 
 
 def put(names: Names, name: str, view: WeightView | None) -> None:
-    """Note where a name lies; a name of two places is nobody's."""
-    there = names.setdefault(name, view)
-    if there is not view and there != view:
+    """Add a name; one that fits two places becomes None."""
+    known = names.setdefault(name, view)
+    if known is not view and known != view:
         names[name] = None
 
 
 def canonical(
     bodies: Iterable[str], keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
 ) -> tuple[Names, list[tuple[str, WeightView]]]:
-    """(canonical name → where it lies, the tensors' own names where those are different ones), of some tensors.
+    """Return (canonical name → its rows, the tensors' own names with their rows if they differ) of some tensors.
 
-    `keys`: name in the network → in the base, of all its tensors; `shapes`: by name in the base; `table`: the layout's.
+    `bodies`: names in the network; `keys`: name in the network → name in the base, of all tensors; `shapes`: by name in
+    the base; `table`: the table of the base's layout.
     """
     found: Names = {}
     halves: dict[str, dict[int, WeightView]] = defaultdict(dict)
@@ -44,16 +45,16 @@ def canonical(
         view = whole(key, shapes[key])
         cut = list(_cut(hit, view, _width(body, keys, shapes))) if hit else []
         if cut and hit and hit.row.stack:
-            view = _matrices(view)  # as its spelling puts it together again: one place, not two
+            view = _matrices(view)  # as `spelled` joins the stack, so that both views are equal
         for name, half, part in cut:
             if half is None:
                 put(found, name, part)
             else:
                 halves[name][half] = part
-        turned = hit is not None and hit.row.block > 0  # its name means the rows in another order
+        reordered = hit is not None and hit.row.block > 0  # the canonical name means the rows in another order
         if not cut:
-            put(found, body, None if turned else view)
-        elif not turned and body not in (name for name, _, _ in cut):
+            put(found, body, None if reordered else view)
+        elif not reordered and body not in (name for name, _, _ in cut):
             own.append((body, view))
     for name, both in halves.items():
         if len(both) == 2:
@@ -62,14 +63,14 @@ def canonical(
 
 
 def _width(body: str, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> int:
-    """Return the input width of the layer that a parameter belongs to; 0 where nothing tells."""
+    """Return the input width of the layer that has a parameter; 0 if unknown."""
     stem = body.removesuffix("bias").removesuffix("weight")
     shape = shapes[keys.get(stem + "weight", keys[body])]
     return shape[1] if len(shape) > 1 else 0
 
 
 def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | None, WeightView]]:
-    """(canonical name, half, rows) of every part of a stored tensor; nothing if it cannot be cut so."""
+    """Yield (canonical name, half, rows) of every part of a stored tensor; nothing if its rows cannot be cut so."""
     row, shape = hit.row, view.shape
     if row.stack:
         if len(shape) == 3:
@@ -87,11 +88,8 @@ def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | No
         turn = row.block * len(names)
         for i, name in enumerate(names if shape and shape[0] % turn == 0 else ()):
             blocks = [rows_of(view, at, at + row.block) for at in range(i * row.block, shape[0], turn)]
-            yield (
-                name,
-                None,
-                WeightView(tuple(p for b in blocks for p in b.pieces), (shape[0] // len(names), *shape[1:])),
-            )
+            pieces = tuple(piece for block in blocks for piece in block.pieces)
+            yield name, None, WeightView(pieces, (shape[0] // len(names), *shape[1:]))
         return
     at = 0
     for name, part, rows in zip(names, row.parts, _sizes(row, shape[0] if shape else 1, width), strict=False):
@@ -100,7 +98,7 @@ def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | No
 
 
 def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, WeightView]]:
-    """Yield the matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each turned."""
+    """Yield the matrices of a `[E, out, in]` tensor, each cut in equal parts; of `[E, in, out]`, each transposed."""
     count, rows, cols = view.shape
     parts = hit.row.parts
     each, rest = divmod(rows, len(parts))
@@ -122,7 +120,7 @@ def _matrices(view: WeightView) -> WeightView:
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
-    """Return the rows of every part; empty where they do not come out even."""
+    """Return the rows of every part; [] if they cannot be divided so."""
     sized = sum(p.sized for p in row.parts)
     rest = rows - sized * width
     each, odd = divmod(rest, len(row.parts) - sized) if len(row.parts) > sized else (0, rest)
@@ -134,9 +132,9 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
 def spelled(
     names: Names, tables: Iterable[Table], wanted: Container[Row] | None = None
 ) -> Iterator[tuple[str, WeightView | None]]:
-    """(name, view) for everything that some spelling calls one weight and that is there as a whole.
+    """Yield (name, view) of every weight of some spelling whose canonical parts are all present.
 
-    `names`: canonical ones; `wanted`: the only rows to be looked at.
+    `names`: the canonical names; `wanted`: the only rows of the tables to use, None for all.
     """
     tables = [t for t in tables if not t.empty]
     found: dict[tuple[Row, Path], dict[tuple[int, int], WeightView]] = defaultdict(dict)
@@ -145,17 +143,17 @@ def spelled(
         for hit in (hit for table in tables for hit in table.spelled(path)):
             row, bound = hit.row, hit.bound
             if view is None or row.name == row.parts[0].path or (wanted is not None and row not in wanted):
-                continue  # fits two places, or is stored transposed under its own name
+                continue  # the name fits two places, or the weight is stored transposed under its own name
             nth = int(bound[row.stack]) if row.stack else 0
             found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
     for (row, path), parts in found.items():
         made = _together(row, parts)
-        if made is not None or row.block:  # rows in no known order are nobody's
+        if made is not None or row.block:  # None: the name is known, the order of its rows is not
             yield ".".join(path), made
 
 
 def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
-    """So many rows of each view in turn; nothing if they do not come out even."""
+    """Return `block` rows of each view in turn; [] if the row counts differ or `block` does not divide them."""
     rows = views[0].shape[0]
     if rows % block or any(view.shape[0] != rows for view in views):
         return []
@@ -163,9 +161,11 @@ def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
 
 
 def _together(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView | None:
-    """Return one weight of a spelling from its canonical parts; None where some are missing."""
+    """Return one weight of a spelling, joined from its canonical parts; None if a part is missing."""
     count = 1 + max(n for n, _ in parts)
-    if len(parts) != count * len(row.parts) or (row.stack and row.parts[0].transposed):  # turned stacks are as stored
+    if len(parts) != count * len(row.parts) or (
+        row.stack and row.parts[0].transposed
+    ):  # a transposed stack has its name already
         return None
     if row.parts[0].transposed:
         (view,) = parts.values()

@@ -1,9 +1,9 @@
-"""All names under which adapters may speak of the tensors of one network, worked out form by form.
+"""All names that adapters may use for the tensors of one network, computed form by form.
 
-A form is a name with `#` for its numbers: the 200 000 names of a mixture of experts are of thirty forms. What rows of
-the name tables apply to a name, and what it may be called, its form tells. So the tables are applied to forms first;
-to names only when one of that form is asked for, and not even then where a form is nothing but its tensors' own.
-Names are built from the base's own keys, so nothing has to be guessed about underscores.
+A form is a name with `#` for its numbers: the 200 000 names of a mixture of experts have thirty forms. The form
+decides which rows of the name tables apply to a name. So the tables are applied to forms first; the names of a form
+are made only when one of them is looked up, and never for a form that only the tensors' own names have.
+Names are built from the base's own keys, so no underscore has to be interpreted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .cutting import Names, canonical, put, spelled
 from .weights import RowSlice, WeightView, whole
 
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
-"""What a norm calls its parameters → what adapters call them."""
+"""Name of a norm's parameter in a base → its name in adapters."""
 
 INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
-"""First levels that adapters lack if they were trained on the model inside the model with a head. Beside `model.`
-the others are a model's parts: HunYuan-VL's `vit.`"""
+"""First levels that names lack in adapters trained on a model without its head. Where `model.` is such a level, the
+others are parts of the model instead: HunYuan-VL's `vit.`"""
 
 Place: TypeAlias = tuple[WeightView | None, bool]
-"""(where it lies, whether the name is known); a known name without a place fits two."""
+"""(rows with a name, whether the name is known); (None, True) for a name that fits two places."""
 
 Way: TypeAlias = tuple[str, str | None]
-"""How a name becomes another: what to put before, and what behind its module; None: behind all of it."""
+"""(prefix, suffix) that turn a name into another; the suffix replaces the name's last level, None keeps that level."""
 
 UNKNOWN: Final[Place] = (None, False)
 
@@ -38,7 +38,7 @@ _DIGITS: Final = re.compile("[0-9]+")
 
 
 def form(name: str) -> str:
-    """`layers.#.attn.to_q.weight` for a name of any layer."""
+    """Return the form of a name: `layers.#.attn.to_q.weight` for any layer."""
     if name[:1].isdigit() or name[-1:].isdigit():
         return ".".join("#" if is_number(s) else s for s in name.split("."))
     return ".#".join(_BETWEEN.split(name))
@@ -47,8 +47,8 @@ def form(name: str) -> str:
 class NameTable:
     """The names of one network.
 
-    `keys`: its tensors' own names → their names in the base; `shapes`: by name in the base; `native`: the table of its
-    layout, `spellings`: all tables; `inner`: a first level that names may lack, "" if there is none but the usual.
+    `keys`: name in the network → name in the base; `shapes`: by name in the base; `native`: the table of the base's
+    layout; `spellings`: all tables; `inner`: a first level that names may lack beside INNER, "" for none.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class NameTable:
         for body in keys:
             self._bodies.setdefault(form(body), []).append(body)
         self._sources: dict[str, dict[str, set[Row]]] = {}
-        """Form of a name → forms of the tensors that may lie there, with the rows that say so; none for their own."""
+        """Form of a name → forms of the tensors that may have it, each with the rows of the tables that say so."""
         for body in self._bodies:
             self._trace(body)
         self._made: dict[str, Names] = {}
         self._rules: dict[str, Row | bool] = {}
-        self._live: dict[str, list[Way]] = {}  # weak form → the ways to paths that there may be
+        self._live: dict[str, list[Way]] = {}  # weak form → the ways to strong forms
         self._layers: dict[str, dict[str, set[RowSlice]]] = {}
 
     def knows(self, name: str) -> bool:
-        """Return whether a name, dotted or flat, has a place, but perhaps with other numbers."""
+        """Return whether a name, dotted or flat, is known with some numbers, perhaps with others than its own."""
         coarse = _coarse(name)
         return any(coarse in forms for forms in self._flat_forms)
 
@@ -81,7 +81,7 @@ class NameTable:
         return found if found[1] else self._weak(name, of)
 
     def flat(self, name: str) -> Place:
-        """Return the place of a parameter by a path with underscores for its dots, but for the last."""
+        """Return the place of a parameter by a path with underscores for all dots but the last."""
         coarse = _coarse(name)
         for forms, find in zip(self._flat_forms, (self._strong, self._weak), strict=True):
             found = _only(find(path, of) for of in forms.get(coarse, ()) for path in _unflattened(of, name))
@@ -90,27 +90,24 @@ class NameTable:
         return UNKNOWN
 
     def layers(self, body: str) -> list[RowSlice]:
-        """Return the rows of a tensor that are canonical weights, in order; none for rows that do not follow each
-        other.
-        """
+        """Return the row ranges of a tensor that are canonical weights, in order; only those of consecutive rows."""
         of = form(body)
         if of not in self._layers:
             forms = [of, *(".".join(path) for _, path in self._native.names_of(tuple(of.split("."))))]
             sources = dict.fromkeys(source for other in forms for source in self._sources[other])
             found, _ = self._canonical(sources)
-            there = self._layers[of] = {}
+            slices = self._layers[of] = {}
             for pieces in (view.pieces for view in found.values() if view is not None):
                 if len(pieces) == 1 and not pieces[0].transposed:
-                    there.setdefault(pieces[0].key, set()).add(pieces[0])
+                    slices.setdefault(pieces[0].key, set()).add(pieces[0])
         return sorted(self._layers[of].get(self._keys[body], ()))
 
     def _canonical(self, sources: Iterable[str]) -> tuple[Names, list[tuple[str, WeightView]]]:
-        """Of all tensors of these forms."""
         bodies = (body for source in sources for body in self._bodies[source])
         return canonical(bodies, self._keys, self._shapes, self._native)
 
     def _trace(self, body: str) -> None:
-        """Note every form that names of tensors of this form may have."""
+        """Record every form that the names of tensors of this form may have."""
         cut = [(row, path) for row, path in self._native.names_of(tuple(body.split(".")))]
         for row, path in [(None, tuple(body.split("."))), *cut]:
             self._note(path, body, [r for r, _ in cut])
@@ -122,7 +119,7 @@ class NameTable:
         self._sources.setdefault(".".join(path), {}).setdefault(body, set()).update(rows)
 
     def _direct(self, of: str) -> Row | bool:
-        """Return whether names of this form can only be the tensors' own, or the one row that these are renamed by."""
+        """Return True if names of this form are the tensors' own only, the row if one row alone renames them; else False."""
         if of not in self._rules:
             ((source, rows), *others) = self._sources[of].items()
             row = next(iter(rows), None)
@@ -131,7 +128,7 @@ class NameTable:
         return self._rules[of]
 
     def _strong(self, name: str, of: str) -> Place:
-        """By the tensor's own name, or what a spelling calls it."""
+        """Return the place by the tensor's own name or by a name of a spelling."""
         if of not in self._sources:
             return UNKNOWN
         direct = self._direct(of)
@@ -155,7 +152,7 @@ class NameTable:
         return self._made[of]
 
     def _weak(self, name: str, of: str) -> Place:
-        """By another name of a parameter, or without the first level."""
+        """Return the place by another name of a parameter, or by a name without its first level."""
         if of not in self._weak_forms:
             return UNKNOWN
         module, _, leaf = name.rpartition(".")
@@ -167,7 +164,7 @@ class NameTable:
 
     @cached_property
     def _inner(self) -> tuple[str, ...]:
-        """What names may lack at their beginning."""
+        """The first levels that names may lack."""
         forms = [of for of in self._sources if of.startswith(INNER[0])]
         inside = any(map(self._direct, forms)) or any(map(self._names, forms))
         return (*(INNER[:1] if inside else INNER), *self._heads)
@@ -179,12 +176,12 @@ class NameTable:
 
     @cached_property
     def _flat_forms(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Flat name, `#` for all digits → the forms that it may be of: of strong names, and of weak ones."""
+        """Flat name with `#` for all digits → its possible forms: among the strong names, and among the weak ones."""
         return _by_flat(self._sources), _by_flat(self._weak_forms)
 
 
 def _only(places: Iterable[Place]) -> Place:
-    """Return the one place of all; none, though known, where they are several."""
+    """Return the place that all known ones agree on; (None, True) if they differ."""
     found = UNKNOWN
     for view, known in places:
         if known and (not found[1] or found[0] != view):
@@ -193,8 +190,7 @@ def _only(places: Iterable[Place]) -> Place:
 
 
 def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
-    """Yield what else a parameter may be called: `norm.scale` also `norm.weight`, a bare one also `….weight`; and
-    without its first level."""
+    """Yield the other names of a parameter: `norm.weight` for `norm.scale`, `x.weight` for `x`, `x` for `model.x`."""
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
         yield f"{path}.weight"
@@ -208,15 +204,13 @@ def _others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
 
 
 def _behind(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
-    """Yield how to make every path that a name with this last level may mean, and some that it may not: `_others`
-    tells.
-    """
+    """Yield the ways from a weak name with this last level to strong names; `_others` decides which of them hold."""
     if leaf == "weight":
         yield "", ""
     if leaf in ("weight", "bias"):
         yield "", f"_{leaf}"
-        for own, theirs in PARAMETERS.items():
-            if theirs == leaf:
+        for own, in_adapters in PARAMETERS.items():
+            if in_adapters == leaf:
                 yield from (("", f".{own}"), (own, ""))
     yield from ((f"{start.split('.', 1)[0]}.", None) for start in dict.fromkeys(inner))
 
@@ -246,7 +240,7 @@ def _flat_pattern(of: str) -> re.Pattern[str]:
 
 
 def _unflattened(of: str, name: str) -> Iterator[str]:
-    """Yield the path of this form that a flat name may stand for."""
+    """Yield the path of this form that a flat name means, if any."""
     if match := _flat_pattern(of).fullmatch(name):
         numbers = iter(match.groups())
         yield ".".join(next(numbers) if s == "#" else s for s in of.split("."))
