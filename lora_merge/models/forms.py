@@ -119,7 +119,7 @@ class NameTable:
         self._sources.setdefault(".".join(path), {}).setdefault(body, set()).update(rows)
 
     def _direct(self, of: str) -> Row | bool:
-        """Return True if names of this form are the tensors' own only, the row if one row alone renames them; else False."""
+        """Return True if only tensors have names of this form, the row if one row alone renames them, else False."""
         if of not in self._rules:
             ((source, rows), *others) = self._sources[of].items()
             row = next(iter(rows), None)

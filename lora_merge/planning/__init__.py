@@ -1,1 +1,1 @@
-"""Every output tensor gets its origin and its place."""
+"""Planning: origin and place of every output tensor."""

@@ -1,4 +1,4 @@
-"""Checkpoints opened for planning: every header is read once, however many jobs name the file."""
+"""Checkpoints opened for planning; the jobs of a batch that name one file share its header."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from ..errors import InputError
 from ..files.checkpoint import Index, open_checkpoint
 from ..models.names import Names, names
 
-KEPT: Final = 300_000  # tensors of all that is kept; about 300 MB
+MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
 
 class CheckpointCache:
-    """What was opened, as long as its files are as they were. Not to be shared between threads."""
+    """Opened checkpoints; one whose file has changed is opened again. For one thread only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
         self._size = 0
 
     def base(self, path: Path, table: Path | None) -> tuple[Index, Names]:
-        """Return a base and its names (`table`: the user's name table); InputError if it is none that can be merged
-        into.
-        """
+        """Return a base and its names; InputError if it cannot be merged into. `table`: the user's name table."""
         found = self._get(("base", path, table))
         if found is None:
             index = open_checkpoint(path)
@@ -37,7 +35,7 @@ class CheckpointCache:
         return found
 
     def adapter(self, path: Path) -> AdapterFile:
-        """Return an adapter as modules; InputError if it is none."""
+        """Return an adapter as modules; InputError if the file is not an adapter."""
         found = self._get(("adapter", path))
         if found is None:
             index = open_checkpoint(path)
@@ -57,7 +55,7 @@ class CheckpointCache:
     def _keep(self, key: tuple[Any, ...], index: Index, made: Any) -> tuple[Index, Any]:
         self._kept[key] = index, made
         self._size += len(index.tensors)
-        while self._size > KEPT and len(self._kept) > 2:
+        while self._size > MOST_TENSORS and len(self._kept) > 2:
             self._drop(next(iter(self._kept)))
         return index, made
 
@@ -73,4 +71,4 @@ def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
         raise InputError("the base is itself an adapter", str(base.path),
                          "name the base model first and the adapter after it")  # fmt: skip
-    base.quantised.check(base.path, "keep", [""])  # all of it
+    base.quantised.check(base.path, "keep", [""])  # "": all tensors

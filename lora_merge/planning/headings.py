@@ -1,7 +1,7 @@
-"""The final headers of an output. They are planned before any weight is read; its inputs' digests are known after it.
+"""The final headers of an output. A header is planned before any weight is read; the inputs' digests are known after.
 
-Nothing is searched for in a header to be replaced: it may hold names and texts of strangers that look like anything.
-Our own metadata entries are made a second time, with the digests, and the others are what the base's file has.
+No placeholder is searched in the planned header, because the base's names and texts may look like one. Our own
+metadata entries are made a second time, with the digests; the other entries are those of the base's file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .recipe import entries
 
 
 def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
-    """Yields the header of every file of the plan, as long as the planned one.
+    """Yield the final header of every file of the plan, as long as the planned header.
 
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order.
     """

@@ -1,7 +1,4 @@
-"""Job + headers → Plan, before the first weight is read.
-
-Everything that can be foreseen to fail is raised here.
-"""
+"""Job + headers → Plan, before the first weight is read. Every foreseeable error is raised here."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ from .cache import CheckpointCache
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import STALE, blanks, entries
 
-USUAL: Final = 4  # strengths above this are mistakes more often than not: :80 for :0.8
+USUAL: Final = 4  # a larger strength is probably a mistake: :80 for :0.8
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a job reads, opened: the base with the names of its weights, and its adapters as modules."""
+    """The opened inputs of a job: the base with the names of its weights, and its adapters as modules."""
 
     job: Job
     base: Index
@@ -56,26 +53,25 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Matched:
-    """What each adapter of a job does to its base."""
+    """The changes of each adapter of a job to its base."""
 
     inputs: Inputs
     adapters: tuple[Match, ...]
 
 
 def plan_job(job: Job, opened: CheckpointCache) -> Plan:
-    """Return the plan for a job, without a look at where its output goes. What is opened comes from, and stays in,
-    `opened`."""
+    """Return the plan of a job; the output path is not checked here. `opened` provides and keeps the checkpoints."""
     return make_plan(match(open_inputs(job, opened)))
 
 
 def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
-    """Open what the job reads, or take it from what is open; InputError for a file that is not what it should be."""
+    """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used."""
     base, lookup = opened.base(job.base, job.map)
     return Inputs(job, base, lookup, tuple(opened.adapter(ref.path) for ref in job.adapters))
 
 
 def match(inputs: Inputs) -> Matched:
-    """Place every adapter on the base; FitError if one does not fit."""
+    """Match every adapter with the base; FitError if one does not fit."""
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         return Matched(inputs, matches(inputs, FileValues(reader)))
 
@@ -86,7 +82,7 @@ def make_plan(matched: Matched) -> Plan:
     check_stored(matched)
     files, indexes = _files(job, base, found)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
-    notes = [f"not copied, for weights of their own lie there: {listed(left)}"] if left else []
+    notes = [f"not copied, because they hold other weights: {listed(left)}"] if left else []
     if led := led_outside(base.path, sides):
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
@@ -96,7 +92,7 @@ def make_plan(matched: Matched) -> Plan:
 
 
 def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
-    """As `match`; `values` reads the few stored tensors whose numbers decide something."""
+    """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
@@ -107,8 +103,8 @@ def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, (ref, adapter) in enumerate(zip(strengths, adapters, strict=True)):
-        told = rules(adapter.index.config, str(ref.path), adapter.index.metadata)
-        context = AdapterContext(number, adapter, told, values, base.config, model, dict(job.setting))
+        peft_rules = rules(adapter.index.config, str(ref.path), adapter.index.metadata)
+        context = AdapterContext(number, adapter, peft_rules, values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, ref, job.unmatched))
     if METHODS[job.method].in_turn:
         matched = replace_in_turn(matched, base.tensors)
@@ -116,23 +112,23 @@ def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
     check_alone(job.adapters, matched)
     used = {name for one in matched for name in one.settings}
     if unused := sorted(dict(job.setting).keys() - used):
-        raise UsageError(f"no module of the adapters asks for {unused[0]}", f"--setting {unused[0]}",
-                         "leave it out: the file tells it, or its formula has no such number")  # fmt: skip
+        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
+                         "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
     met = with_meetings(job, matched)
     return tuple(replace(m, notes=(*m.notes, *_unusual(job, n))) for n, m in enumerate(met))
 
 
 def _unusual(job: Job, number: int) -> Iterator[str]:
-    """Yield what the user may not have meant by naming this adapter."""
+    """Yield notes on a probable mistake of the user: an adapter named twice, an unusual strength."""
     ref = job.adapters[number]
     if any(other.path == ref.path for other in job.adapters[:number]):
-        yield "the same adapter is named before: its change counts again"
+        yield "the same adapter is named before: its change is added again"
     if abs(ref.strength) > USUAL:
         yield f"strength {ref.strength:g} is unusual; most adapters are made for 0 to 2"
 
 
 def check_stored(matched: Matched) -> None:
-    """Raise InputError for a change of what is quantised and cannot be decoded, or not encoded again."""
+    """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
     changed = whole.union(*(m.uses for m in found))
@@ -143,7 +139,7 @@ def check_stored(matched: Matched) -> None:
         for key, (encoding, sides, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
             if key in whole:
-                what = f"an adapter takes the place of a weight that is stored as {encoding.codec.name}"
+                what = f"an adapter replaces a weight that is stored as {encoding.codec.name}"
                 raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
             for role, side in sides.items():
                 if fault := encoding.codec.fault(role, values.numbers(side)):
@@ -153,9 +149,7 @@ def check_stored(matched: Matched) -> None:
 def _files(
     job: Job, base: Index, matched: Sequence[Match]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
-    """Return the output file for every input file: same tensors, same order, same metadata plus ours; the index
-    files.
-    """
+    """Return an output file for every input file (same tensors, order and metadata, plus our entries); index files."""
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
@@ -163,7 +157,7 @@ def _files(
     found = entries(job, base, adapters, blanks(base, adapters))
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
-        pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers wants to be told
+        pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers requires this entry
         stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
         kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in stale}
         rows = [(t.stored, t.dtype, t.packing.encoding.stored_shape(t.shape)) for t in targets]
@@ -174,7 +168,7 @@ def _files(
 
 
 def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Yield every output tensor, not yet placed, with the input file whose counterpart holds it."""
+    """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known."""
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
     own, parted = weights(base, matched), {key for one in matched for key in one.parted}

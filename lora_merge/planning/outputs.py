@@ -1,4 +1,4 @@
-"""What an output folder holds beside the weights: written with them, and looked at when a batch is resumed."""
+"""The files of an output beside the weights: written with the weights, compared when a batch is resumed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .plan import Plan
 from .recipe import parsed, sha256
 
 Side: TypeAlias = bytes | Path
-"""The content of a file, or the file of the base that it is a copy of."""
+"""The content of a side file, or the file of the base to copy."""
 
 KINDS: Final = ("model_type", "_class_name")
-"""Entries of a config.json that say what model it is of."""
+"""Entries of a config.json that name the model."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All files of an output by name, relative to its folder; the weights of a single file have an empty name."""
+    """All files of an output by name, relative to its folder; the name of a single output file is ""."""
 
     weights: frozenset[str]
     sides: Mapping[str, Side]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all of them."""
+        """The names of all files."""
         return (*self.weights, *self.sides)
 
 
 def contents(plan: Plan) -> Contents:
-    """Return what the output of a plan holds."""
+    """Return all files of the output of a plan."""
     sides: dict[str, Side] = dict(plan.indexes)
     for name in plan.sides:
         file = plan.base.path / name
@@ -46,14 +46,14 @@ def contents(plan: Plan) -> Contents:
 
 
 def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
-    """Return the names of files beside the weights that an output lacks, or has with other bytes."""
+    """Return the names of side files that an output lacks or holds with other bytes."""
     return [name for name, side in wanted.sides.items() if not _is(output / name, side, digest)]
 
 
 def misleading(plan: Plan, output: Path) -> list[str]:
-    """Return the names of what is written of the merge's own beside the weights and would let them be loaded as
-    another model, or
-    not at all: an index or a config.json that is missing, or one of another model, or of the base's sizes and ties.
+    """Return the names of side files with which the output loads as another model, or not at all.
+
+    Such are: an index or a config.json that is missing, and a config.json of another model or with the base's sizes.
     """
     found = []
     for name, side in contents(plan).sides.items():

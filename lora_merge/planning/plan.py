@@ -1,4 +1,4 @@
-"""What a plan is: every output byte's place and origin. `make_plan.py` makes it."""
+"""The plan of a merge: place and origin of every output byte. `make_plan.py` makes it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ..text import by_pattern
 
 
 class OutputTensor(NamedTuple):
-    """One output tensor. `offset` counts from the start of its file; without uses its numbers are those stored."""
+    """One output tensor. `offset` counts from the start of its file; `uses` are the changes by adapters."""
 
     name: str
     stored: str  # its name in the file; in a pipeline `name` has the component in front
     dtype: str
-    weight: Weight  # what it starts from
+    weight: Weight  # the weight before the changes
     offset: int
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
     method: Method = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
-    packed: Packing | None = None  # how its numbers are stored, where they are not plain
+    packed: Packing | None = None  # how its numbers are stored; None: plain
 
     @property
     def shape(self) -> Shape:
@@ -43,18 +43,18 @@ class OutputTensor(NamedTuple):
 
     @property
     def source(self) -> StoredTensor:
-        """The tensor whose numbers it starts from."""
+        """The stored tensor with the numbers before the changes."""
         return self.weight.stored
 
     @property
     def packing(self) -> Packing:
-        """How its numbers are stored."""
+        """How its numbers are stored in the output."""
         return self.packed or plain(self.dtype)
 
     @property
     def recoded(self) -> bool:
-        """Whether its numbers are stored in another way than those that it starts from."""
-        if self.packed is None and self.weight.packed is None:  # asked of every tensor, again and again
+        """Whether its numbers are stored in another way than in the input."""
+        if self.packed is None and self.weight.packed is None:  # the fast way: every tensor comes here several times
             return self.weight.stored.dtype != self.dtype
         return self.weight.packing.encoding is not self.packing.encoding
 
@@ -65,17 +65,17 @@ class OutputTensor(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether only whole rows of it can be decoded or encoded."""
+        """Whether only whole rows can be decoded or encoded."""
         return self.packed is not None or self.weight.packed is not None
 
     @property
     def row_group(self) -> int:
-        """How many rows are decoded or encoded together: it is cut between such groups."""
+        """How many rows are decoded or encoded together; blocks end at such groups."""
         return lcm(self.weight.packing.encoding.row_group, self.packing.encoding.row_group)
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(rows, cols) as its uses see it, else axis 0 and the rest."""
+        """(rows, cols) as the uses see the tensor; without uses, axis 0 and the product of the others."""
         if self.uses:
             cols = self.uses[0].piece.cols
             return prod(self.shape) // max(cols, 1), cols
@@ -84,7 +84,7 @@ class OutputTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file to write: `name` is relative to the output folder, empty where the output is one file."""
+    """One output file. `name` is relative to the output folder, "" if the output is a single file."""
 
     name: str
     header: bytes  # planned: `headings.py` makes the final one, of the same length
@@ -116,19 +116,18 @@ class Plan:
 
     @cached_property
     def weights(self) -> Mapping[str, Weight]:
-        """The weights that formulas see."""
+        """Name → the weight that formulas read."""
         return weights(self.base, self.adapters)
 
     @property
     def changed(self) -> int:
-        """How many output tensors differ from the base by an adapter."""
+        """How many output tensors adapters change."""
         own = self.base.tensors
         targets = (t for f in self.files for t in f.targets)
         return sum(1 for t in targets if t.uses or t.source is not own.get(t.name))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
-        """Return the tensor → its shape in the base and in the output, where an adapter brings another, of one output
-        folder.
+        """Return tensor → (shape in the base, shape in the output) for the tensors of one folder that change shape.
 
         The shape in the base is () for a head that was tied to other weights there.
         """
@@ -155,7 +154,7 @@ class Plan:
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """Every file that is read: the base's first, then each adapter's."""
+        """Every input file with tensors: the base's first, then each adapter's."""
         return (*self.base.files, *self._adapter_files)
 
     @property
@@ -169,15 +168,17 @@ class Plan:
 
 
 def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
-    """Key → the weight that is merged into: the base's, or what an adapter stores in its place, as large as adapters
-    make it; then those that the base lacks."""
+    """Return key → the weight that changes are added to, in its new size; weights that the base lacks come last.
+
+    An adapter that stores a weight of the base itself replaces the base's.
+    """
     tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
     found = {key: Weight(info.shape, info) for key, info in tensors.items()}
     found.update({key: Weight(tensors[key].shape, tensors[key], packing) for key, packing in base.packed.items()})
     parted = {key: info.name for one in matched for key, info in one.parted.items()}
     for one in matched:
         for key, shape in one.grown.items():
-            if any(key in other.uses for other in matched):  # at strength 0 it stays as it is
+            if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
                 found[key] = Weight(shape, tensors[key])
         for key, (shape, beside) in one.created.items():
             found[key] = found[parted[key]] if key in parted else unstored(key, shape, base.tensors[beside])
@@ -185,7 +186,7 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:
-    """Per adapter, by file name or path: how many modules found their place, and what was left out and why."""
+    """Return, by each adapter's file name or path, how many modules have their place, and what is left out and why."""
     found: dict[str, Any] = {}
     for m in plan.adapters:
         path = m.adapter.path
@@ -202,13 +203,13 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
 
 
 def sources(job: Job) -> tuple[Path, ...]:
-    """Return all that a job reads: the base and what `kept` names."""
+    """Return all paths that a job reads: the base and the paths of `kept`."""
     base = job.base.parent if job.base.suffix == ".json" else job.base  # the index of a folder
     return base, *kept(job)
 
 
 def kept(job: Job) -> tuple[Path, ...]:
-    """Return what no output takes the place of: the adapters, their configurations, the name table."""
+    """Return the paths that no output may replace: the adapters, their configurations, the name table."""
     adapters = [ref.path for ref in job.adapters]
     found = (*adapters, *map(configuration, adapters), job.map)
     return tuple(path for path in found if path is not None)

@@ -1,4 +1,4 @@
-"""Provenance: what goes into an output's metadata. The way back is in proof/read_recipe.py and proof/find_inputs.py."""
+"""The recipe in an output's metadata. `proof/read_recipe.py` and `proof/find_inputs.py` read it again."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from ..options import OPTIONS, Kind
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2
-"""The format of recipes. From 2 on, the header that holds one holds a digest of itself, too (seal.py)."""
+"""The format of recipes. From 2 on, the header also holds a digest of itself (files/seal.py)."""
 
 MODELS: Final = "sd_merge_models"
 OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
 """Metadata entries that a merge writes."""
 
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
-"""Entries of the base that would be wrong on the merged bytes, and cannot be right: they would have to hold a hash
-of the file that they are in. Dropped."""
+"""Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""
 
 STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
     {"settings": dict, "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")}}
 )
-"""How a recipe holds options that are no plain values: the files that a merge reads belong to it."""
+"""Kind of an option → its value in a recipe. The text of a file that a merge reads becomes part of the recipe."""
 
-LIMIT: Final = 2**22  # characters of a recipe that are read
-LEGACY: Final = (0x100000, 0x10000)  # the bytes behind the 8 digits that old web UIs call a model's hash
+LIMIT: Final = 2**22  # most characters of a recipe
+LEGACY: Final = (0x100000, 0x10000)  # offset and count of the bytes whose hash old web UIs show for a model
 
 
 def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
-    """Return one text for every input file, to plan a header with before the files' digests are known.
+    """Return a placeholder for the digest of every input file; the header is planned with these.
 
-    They are as long as digests and all different; none is a key of the base's own list of merged models, where a
-    digest would replace that key's entry. So the header with the digests is never longer than the planned one.
+    The placeholders are as long as digests and all different. None is a key of the base's own list of merged models,
+    where a digest would replace that entry. So the header with the digests is never longer than the planned one.
     """
     taken = (parsed(base.metadata.get(MODELS, "")) or {}).keys()
     free = (text for number in count() if (text := f"{number:064x}") not in taken)
@@ -51,7 +50,7 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
 
 
 def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yields the metadata entries of every output file, in the order of the base's files.
+    """Yield the metadata entries of every output file, in the order of the base's files.
 
     `digests`: SHA-256 of the base's files and each adapter's.
     """
@@ -62,10 +61,10 @@ def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
 
 
 def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the recipe in every output file: in the first the whole, in other shards what it says of them.
+    """Yield the recipe of every output file: the first has all of it, every other shard the part about itself.
 
-    Shards that each named all of the base's files would hold a text that grows with the square of their number:
-    150 MB in 1000 shards.
+    If every shard named all files of the base, the text would grow with the square of their number: 150 MB in 1000
+    shards.
     """
     whole = recipe(job, base, adapters, digests)
     yield whole
@@ -77,7 +76,7 @@ def recipes(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
 
 
 def recipe(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, Any]:
-    """Return what was merged: names, sizes, hashes, strengths, and every option that changes a byte."""
+    """Return the whole recipe: names, sizes, hashes, strengths, and every option that changes a byte."""
     from ..version import __version__
 
     left = iter(digests)
@@ -115,13 +114,13 @@ def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
 
 
 def config_hash(path: Path) -> str:
-    """Return SHA-256 of the configuration that is read with an input; empty where there is none."""
+    """Return the SHA-256 of the configuration that belongs to an input; "" without a configuration."""
     file = configuration(path)
     return sha256(file) if file else ""
 
 
 def sha256(path: Path) -> str:
-    """Return SHA-256 of a regular file; reads all of it."""
+    """Return the SHA-256 of a regular file."""
     digest = hashlib.sha256()
     with open_regular(path) as f:
         while data := f.read(1 << 24):
@@ -164,9 +163,7 @@ def _json(value: Any) -> str:
 
 
 def _utf8(text: str) -> str:
-    """Return the text with ? for what UTF-8 does not have: the odd bytes of a file's name. Inputs are found by
-    content.
-    """
+    """Return the text with ? for unpaired surrogates, which file names may hold. Inputs are found by content."""
     return text.encode("utf-8", "replace").decode()
 
 

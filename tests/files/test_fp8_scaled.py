@@ -247,7 +247,7 @@ def test_a_whole_weight_in_its_place_is_refused(tmp_path: Path) -> None:
     tensors, entries = base("new")
     lora = adapter(LAYERS[:1]) | {f"base_model.model.{LAYERS[1]}.weight": rand(48, 32)}
     source = save(tensors, tmp_path / "base.safetensors", entries)
-    with pytest.raises(InputError, match="takes the place of a weight that is stored as fp8_scaled"):
+    with pytest.raises(InputError, match="replaces a weight that is stored as fp8_scaled"):
         lora_merge.merge(source, save(lora, tmp_path / "a.safetensors"), tmp_path / "out.safetensors")
 
 

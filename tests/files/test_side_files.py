@@ -122,7 +122,7 @@ def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
         (base / folder / "config.json").write_text("{}")
     (base / ".x.0123456789ab.lora-merge.part").write_bytes(b"")
     report = lora_merge.merge(base, lora, model / "out")
-    assert report.notes == ("not copied, for weights of their own lie there: checkpoint-5, merged, onnx",)
+    assert report.notes == ("not copied, because they hold other weights: checkpoint-5, merged, onnx",)
     names = {p.relative_to(model / "out").as_posix() for p in (model / "out").rglob("*") if p.is_file()}
     assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt"}
     done = cli(base, lora, "-o", model / "dry", "--dry-run")

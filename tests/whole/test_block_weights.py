@@ -161,4 +161,4 @@ def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: P
     )
     first, second = (" ".join(m.notes) for m in plan.adapters)
     assert "strength 80 is unusual" in first and "again" not in first
-    assert "counts again" in second and "unusual" not in second
+    assert "added again" in second and "unusual" not in second
