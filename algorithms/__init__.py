@@ -1,4 +1,4 @@
-"""The table of merge algorithms: one row each, every one on this screen."""
+"""The table of merge algorithms, one row for each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ROWS: Final = (
 )  # fmt: skip
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = MappingProxyType({a.name: a for a in ROWS})
-"""The plan takes the first row whose slots and shapes fit."""
+"""Name → row. A plan uses the first row whose slots and shapes fit the stored tensors."""
 
 __all__ = [
     "ALGORITHMS",

@@ -27,7 +27,7 @@ class AdaLoraTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r may be 0, pruned away."""
+    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r is 0 where pruning left no rank."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 
@@ -38,7 +38,7 @@ def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, one fused multiply-add."""
+    """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.up, t.down * (t.values * (t.scale * strength)))
 
 

@@ -1,9 +1,9 @@
 """AdaMSS, groups of output rows with a small LoRA each in one subspace: ΔW[rowsᵢ] = Bᵢ Aᵢ P. PEFT 0.21.2
 tuners/adamss/layer.py.
 
-P holds the leading right singular vectors of the weight with the bias as one more column, and that column of the change
-is the change of the bias. Which rows belong to group i is not stored: they are clusters of the left singular vectors,
-as PEFT finds them when it loads the adapter.
+P holds the leading right singular vectors of the weight, to which the bias is appended as one more column; the last
+column of ΔW is the change of the bias. The file does not store which rows belong to group i: the groups are clusters of
+the left singular vectors, which PEFT computes when it loads the adapter.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 ALL_APART: Final = "it has as many singular vectors as rows: all rows are equally far apart, and none is near"
 GROUPS: Final = 32
-"""More of them no file may have; PEFT's default is 5."""
+"""The largest number of groups; PEFT's default is 5."""
 
 NEAR: Final = 0.05
-"""How far, of its length 1, a stored singular vector may be from the rebuilt one; bf16 has a hundredth of it."""
+"""The largest distance between a stored singular vector of length 1 and the rebuilt one; rounding to bf16 gives a
+hundredth of it."""
 
 _OPTIONAL: Final = [
     ("bias", "Tensor | None", field(default=None)),  # [n, out, 1]; the base's
     ("seed", "int", field(default=0)),  # `random_seed`
-    ("order", "Indices | None", field(default=None)),  # row of the weight → row of all groups', [n, out]; never stored
+    (
+        "order",
+        "Indices | None",
+        field(default=None),
+    ),  # weight row → row of the stacked groups, [n, out]; not stored
     *((f"{side}_{i}", "Tensor | None", field(default=None)) for i in range(1, GROUPS) for side in ("down", "up")),
 ]
 
@@ -49,28 +54,28 @@ AdamssTensors = make_dataclass(
 
 
 def groups(shapes: Shapes) -> list[int]:
-    """Return the numbers of the groups, in order; DoesNotFit if one is missing or has but one factor."""
+    """Return the numbers of the groups, in order; raise DoesNotFit if a group or one of its factors is missing."""
     sides = {
         side: sorted(int(m[1]) for slot in shapes if (m := re.fullmatch(rf"{side}_(\d+)", slot)))
         for side in ("up", "down")
     }
-    whole = sides["up"] == sides["down"] == list(range(len(sides["up"])))
-    expect(holds=whole, otherwise=f"A has the groups {sides['down']}, B {sides['up']}")
+    complete = sides["up"] == sides["down"] == list(range(len(sides["up"])))
+    expect(holds=complete, otherwise=f"A has the groups {sides['down']}, B {sides['up']}")
     return sides["up"]
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored; of the weight's own change, or of the bias'."""
+    """Return the stored shapes; `target` is the shape of the weight or of the bias."""
     out, inputs = flat(shapes["weight"])
     space = shapes["space"]
     rank = space[0] if space else 0
     width = inputs + ("bias" in shapes)
     expect(
-        holds=space == (rank, width) and inputs > 1 and (target == (out, inputs) or prod_is(target, out)),
+        holds=space == (rank, width) and inputs > 1 and (target == (out, inputs) or _is_vector(target, out)),
         otherwise=f"newB is {list(space)}, the weight {list(target)} has {width} columns with its bias",
     )
     want = {"space": space, "weight": (out, inputs), **({"bias": (out, 1)} if "bias" in shapes else {})}
-    expect(holds="bias" not in shapes or prod_is(shapes["bias"], out), otherwise=f"the bias is {shapes.get('bias')}")
+    expect(holds="bias" not in shapes or _is_vector(shapes["bias"], out), otherwise=f"the bias is {shapes.get('bias')}")
     height = 0
     for i in groups(shapes):
         up, down = shapes[f"up_{i}"], shapes[f"down_{i}"]
@@ -87,8 +92,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return want
 
 
-def prod_is(shape: Shape, size: int) -> bool:
-    """Return whether it is a vector of that size."""
+def _is_vector(shape: Shape, size: int) -> bool:
     return shape in ((size,), (size, 1))
 
 
@@ -107,9 +111,7 @@ def delta(base: Tensor, t: Any) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Return which row of all groups' each row of the weight is: clusters of its left singular vectors, as many as
-    groups.
-    """
+    """Return the slot `order`, from clusters of the weight's left singular vectors, one cluster for each group."""
     import numpy as np
     import torch
 

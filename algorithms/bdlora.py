@@ -2,7 +2,7 @@
 `use_bdlora`.
 
 A [r, in / k] stands for diag(A_1 … A_k) with A_j its j-th r / k rows, or B [out, r / k] for
-diag(B_1 … B_k) with B_j its j-th out / k rows. k shows in the shapes; k = 1 is plain LoRA."""
+diag(B_1 … B_k) with B_j its j-th out / k rows. k follows from the shapes; k = 1 is plain LoRA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BdLoraTensors:
-    """Factors with their blocks apart; where one is stored whole, it is cut to match."""
+    """Both factors, cut into k blocks."""
 
     up: Tensor  # [n, out, k, r/k] whole, or [n, k, out/k, r/k] the blocks
     down: Tensor  # [n, k, r/k, in/k] the blocks, or [n, k, r/k, in] whole
@@ -27,7 +27,7 @@ class BdLoraTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up and down with k apart."""
+    """Return the shapes of up and down with an axis of length k."""
     out, cols = flat(target)
     (rows, up_rank), (rank, width) = flat(shapes["up"]), flat(shapes["down"])
     expect(holds=rows == out, otherwise=f"up has {rows} rows, the weight has {out}")

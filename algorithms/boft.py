@@ -1,8 +1,8 @@
 """BOFT, W' = B_m … B_1 W with butterfly-permuted block rotations. Liu et al. 2023,
 arXiv:2311.06243, section 4; LyCORIS lycoris/modules/boft.py.
 
-Stage i pairs rows at a distance of h = 2^i · b/2. R as in oft.py, one limit for all stages, but not
-transposed.
+Stage i pairs rows at a distance of h = 2^i · b/2. R is that of oft.py, not transposed, with one limit
+for all stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """blocks (m, k, b, b) with k·b = out, b even, 2^(m−1)·b dividing out; rescale (out, 1)."""
+    """Return the shapes of blocks (m, k, b, b), with k·b = out, b even and 2^(m−1)·b dividing out, and rescale
+    (out, 1)."""
     stored = shapes["blocks"]
     m, k, b = stored[:3] if len(stored) == 4 else (0, 0, 0)
     out = target[0]
@@ -30,16 +31,15 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """Return ΔW [n, out, cols] from the untouched `base`: the stages' changes are summed, each of what came before
-    it.
-    """
+    """Return ΔW [n, out, cols] from the untouched `base`: the sum of the changes of all stages, each computed on the
+    result of the stages before it."""
     _, stages, k, b, _ = t.turned.shape
     n, _, cols = base.shape
     total: Tensor | None = None
     for i in range(stages):
         reach = (b // 2) << i
-        seen = base if total is None else base + total
-        pairs = seen.view(n, -1, 2, reach, cols).transpose(2, 3)
+        rotated = base if total is None else base + total
+        pairs = rotated.view(n, -1, 2, reach, cols).transpose(2, 3)
         change = (t.turned[:, i] @ pairs.reshape(n, k, b, cols)).reshape(pairs.shape)
         change = change.transpose(2, 3).reshape(base.shape)
         total = change if total is None else total.add_(change)

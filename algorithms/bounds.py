@@ -1,8 +1,7 @@
-"""Whole numbers out of files, each between two ends: the one place that looks at indices, seeds, counts and lengths.
+"""Ranges of the whole numbers that files give: indices, seeds, counts and lengths.
 
-One end is not enough: an index of −1 means the last entry to torch and numpy, and on CUDA an index that is too small
-or too large ends the process's GPU. Nor is Python's own reading: `int` takes "٣", "1_0" and, up to a limit that makes
-it raise another error, numbers of any length.
+Each range has two ends: torch and numpy read the index −1 as the last entry, and on CUDA an index out of range makes
+the GPU unusable for the process. Texts are checked before `int` reads them, because `int` accepts "٣" and "1_0".
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIGITS: Final = 20
-"""Of a number in a text; 2**64 has so many."""
+"""The most digits of a number in a text; 2**64 has 20."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Bounds:
     end: int
 
     def number(self, value: object) -> int | None:
-        """Return the number that a value of a file is: a whole number, or a text of ASCII digits; None for any other
-        value, and for a number outside."""
+        """Return a value of a file, a whole number or a text of ASCII digits, as an int; None for any other value, and
+        for a number outside the range."""
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
             value = int(value)
         if isinstance(value, float) and value.is_integer():
@@ -36,7 +35,7 @@ class Bounds:
         return int(value) if whole and self.low <= value < self.end else None  # type: ignore[operator, call-overload]
 
     def hold(self, numbers: Tensor) -> bool:
-        """Return whether all of these integers (any shape, int64) lie inside."""
+        """Return whether all of these integers (any shape, int64) lie in the range."""
         return not numbers.numel() or bool(self.low <= int(numbers.min()) and int(numbers.max()) < self.end)
 
     def __str__(self) -> str:
@@ -44,20 +43,19 @@ class Bounds:
 
 
 def below(end: int) -> Bounds:
-    """0 to end − 1: the indices of `end` things."""
+    """Return the range 0 to end − 1, the indices of `end` entries."""
     return Bounds(0, end)
 
 
 COUNT: Final = below(2**63)
-"""What counts things: torch's sizes are 64 bits wide."""
+"""The range of counts: torch's sizes are 64 bits wide."""
 
 SEED: Final = Bounds(-(2**63), 2**64)
-"""What torch.Generator.manual_seed takes."""
+"""The range of seeds that torch.Generator.manual_seed takes."""
 
 
 def outside(numbers: Tensor, bounds: Sequence[Bounds]) -> Bounds | None:
-    """Return the first bounds that these integers leave: one for all of them, or one for each entry of their first
-    axis.
-    """
+    """Return the first range that these integers exceed, or None; `bounds` has one range for all integers, or one for
+    each entry of their first axis."""
     parts = [numbers] if len(bounds) == 1 else numbers.unbind()
-    return next((one for part, one in zip(parts, bounds, strict=True) if not one.hold(part)), None)
+    return next((allowed for part, allowed in zip(parts, bounds, strict=True) if not allowed.hold(part)), None)

@@ -1,4 +1,4 @@
-"""C3A, ΔW made of circulant blocks over the number of inputs. Chen et al. 2024, arXiv:2407.19342,
+"""C3A, ΔW made of circulant blocks, divided by the number of inputs. Chen et al. 2024, arXiv:2407.19342,
 section 3.
 
 The kernel [out/b, in/b, b] gives block (i, j) the entries C[p, q] = kernel[i, j, (q − p) mod b].
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class C3aTensors:
-    """First rows of the blocks."""
+    """The first row of every block."""
 
     kernel: Tensor  # [n, out/b, in/b, b]
 

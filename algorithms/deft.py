@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeftTensors:
-    """What to take out, and what to put in its place."""
+    """The subspace that is removed from the weight, and its new content."""
 
     subspace: Tensor  # P, [n, out, r]
     scale: Scalar  # c = α / r, or 1
@@ -38,7 +38,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: DeftTensors) -> Tensor:
-    """Q (c R − Pᵀ W) [n, out, cols]."""
+    """Return Q (c R − Pᵀ W) [n, out, cols]."""
     import torch
 
     if t.method == "qr":

@@ -20,7 +20,7 @@ SMALLEST_NORM = 1e-4  # PEFT tuners/delora/layer.py
 
 @dataclass(frozen=True)
 class DeloraTensors:
-    """Directions and how far to go."""
+    """Two factors, and the numbers that scale them."""
 
     up: Tensor  # B, [n, out, r]
     down: Tensor  # A, [n, r, in]

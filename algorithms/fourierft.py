@@ -1,8 +1,8 @@
-"""FourierFT, ΔW = c · Re ifft2(S), S zero but for n entries. Gao et al. 2024, arXiv:2405.03003,
+"""FourierFT, ΔW = c · Re ifft2(S), S zero except for n entries. Gao et al. 2024, arXiv:2405.03003,
 section 3.
 
-Where the entries lie is not stored: they are the first n of a random permutation of all positions,
-drawn from `random_loc_seed` on the CPU."""
+The positions of the entries are not stored: they are the first n of a random permutation of all
+positions, drawn from `random_loc_seed` on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FourierTensors:
-    """Coefficients and where they go."""
+    """The coefficients and their positions."""
 
     spectrum: Tensor  # [n, m]
     scale: Scalar  # `scaling`
@@ -30,7 +30,7 @@ class FourierTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shape of spectrum (m,), no more than the weight has entries."""
+    """Return the shape of spectrum (m,), with at most as many entries as the weight."""
     stored = shapes["spectrum"]
     expect(
         holds=len(stored) == 1 and 0 < stored[0] <= prod(target) and len(target) == 2,
@@ -40,12 +40,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the places."""
+    """Return the slot `places`."""
     return {"places": places(shapes, target, settings["seed"])}
 
 
 def places(shapes: Shapes, target: Shape, seed: int) -> Tensor:
-    """Return the first positions of a random order of all, one for each coefficient."""
+    """Return the first positions of a random permutation of all positions, one for each coefficient."""
     import torch
 
     rows, cols = flat(target)

@@ -1,9 +1,9 @@
 """FRoD, the weight written anew in a basis that all layers of a kind share: W' = U (S + diag(l)) Vᵀ. PEFT 0.21.2
 tuners/frod/layer.py.
 
-V is stored once for all layers that end in the same name; where it is not (`save_projection=False`) it follows from
-the weights of all of them, see joint_basis.py. U follows from the untouched weight: its columns are those of
-W V⁻ᵀ at length 1. S is zero but for some entries. Nothing of the untouched weight is left beside that.
+V is stored once for all layers that end in the same name. Where it is not stored (`save_projection=False`), it follows
+from the weights of these layers, see joint_basis.py. U follows from the untouched weight: its columns are those of
+W V⁻ᵀ, scaled to length 1. S is zero except for some entries. W' contains the untouched weight only through U.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from .base import Indices
 
 LAYER = "layer_"
-"""What slots begin with that are weights of layers which share the basis, in order."""
+"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share the basis, in order."""
 SHORTEST = 1e-12
-"""Columns that are shorter are zeros."""
+"""Columns of W V⁻ᵀ that are shorter become zeros."""
 
 
 @dataclass(frozen=True)
 class FrodTensors:
-    """The basis, and what the weight is in it."""
+    """The shared basis, and the trained weight in that basis."""
 
     diagonal: Tensor  # l, [n, in]
     values: Tensor  # of S, [n, m]
     basis: Tensor | None = None  # V, [n, in, in]; shared
     places: Indices | None = None  # rows and columns of S, [n, 2, m]; shared
-    layers: int = 0  # what follows is told where these are not stored: how many layers share V
+    layers: int = 0  # this and the following are set where V is not stored: how many layers share V
     ridge: float = 0.0  # `regularization_alpha`
-    dtype: str = ""  # of the weight, to which PEFT rounds V
-    widths: tuple[int, ...] = ()  # in of every kind of layer whose S is drawn before this one's, and of this one
+    dtype: str = ""  # that of the weight; PEFT rounds V to it
+    widths: tuple[int, ...] = ()  # inputs of every kind of layer whose S is drawn before this one, and of this one
     share: float = 0.0  # `sparse_rate`
     seed: int = 0  # `projection_prng_key`
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored; those of `layer_0` and so on, which share the basis, are checked alone."""
+    """Return the stored shapes; the slots `layer_0` and so on are checked, but not returned."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is of linear layers alone")
     cols, count = flat(target)[1], shapes["values"]
     want = {"diagonal": (cols,), "values": count[:1]}
@@ -57,7 +57,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """Where the basis is not stored, what it is made of."""
+    """Raise DoesNotFit if the basis is neither stored nor can be rebuilt from all layers that share it."""
     holds = "basis" in shapes or settings.get("layers", 0) > 0
     expect(holds=holds, otherwise="its basis is not stored, and not all layers that share it are known")
 
@@ -69,11 +69,11 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
     assert t.basis is not None and t.places is not None, "rebuilt"
     try:
         turned = torch.linalg.solve(t.basis, base.mT).mT
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # singular; PEFT goes on so
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # singular: PEFT takes the pseudoinverse too
         turned = base @ torch.linalg.pinv(t.basis, rtol=1e-6).mT
     size = length(turned, (1,))
-    gone = size <= SHORTEST
-    unit = (turned / size.masked_fill(gone, 1)).masked_fill(gone, 0)
+    zero = size <= SHORTEST
+    unit = (turned / size.masked_fill(zero, 1)).masked_fill(zero, 0)
     inner = torch.diag_embed(t.diagonal)
     at = t.places[:, 0] * inner.shape[2] + t.places[:, 1]
     inner = inner.flatten(1).scatter_add(1, at, t.values).view_as(inner)
@@ -82,7 +82,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Return the basis for all layers of a kind, in the precision of the weight, and the places of S."""
+    """Return the basis that the layers share, rounded to the dtype of the weight, and the positions of S."""
     settings, cast = loaded.settings, loaded.cast
     weights = [cast(loaded.read(f"{LAYER}{n}"), "F32") for n in range(settings["layers"])]
     basis = cast(joint_basis(weights, settings["ridge"], cast), settings["dtype"])

@@ -2,11 +2,10 @@
 lycoris/modules/glora.py.
 
 W is contracted on its input-channel axis. Two layouts share the key names: the present one, and
-that of early LyCORIS, where each letter's 1 and 2 change places and A spans the whole flattened
-input. They fit the same shapes only if r = in = out; the present one then wins. Before LyCORIS 3
-the forward pass had α / r twice, in the middle of each pair and at its end, so (α / r)² is what was
-trained. With rs_lora, LyCORIS trains with α / √r and stores plain α (unlike its LoCon): only the
-metadata tells.
+that of early LyCORIS, where 1 and 2 are exchanged and A spans the whole flattened input. Both fit
+the same shapes only if r = in = out; then the present layout is used. Before LyCORIS 3 the forward
+pass multiplied by α / r twice, so the trained scale is (α / r)². With rs_lora, LyCORIS trains with
+α / √r and stores plain α (unlike its LoCon): only the metadata shows it.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ def _expect(shapes: Shapes, want: Shapes) -> None:
 
 
 def scalars_from_old(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
-    """scale = (α / r)²; 1 without an alpha."""
+    """Return scale = (α / r)²; 1 without an α."""
     return {name: value**2 for name, value in alpha_over("a1")(alpha, shapes, target).items()}
 
 
 def delta(base: Tensor, t: GloraTensors) -> Tensor:
-    """Return ΔW [n, out, cols] from the untouched `base`; thin factors are scaled, not products."""
+    """Return ΔW [n, out, cols] from the untouched `base`; the thin factors are scaled, not the products."""
     n, out, cols = base.shape
     channels = t.a1.shape[1]
     if channels == cols:
@@ -97,7 +96,7 @@ def delta(base: Tensor, t: GloraTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, where acc is the untouched base."""
+    """Add strength · ΔW to acc, which is the untouched base."""
     if t.a1.shape[1] != acc.shape[2]:
         acc.addcmul_(strength, delta(acc, t))
         return
@@ -106,7 +105,7 @@ def accumulate(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
 
 
 def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
-    """Return [W A₁, B₁] and [A₂; B₂], [n, out, 2r] and [n, 2r, in]: without a kernel, one product is all of it."""
+    """Return [W A₁, B₁] [n, out, 2r] and [A₂; B₂] [n, 2r, in]: without a kernel, ΔW is their product."""
     import torch
 
     scale = _scale(t)
@@ -114,7 +113,7 @@ def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
 
 
 def _columns(t: GloraTensors) -> Tensor:
-    """B₂ as [n, r, cols], contracted with the core where there is one."""
+    """Return B₂ as [n, r, cols], contracted with the core where there is one."""
     return t.b2 if t.bm is None else tucker(t.bm, t.b2)
 
 
@@ -128,7 +127,7 @@ def delta_old(base: Tensor, t: GloraTensors) -> Tensor:
 
 
 def accumulate_old(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
-    """As `accumulate`, of the old layout."""
+    """Add strength · ΔW of the old layout to acc, which is the untouched base."""
     accumulate(acc, _renamed(t), strength)
 
 

@@ -1,4 +1,4 @@
-"""GraLoRA, k × k blocks with factors of their own, and perhaps a plain LoRA. Jung et al. 2025,
+"""GraLoRA, k × k blocks with factors of their own, and optionally a plain LoRA. Jung et al. 2025,
 arXiv:2505.20355.
 
 Block (output j, input m) of ΔW is (A[m][:, jρ:(j+1)ρ] · B[j][mρ:(m+1)ρ, :])ᵀ with ρ = r / k.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraloraTensors:
-    """Factors of the blocks, and of the whole."""
+    """The factors of the blocks, and of the plain LoRA."""
 
     inputs: Tensor  # A, [n, k (m), in/k, k (j), ρ]
     outputs: Tensor  # B, [n, k (j), k (m), ρ, out/k]
@@ -29,7 +29,7 @@ class GraloraTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of inputs and outputs with their ranks cut in k, and of down and up."""
+    """Return the shapes of inputs and outputs with the rank cut into k parts, and of down and up."""
     (out, cols), a, b = flat(target), shapes["inputs"], shapes["outputs"]
     expect(holds=len(a) == 3 == len(b), otherwise=f"inputs is {list(a)}, outputs {list(b)}")
     k, rank = a[0], a[2]

@@ -2,8 +2,8 @@
 
 A product of reflections is I − Û T Ûᵀ with T⁻¹ = ½ I + the strict upper triangle of ÛᵀÛ (the
 compact WY form, Schreiber and Van Loan 1989), so ΔW is a product of thin matrices. With `apply_GS`
-the vectors are orthonormalised first, and T = 2 I; any orthonormal basis of their span gives the
-same."""
+the vectors are orthonormalised first, and T = 2 I; the result depends only on
+their span."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: HraTensors) -> Tensor:
-    """−(W Û) T Ûᵀ [n, out, cols]."""
+    """Return −(W Û) T Ûᵀ [n, out, cols]."""
     import torch
 
     if t.orthogonal:

@@ -1,7 +1,7 @@
 """(IA)³, ΔW = w ⊙ W along rows or input channels. Liu et al. 2022, arXiv:2205.05638, section 3.3.
 
-As LyCORIS stores it: w relative to 1, and `on_input` 0 or 1 for the axis (lycoris/modules/ia3.py).
-PEFT stores the factor itself and is another row. A bias is not scaled.
+LyCORIS stores w, the factor minus 1, and `on_input` 0 or 1 for the axis (lycoris/modules/ia3.py).
+PEFT stores the factor itself, see peft_ia3.py. The bias is not scaled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ia3Tensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """diff as (out,) or (in,); which one `on_input` says (`check`)."""
+    """Return the shapes of diff (out,) or (in,) and on_input (1, 1); `check` compares the two."""
     stored = shapes["diff"]
     size = prod(stored)
     expect(holds=prod(shapes["on_input"]) == 1, otherwise="on_input is not one number")
@@ -42,7 +42,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
-    """The axis that `on_input` names is as long as the vector."""
+    """Raise DoesNotFit if the axis that `on_input` names does not have the length of diff."""
     axis = int(integers["on_input"])
     expect(
         holds=shapes["diff"] == target[axis : axis + 1],
@@ -51,7 +51,7 @@ def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None
 
 
 def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
-    """Return ΔW [n, out, cols]; both axes are tried only where the shapes leave both open."""
+    """Return ΔW [n, out, cols]; `on_input` is read only where the shapes allow both axes."""
     import torch
 
     (n, out, cols), size = base.shape, t.diff.shape[1]

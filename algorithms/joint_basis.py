@@ -1,8 +1,9 @@
-"""The basis that FRoD makes of all layers of a kind, where the adapter's file lacks it (`save_projection=False`).
+"""The basis that FRoD computes from the layers that share it, where the file does not store it
+(`save_projection=False`).
 
-PEFT's own steps (0.21.2, tuners/frod/model.py), in fp32 on the CPU, as it takes them when it loads the adapter on any
-device. The signs of eigenvectors are what LAPACK gives. Where eigenvalues lie so near each other that the vectors are
-a matter of rounding, no two machines agree, and the layers are refused: that is seen by the same steps in fp64.
+The steps are those of PEFT (0.21.2, tuners/frod/model.py), in fp32 on the CPU, which PEFT uses whatever the device.
+LAPACK determines the signs of the eigenvectors. Where eigenvalues are so close that rounding determines the vectors,
+machines do not agree, and the layers are refused; the same steps in fp64 show this.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEAR: Final = 0.05
-"""How far, of its length, the whole basis may be from the one that fp64 gives. Four layers of 2048 inputs are 0.02 off:
-eleven vectors lie so near each other that they are turned, and the change of a weight is another by 2 %. Of one layer
-alone nothing is settled: all eigenvalues are equal, as they would be if all layers were one, and any basis is as good.
+"""The largest relative distance between the bases in fp32 and fp64. With four layers of 2048 inputs it is 0.02: eleven
+vectors are so close that rounding rotates them, which alters the change of a weight by 2 %. With one layer, or equal
+layers, all eigenvalues are equal, and the basis is undetermined.
 """
-UNSETTLED: Final = (
+UNDETERMINED: Final = (
     "the basis that its layers share is not stored, and is a matter of rounding in this base; save the adapter again "
     "with save_projection=True"
 )
 
 
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Return V [in, in] in fp32 of weights [out, in] in fp32, in order; DoesNotFit where it is a matter of rounding.
+    """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit where rounding determines V.
 
-    `cast`: as in Loaded.
+    The order of the weights matters. `cast` is that of Loaded.
     """
     import torch
 
     found, _ = _basis(weights, ridge)
     exact, upper = _basis([cast(weight, "F64") for weight in weights], ridge)
-    ours, theirs = (torch.cat([v, _left(upper, v)]) for v in (cast(found, "F64"), exact))
-    apart = torch.minimum((ours - theirs).norm(dim=0), (ours + theirs).norm(dim=0))
-    expect(holds=not bool(apart.norm() > NEAR * theirs.norm()), otherwise=UNSETTLED)
+    single, double = (torch.cat([v, _left(upper, v)]) for v in (cast(found, "F64"), exact))
+    distance = torch.minimum((single - double).norm(dim=0), (single + double).norm(dim=0))
+    expect(holds=not bool(distance.norm() > NEAR * double.norm()), otherwise=UNDETERMINED)
     return found
 
 
 def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
-    """Return V, and a matrix with the singular vectors of all weights on the right: their R, or themselves.
+    """Return V, and a matrix with the same right singular vectors as the stacked weights: R of their QR, or themselves.
 
-    V is R times the eigenvectors of a mean over the weights: of the inverse of what each has of their common row space.
+    With Qᵢ the rows of Q that belong to weight i, V is Rᵀ times the eigenvectors of the mean of (Qᵢᵀ Qᵢ + ridge · I)⁻¹.
     """
     import torch
 
@@ -61,7 +62,7 @@ def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def _left(upper: Tensor, basis: Tensor) -> Tensor:
-    """Return U of all weights in the basis of their Q, as long as the columns of V, so that both weigh alike."""
+    """Return U of all weights in the basis Q, its columns as long as those of V, so that both count alike."""
     import torch
 
     turned: Tensor = torch.linalg.lstsq(basis, upper.T).solution.T
@@ -71,9 +72,7 @@ def _left(upper: Tensor, basis: Tensor) -> Tensor:
 
 
 def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
-    """Return [2, m] rows and columns of S for the last of these kinds, all of which draw from one generator in
-    order.
-    """
+    """Return the rows and columns of S, [2, m], for the last of these widths; all draw in order from one generator."""
     import torch
 
     random, places = torch.Generator().manual_seed(seed), torch.empty(2, 0, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Clusters of points, as scikit-learn 1.9 finds them by Lloyd's steps: sklearn/cluster/_kmeans.py."""
+"""Clusters of points by Lloyd's algorithm with the steps of scikit-learn 1.9, sklearn/cluster/_kmeans.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final
 from .base import expect
 
 SEED: Final = 123456789
-"""PEFT's for AdaMSS."""
+"""The seed that PEFT uses for AdaMSS."""
 ROUNDS: Final = 10
 
 
 def kmeans(points: Any, count: int) -> Any:
-    """Return the cluster of each point of an array [n, r], [n], from random points on (`init="random"`, `n_init=1`,
-    `max_iter=10`, that seed). DoesNotFit where a cluster has run empty, which scikit-learn fills from afar."""
+    """Return the cluster [n] of each point of an array [n, r], as KMeans with `init="random"`, `n_init=1` and
+    `max_iter=10` does. Raise DoesNotFit where a cluster is empty: scikit-learn fills it with distant points."""
     import numpy as np
 
     points = points - points.mean(axis=0)
@@ -27,7 +27,7 @@ def kmeans(points: Any, count: int) -> Any:
         sizes = np.bincount(labels, minlength=count)
         expect(holds=bool(sizes.all()), otherwise="a cluster of its rows ran empty")
         moved = np.zeros_like(centres)
-        np.add.at(moved, labels, points)  # one after the other, in the points' precision: so are ties decided alike
+        np.add.at(moved, labels, points)  # one point after another, so that ties are decided alike
         moved *= (1 / sizes.astype(points.dtype))[:, None]
         shift, centres = float(((moved - centres) ** 2).sum()), moved
         if np.array_equal(labels, before):

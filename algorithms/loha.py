@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .base import Scalar
 
-ROWS: Final = 2**20  # numbers in the rows that are added at a time: 4 MiB in fp32
+ROWS: Final = 2**20  # elements that are added at a time: 4 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LohaTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes without n as in LohaTensors; both halves have one rank."""
+    """Return the shapes without n as in LohaTensors; both halves have the same rank."""
     cores = [slot for slot in ("t1", "t2") if slot in shapes]
     expect(holds=len(cores) != 1, otherwise=f"there is {cores}, but not the other core")
     fitted = {**_half("1", shapes, target), **_half("2", shapes, target)}
@@ -45,7 +45,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """Fitted shapes of one factor of the Hadamard product."""
+    """Return the fitted shapes of one factor of the Hadamard product."""
     a, b, t = f"w{i}_a", f"w{i}_b", f"t{i}"
     out, cols = flat(target)
     (rank, width), inputs = flat(shapes[b]), target[1:]
@@ -75,10 +75,10 @@ def delta(base: Tensor, t: LohaTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, some rows at a time: the two halves of all rows would not stay in the caches."""
+    """Add strength · ΔW to acc, some rows at a time: both halves of all rows would not fit into the CPU's caches."""
     (rows, cols), (others, width) = _halves(t)
     rows = rows * (t.scale * strength)
-    step = max(1, ROWS // max(acc.shape[2], 1))  # of the width alone, so that results do not depend on n
+    step = max(1, ROWS // max(acc.shape[2], 1))  # depends on the width only, so that results do not depend on n
     for first in range(0, acc.shape[1], step):
         count = min(step, acc.shape[1] - first)
         part = rows.narrow(1, first, count) @ cols

@@ -4,10 +4,10 @@ lycoris/modules/lokr.py.
 Either factor is stored whole or as a product a b; a convolution's kernel sits in w2, flattened, as
 trailing axes, or in a Tucker core t2 (then w2_a is (r, rows)). c = α / r if a factor is a product;
 if both are whole c = 1 and α means nothing (trainers store 1e10 or inf there). With rs_lora and
-whole factors LyCORIS trains with √r and stores α = r^1.5: only the metadata tells.
+whole factors LyCORIS trains with √r and stores α = r^1.5: only the metadata shows it.
 
-PEFT 0.21 hands w1 and a whole w2 with one kernel axis to `torch.kron` as they are, which then takes
-w1's rows and columns for w2's columns and kernel; that is what it trains, so that is what it means.
+PEFT 0.21 passes w1 and a whole w2 with one kernel axis to `torch.kron`, which pairs w1's rows and
+columns with w2's columns and kernel. PEFT trains that product, so it is merged (`right_aligned`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LokrTensors:
     w2_b: Tensor | None = None  # [n, r, q]; with a core [n, r, q / k]
     t2: Tensor | None = None  # [n, r, r, k]
     rs_lora: bool = False
-    right_aligned: bool = False  # whether w1 meets the last two axes of such a w2
+    right_aligned: bool = False  # whether w1 pairs with the last two axes of such a w2
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -55,7 +55,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int], Shape]:
-    """Fitted shapes of one factor, its (rows, columns), and kernel axes not within the columns."""
+    """Return the fitted shapes of one factor, its (rows, columns), and the kernel axes outside the columns."""
     a, b, t = f"{name}_a", f"{name}_b", name.replace("w", "t")
     present = {slot for slot in (name, a, b, t) if slot in shapes}
     if present == {name}:
@@ -88,7 +88,7 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
 
 
 def scalars_from(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[str, float]:
-    """Return c, by the rule above."""
+    """Return c, by the rule in the docstring of this module."""
     if "w1" in shapes and "w2" in shapes:
         known = alpha is not None and 0 < alpha < inf
         return {"scale": 1.0, "rs_scale": alpha ** (1 / 3) if alpha and known else 1.0}
@@ -97,20 +97,20 @@ def scalars_from(alpha: float | None, shapes: Shapes, target: Shape) -> Mapping[
 
 
 def delta(base: Tensor, t: LokrTensors) -> Tensor:
-    """Return ΔW [n, out, cols] written once; `base` is not read."""
+    """Return ΔW [n, out, cols] in one product; `base` is not read."""
     left, right = _factors(t, t.rs_scale if t.rs_lora else t.scale)
     return (left * right).view(base.shape)
 
 
 def accumulate(acc: Tensor, t: LokrTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, block by block in place: ΔW is never formed."""
+    """Add strength · ΔW to acc in place, without storing ΔW."""
     left, right = _factors(t, (t.rs_scale if t.rs_lora else t.scale) * strength)
     blocks = [max(sizes) for sizes in zip(left.shape, right.shape, strict=True)]
     acc.view(blocks).addcmul_(left, right)
 
 
 def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """scale · w1 as [n, l, 1, m, 1] and w2 as [n, 1, p, 1, q]: their product is ΔW in blocks."""
+    """Return scale · w1 as [n, l, 1, m, 1] and w2 as [n, 1, p, 1, q]: their product is ΔW in blocks."""
     w1 = t.w1 if t.w1_a is None or t.w1_b is None else t.w1_a @ t.w1_b
     w2 = t.w2
     if t.w2_a is not None and t.w2_b is not None:

@@ -53,17 +53,17 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: LoraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read: the update is additive."""
+    """Return ΔW [n, out, cols]; `base` is not read."""
     return (t.up * t.scale) @ _columns(t)
 
 
 def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, one fused multiply-add; the thin factor is scaled, not the product."""
+    """Add strength · ΔW to acc, in one fused multiply-add; the thin factor is scaled, not the product."""
     acc.baddbmm_(t.up * (t.scale * strength), _columns(t))
 
 
 def _columns(t: LoraTensors) -> Tensor:
-    """Return a as [n, r, cols]: the stored one, or core and `down` contracted first (r is small)."""
+    """Return A as [n, r, cols]: `down`, contracted with the core where there is one."""
     return t.down if t.mid is None else tucker(t.mid, t.down)
 
 

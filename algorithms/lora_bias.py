@@ -1,4 +1,4 @@
-"""A trained bias delta beside the factors, Δb = (α / r) · v; PEFT `lora_bias`, ai-toolkit's `use_bias`, and
+"""A trained change of a bias, Δb = (α / r) · v; PEFT `lora_bias`, ai-toolkit's `use_bias`, and
 BEFT (scale 1)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BiasTensors:
     """The stored vector."""
 
     diff: Tensor  # v, [n, out, 1]
-    scale: Scalar  # that of the factors beside it, or 1
+    scale: Scalar  # that of the factors of the same module, or 1
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -31,12 +31,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: BiasTensors) -> Tensor:
-    """Δb [n, out, 1]; `base` is not read."""
+    """Return Δb [n, out, 1]; `base` is not read."""
     return t.diff * t.scale
 
 
 LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fitted_shapes, delta, "arXiv:2106.09685", row_axes={"diff": 0},
-    scalars_from=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # the factors beside it tell r
+    scalars_from=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # r of the factors of the same module
     parameter="bias",
 )  # fmt: skip

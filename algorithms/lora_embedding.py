@@ -1,7 +1,7 @@
 """LoRA of an embedding, ΔW = (α / r) · (B A)ᵀ. Hu et al. 2021, arXiv:2106.09685; layout of PEFT.
 
 The weight is [vocabulary, dim] and the factors are those of its transpose, A [r, vocabulary] and
-B [dim, r]. A row of its own, because here the columns of A are what a slice of rows needs.
+B [dim, r]. It is a row of the table, because here some rows of ΔW need only some columns of A.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, one fused multiply-add."""
+    """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.down.transpose(1, 2), (t.up * (t.scale * strength)).transpose(1, 2))
 
 

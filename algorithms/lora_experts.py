@@ -1,8 +1,8 @@
 """LoRA of stacked experts, ΔW[e] = (α / r) · B_e A_e; PEFT `target_parameters`,
 tuners/lora/layer.py.
 
-All experts' factors lie in one pair: A [E·r, in] counts experts first (row e·r + k), B [out, r·E]
-counts them last (column k·E + e). The weight is [E, out, in], or [E, in, out]: then every ΔW[e] is
+One pair holds the factors of all experts: row e·r + k of A [E·r, in] and column k·E + e of
+B [out, r·E] belong to expert e. The weight is [E, out, in], or [E, in, out]: then every ΔW[e] is
 transposed."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertsTensors:
-    """The factors of the experts of n stacks of equal shape; a first axis of 1 marks transposed
-    weights."""
+    """The factors of the experts of n layers; a first axis of 1 in `up` marks transposed weights."""
 
     up: Tensor  # B, [n, out, r, E] or [n, 1, out, r, E]
     down: Tensor  # A, [n, E, r, in]
@@ -30,8 +29,8 @@ class ExpertsTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up and down for a weight (E, ·, ·); which way round it is shows in its sides. Square ones
-    are taken for (E, out, in): the caller knows that they are (target_parameters.py)."""
+    """Return the shapes of up and down for a weight (E, out, in) or (E, in, out), by the lengths of its sides; square
+    experts are (E, out, in), because the caller chooses the other row for (E, in, out) (target_parameters.py)."""
     return _fitted_shapes(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 
@@ -61,21 +60,21 @@ def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes
 
 
 def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
-    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
+    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     up = t.up.reshape(-1, *t.up.shape[-3:]).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
     if t.up.dim() == 5:
         return (t.down.transpose(2, 3) @ up.transpose(2, 3)).reshape(base.shape)
     return (up @ t.down).reshape(base.shape)
 
 
-def _row(name: str, fits: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
+def _row(name: str, shapes: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
     return Algorithm(
         name,
         ExpertsTensors,
-        fits,
+        shapes,
         delta,
         "arXiv:2106.09685",
-        scalars_from=alpha_by(lambda shapes: shapes["down"][1]),
+        scalars_from=alpha_by(lambda fitted: fitted["down"][1]),
         row_axes={"up": -1, "down": 0},
         stacked=True,
     )

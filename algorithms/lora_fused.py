@@ -1,8 +1,8 @@
 """litgpt's LoRA of a fused query-key-value weight: one small LoRA per part, stored together.
 
 A stacks the parts' (r, in), B the parts' (rows, r); part i changes its own rows, ΔW = (α / r) · Bᵢ
-Aᵢ, and rows of parts that were not trained stay. How many rows a part has the file does not tell
-where keys and values are grouped: `parts` says it. litgpt/lora.py, LoRAQKVLinear.
+Aᵢ, and the rows of untrained parts stay. The file does not store how many rows a part has where
+keys and values are grouped, so `parts` gives them. litgpt/lora.py, LoRAQKVLinear.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-    """The parts are ranges of rows, in order, and all that was trained."""
+    """Raise DoesNotFit unless the parts are ranges of rows, in order, and cover all trained rows."""
     ends = [row for part in settings["parts"] for row in part]
     trained, rank = sum(ends[1::2]) - sum(ends[::2]), shapes["up"][1]
     expect(

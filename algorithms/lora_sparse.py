@@ -2,11 +2,11 @@
 lycoris/utils/__init__.py.
 
 S is stored as coordinates, values and size. The file calls it `bias_…`; it belongs to the weight.
-Indices and sizes are int16, so what exceeds 32767 has wrapped into the negative.
+Indices and sizes are int16, so numbers above 32767 are stored as negative ones.
 
-Beside a Tucker core S is another: since 1.7 that extraction takes it from the tuned weight instead
-of the change (4.1.3, `small_conv`), so that S holds what the trained weight has there beyond B A,
-the base included: ΔW = (α / r) · (B A + S) − W at the places of S.
+With a Tucker core, S has another meaning: since 1.7 that extraction takes it from the tuned weight
+instead of the change (4.1.3, `small_conv`), so S includes the base: at the positions of S,
+ΔW = (α / r) · (B A + S) − W.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoraSparseTensors:
 
 @dataclass(frozen=True)
 class LoraSparseTuckerTensors:
-    """The same with a core."""
+    """The tensors of LoraSparseTensors with a Tucker core."""
 
     up: Tensor  # [n, out, r]
     mid: Tensor  # [n, r, r, k]
@@ -63,7 +63,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
-    """The remainder has the size of the weight and no index points beyond it."""
+    """Raise DoesNotFit if the remainder has another size than the weight, or an index points outside of the weight."""
     out, cols = flat(target)
     size = [int(s) for s in _unwrapped(integers["size"])]
     expect(holds=size == [out, cols], otherwise=f"bias_size {size}, the weight {list(target)}")
@@ -72,7 +72,7 @@ def check(integers: Mapping[str, Tensor], _: Shapes, target: Shape) -> None:
 
 
 def check_tucker(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
-    """As `check`, and no place twice, because it takes the base's value away."""
+    """Raise DoesNotFit as `check` does, and for a repeated position, whose base value would be subtracted twice."""
     check(integers, shapes, target)
     places = _flat_places(integers["indices"][None], flat(target)[1]).flatten().tolist()
     expect(holds=len(set(places)) == len(places), otherwise="bias_indices name a place twice")
@@ -92,7 +92,7 @@ def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
 
 
 def stored_bounds(_: Shapes, __: Shape) -> list[Bounds]:
-    """Return what is stored: of int16, or, where a program has saved it wider, sizes as they are."""
+    """Return the range of stored numbers: int16, or positive int32 where a program saved them wider."""
     return [Bounds(-(2**15), 2**31)]
 
 
@@ -100,19 +100,19 @@ BOUNDS: Final = MappingProxyType({"indices": stored_bounds, "size": stored_bound
 
 
 def _added(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """dense + sparse, in place."""
+    """Return `dense` with the sparse values added in place."""
     dense.view(dense.shape[0], -1).scatter_add_(1, _flat_places(indices, dense.shape[2]), values)
     return dense
 
 
 def _flat_places(indices: Tensor, cols: int) -> Tensor:
-    """Return [n, z] places in the flattened weight."""
+    """Return positions [n, z] in the flattened weight."""
     rows, columns = _unwrapped(indices).unbind(1)
     return rows * cols + columns
 
 
 def _unwrapped(stored: Tensor) -> Tensor:
-    """Return the indices with int16's overflow undone; BOUNDS leaves nothing below int16."""
+    """Return the indices with the overflow of int16 undone; BOUNDS allows no number below int16."""
     import torch
 
     return torch.where(stored < 0, stored + 65536, stored)

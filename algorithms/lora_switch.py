@@ -1,7 +1,7 @@
 """LoRA of stacked experts in mlx-lm, ΔW[e] = c · B_e A_e; mlx_lm/tuner/lora.py, LoRASwitchLinear.
 
-Every expert has factors of its own, A (E, r, in) and B (E, out, r), this way round in contrast to those of its other
-layers. As there the file holds no α: c is the `scale` of the configuration.
+Every expert has its own factors, A (E, r, in) and B (E, out, r), transposed in comparison with those of other layers of
+mlx-lm (lora_transposed.py). The file stores no α: c is the `scale` of the configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraSwitchTensors:
-    """The factors of the experts of n stacks of equal shape."""
+    """The factors of the experts of n layers."""
 
     up: Tensor  # B, [n, E, out, r]
     down: Tensor  # A, [n, E, r, in]
@@ -37,7 +37,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
-    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] in pieces."""
+    """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     return ((t.up * scale(t.lora_alpha, t.down.shape[2], over_rank=t.over_rank)) @ t.down).reshape(base.shape)
 
 

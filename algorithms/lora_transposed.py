@@ -1,7 +1,7 @@
 """LoRA as in LLMs-from-scratch, appendix E, and mlx-lm: x A B, so ΔW = c · (A B)ᵀ. Raschka 2024.
 
-A is (in, r) and B (r, out), the other way round than everywhere else. The file holds no α; c is α /
-r in the present code of appendix E and α in its first editions, so both are settings. mlx-lm's c is
+A is (in, r) and B (r, out), the transposes of the usual factors. The file stores no α; c is α / r in
+the present code of appendix E and α in its first editions, so both are settings. mlx-lm's c is
 the `scale` of its configuration (mlx_lm/tuner/lora.py, LoRALinear).
 """
 
@@ -43,12 +43,12 @@ def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW, one fused multiply-add."""
+    """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.up.mT * (strength * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)), t.down.mT)
 
 
 def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
-    """Return c, as a configuration tells it."""
+    """Return c."""
     return lora_alpha / rank if over_rank and rank else lora_alpha
 
 

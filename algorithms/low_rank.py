@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def low_rank_svd(weight: Tensor, rank: int, rounds: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return U [out, rank], S [rank], V [cols, rank] of a weight [out, cols], as torch.svd_lowrank gives them after
-    torch.manual_seed(seed), without touching the process' generator."""
+    torch.manual_seed(seed), without changing torch's global generator."""
     import torch
 
     wide = weight.shape[0] < weight.shape[1]

@@ -59,15 +59,14 @@ def fitted_shapes_bat(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: MissTensors) -> Tensor:
-    """Return ΔW [n, out, cols]: the block's rows in turn, repeated over the rows it lacks; `base` is not
-    read."""
+    """Return ΔW [n, out, cols], the block repeated along both axes; `base` is not read."""
     out, cols = base.shape[1:]
     rows = t.block.transpose(1, 2)  # [n, out or m, r]
     return rows.repeat(1, out // rows.shape[1], -(-cols // rows.shape[2]))[..., :cols]
 
 
 def delta_bat(base: Tensor, t: MissTensors) -> Tensor:
-    """Return ΔW [n, out, cols] with the r × r blocks of W."""
+    """Return ΔW [n, out, cols] of `miss_bat` from the untouched `base`."""
     n, blocks, rank, _ = t.block.shape
     view = base.reshape(n, blocks, rank, -1, rank)  # [n, a, p, b, q]
     moved = view.reshape(n, blocks, -1, rank) @ t.block

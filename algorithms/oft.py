@@ -2,9 +2,9 @@
 arXiv:2306.07280, section 3.3.
 
 R = (I + Q)(I − Q)⁻¹ with Q = X − Xᵀ for the stored blocks X. LyCORIS Diag-OFT and kohya's OFT store
-the same tensors; `alpha` is no scale but limits the norm of all blocks together to α · out
-(lycoris/modules/ diag_oft.py; sd-scripts networks/oft.py). `oft_diag` of early LyCORIS stores R
-itself. Formulas work with R − I, so a small rotation keeps its digits.
+the same tensors; `alpha` is not a scale, it limits the norm of all blocks together to α · out
+(lycoris/modules/diag_oft.py; sd-scripts networks/oft.py). `oft_diag` of early LyCORIS stores R
+itself. The formulas use R − I, which keeps the digits of small rotations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OftTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """blocks (k, b, b) with k·b = out; rescale (out, 1)."""
+    """Return the shapes of blocks (k, b, b), with k·b = out, and rescale (out, 1)."""
     stored = shapes["blocks"]
     expect(
         holds=len(stored) == 3 and stored[1] == stored[2] and stored[0] * stored[1] == target[0],
@@ -43,7 +43,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fitted_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """rescale as (out, 1) where there is one."""
+    """Return the shape of rescale (out, 1), or nothing where it is not stored."""
     if "rescale" not in shapes:
         return {}
     rows = (target[0], 1)
@@ -55,7 +55,7 @@ def fitted_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
 
 
 def limit(alpha: float | None, _: Shapes, target: Shape) -> Mapping[str, float]:
-    """α · out; none without α, and for α = 0 (LyCORIS' default)."""
+    """Return limit = α · out; infinity without α, and for α = 0 (LyCORIS' default)."""
     expect(holds=alpha is None or not isnan(alpha), otherwise="alpha is not a number")
     return {"limit": alpha * target[0] if alpha and alpha > 0 else inf}
 
@@ -74,14 +74,14 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the blocks stand for."""
+    """The rotations that the blocks stand for."""
 
     turned: Tensor  # R − I, [n, k, b, b]
     rescale: Tensor | None
 
 
 def prepare(t: OftTensors) -> Rotation:
-    """Return the blocks inverted."""
+    """Return the rotations of the blocks."""
     return Rotation(turn(t.blocks, t.limit), t.rescale)
 
 
@@ -91,12 +91,12 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
 
 
 def stretch(base: Tensor, change: Tensor, rescale: Tensor | None) -> Tensor:
-    """Return ΔW when the rows of base + change are multiplied by rescale."""
+    """Return ΔW = rescale ⊙ (base + change) − base; `change` is overwritten."""
     return change if rescale is None else change.mul_(rescale).addcmul_(rescale - 1, base)
 
 
 def _rotated(base: Tensor, turned: Tensor) -> Tensor:
-    """bd(R − I)ᵀ W; one block for all row blocks where there is only one."""
+    """Return bd(R − I)ᵀ W; a single block rotates all row blocks."""
     n, _, cols = base.shape
     return (turned.mT @ base.view(n, -1, turned.shape[-1], cols)).view(base.shape)
 
@@ -109,7 +109,7 @@ class OftDiagTensors:
 
 
 def fitted_shapes_diag(shapes: Shapes, target: Shape) -> Shapes:
-    """blocks (k, b, b) with k·b = out, or (1, b, b) shared by all."""
+    """Return the shape of blocks: (k, b, b) with k·b = out, or (1, b, b) shared by all row blocks."""
     stored = shapes["blocks"]
     k, b = (stored[0] if len(stored) == 3 else 1), (stored[-1] if stored else 0)
     expect(

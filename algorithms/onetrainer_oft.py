@@ -1,10 +1,10 @@
 """OneTrainer's OFT: blocks of input columns are rotated, W' = W bd(R)ᵀ. OneTrainer
 modules/module/oft_utils.py, after arXiv:2506.19847 (OFTv2).
 
-R is the Neumann series of the Cayley transform cut after five terms, I + 2S + 2S² + 2S³ + S⁴. On
-convolutions OneTrainer rotates the weight instead of the input, and the other way round: W' =
-flat(W) bd(R). One stored block serves all. `scaled_oft` says that the stored values are 2√(b−1)
-times too large.
+R is the Neumann series of the Cayley transform, cut after five terms: I + 2S + 2S² + 2S³ + S⁴. For
+convolutions OneTrainer rotates the weight instead of the input, in the opposite direction: W' =
+flat(W) bd(R). A single stored block is shared by all columns. Where `scaled_oft` is stored, the
+stored values are 2√(b−1) times too large.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class OneTrainerOftTensors:
     """The adapter tensors of n layers of equal shape, stacked; cols = k·b."""
 
     skew: Tensor  # upper triangles of S, row by row, [n, k, b(b−1)/2]; k = 1: shared
-    scaled: Tensor | None = None  # a flag: only its presence counts
+    scaled: Tensor | None = None  # a flag: its value is not read
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """skew (k, b(b−1)/2), for linear layers."""
+    """Return the shapes of skew (k, b(b−1)/2) and scaled (1,) for linear layers."""
     expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, not a linear layer's")
     return _fitted_shapes(shapes, target)
 
 
 def fitted_shapes_conv(shapes: Shapes, target: Shape) -> Shapes:
-    """skew (k, b(b−1)/2), for convolutions."""
+    """Return the shapes of skew (k, b(b−1)/2) and scaled (1,) for convolutions."""
     expect(holds=len(target) > 2, otherwise=f"the weight is {list(target)}, not a convolution's")
     return _fitted_shapes(shapes, target)
 
@@ -64,7 +64,7 @@ def _turned(t: OneTrainerOftTensors) -> Tensor:
 
 
 def _by_blocks(base: Tensor, right: Tensor) -> Tensor:
-    """base [n, out, cols] times bd(right)."""
+    """Return base · bd(right), [n, out, cols]."""
     n, out, _ = base.shape
     blocks = base.view(n, out, -1, right.shape[-1]).transpose(1, 2)  # [n, k, out, b]
     return (blocks @ right).transpose(1, 2).flatten(2)

@@ -1,8 +1,8 @@
 """OSF, the smaller singular triples trained anew: ΔW = U diag(S) V − the same of the untouched
 weight.
 
-Nayak et al. 2025, arXiv:2504.07097, section 3. What is replaced follows from the exact base: all
-triples behind the largest min(out, in) − m ones, m being how many are stored."""
+Nayak et al. 2025, arXiv:2504.07097, section 3. The file stores m triples, which replace the m
+smallest triples of the exact base."""
 
 from __future__ import annotations
 

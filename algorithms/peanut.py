@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .base import Scalar
 
-DEEPEST: Final = 4  # encoders that a file may have
+DEEPEST: Final = 4  # the most encoders that a file can have
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class PeanutTensors:
     down: Tensor  # A, [n, r, out]
     up: Tensor  # B, [n, out, r]
     scale: Scalar  # `scaling`
-    depth: int = 0  # encoders, and decoders
+    depth: int = 0  # number of encoders, and of decoders
     activation: str = "relu"  # `act_fn`
-    encoder_0: Tensor | None = None  # [n, r, r], as all others
+    encoder_0: Tensor | None = None  # [n, r, r], like all encoders and decoders
     encoder_1: Tensor | None = None
     encoder_2: Tensor | None = None
     encoder_3: Tensor | None = None
@@ -41,7 +41,7 @@ class PeanutTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored."""
+    """Return the stored shapes."""
     out, rank = target[0], shapes["down"][0] if shapes["down"] else 0
     want = {**{slot: (rank, rank) for slot in shapes}, "down": (rank, out), "up": (out, rank)}
     expect(holds=len(target) == 2 and rank > 0, otherwise=f"A is {list(shapes['down'])}, the weight {list(target)}")
@@ -49,7 +49,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """All layers of the network are here, and f is known."""
+    """Raise DoesNotFit if a layer of the network is missing, or f is unknown."""
     depth, name = settings.get("depth", 0), settings.get("activation", "relu")
     found = shapes.keys() - {"down", "up"}
     inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(min(depth, DEEPEST))}

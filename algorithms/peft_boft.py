@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_STAGES = 32  # 2^32 blocks
+MOST_STAGES = 32  # enough for 2^32 blocks
 
 
 @dataclass(frozen=True)
 class BoftTensors:
-    """Butterfly factors and a scale per row."""
+    """Butterfly factors, and a scale for every row."""
 
     blocks: Tensor  # X, [n, N, k, b, b]
     rows: Tensor  # s, [n, out, 1]
@@ -49,17 +49,18 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def prepare(t: BoftTensors) -> Rotation:
-    """Return the blocks inverted: R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
+    """Return the rotations R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
     return Rotation(cayley((t.blocks - t.blocks.mT) / 2), t.rows)
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """Return s ⊙ (W Mᵀ) − W, [n, out, cols]: the stages' changes are summed, each of what came before it."""
+    """Return s ⊙ (W Mᵀ) − W, [n, out, cols]: the sum of the changes of all stages, each computed on the result of the
+    stages before it."""
     n, stages, count, size, _ = t.turned.shape
     total: Tensor | None = None
     for i in range(stages):
-        seen = base if total is None else base + total
-        paired = _swap(seen, (2, 2**i, size // 2)) if i else seen
+        rotated = base if total is None else base + total
+        paired = _swap(rotated, (2, 2**i, size // 2)) if i else rotated
         blocks = paired.reshape(n, -1, count, size).transpose(1, 2)  # [n, k, out, b]
         change = (blocks @ t.turned[:, i].mT).transpose(1, 2).reshape(base.shape)
         change = _swap(change, (2**i, 2, size // 2)) if i else change

@@ -1,11 +1,10 @@
 """GLoRA as PEFT has it: W' = W + W ⊙ A + B, and for the bias b' = b + b ⊙ D + E + W C. PEFT 0.21.2
 tuners/glora/layer.py.
 
-It shares the name of LyCORIS' GLoRA and nothing of its formula: A is multiplied with W element by element. Each
-letter is a product of two factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores
-the zeros and loads them as well, so they are taken for what they hold. A layer without a bias has zeros for C, D and E,
-which nothing reads. Where the bias was trained too (`bias`), the adapter stores that whole, and it stands for b on the
-right.
+Only the name is that of LyCORIS' GLoRA: here A is multiplied with W element by element. Each letter is a product of two
+factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores the zeros and loads them, so
+they are read like other values. A layer without a bias has zeros for C, D and E, which are not read. Where the bias was
+trained too (`bias`), the adapter stores the trained bias, which then takes the place of b on the right.
 """
 
 from __future__ import annotations
@@ -68,16 +67,16 @@ def fitted_shapes_bias(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
-    """Return the shapes of one letter, which stands for a matrix of this size."""
+    """Return the shapes of one letter, a matrix of this size."""
     up, down = f"{name}_up", f"{name}_down"
     if name in shapes:
-        one = shapes[name]
+        stored = shapes[name]
         known = {size: size, (size[0], 1): (size[0], 1), (1,): (1, 1)}
         expect(
-            holds=one in known and not {up, down} & shapes.keys(),
-            otherwise=f"{name} is {list(one)} beside {sorted({up, down} & shapes.keys())}, not {list(size)}",
+            holds=stored in known and not {up, down} & shapes.keys(),
+            otherwise=f"{name} is {list(stored)} beside {sorted({up, down} & shapes.keys())}, not {list(size)}",
         )
-        return {name: known[one]}
+        return {name: known[stored]}
     expect(holds={up, down} <= shapes.keys(), otherwise=f"{name} is not complete")
     rank = shapes[up][-1] if shapes[up] else 0
     want: dict[str, Shape] = {up: (size[0], rank), down: (rank, size[1])}
@@ -93,7 +92,7 @@ def delta(base: Tensor, t: PeftGloraTensors) -> Tensor:
 
 
 def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
-    """Δb [n, out, 1] from the untouched `base`."""
+    """Return Δb [n, out, 1] from the untouched `base`."""
     if t.c is not None:
         through = t.weight @ t.c
     else:
@@ -104,10 +103,10 @@ def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
     return changed if t.trained is None else changed.add_(t.trained - base)
 
 
-def _matrix(one: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tensor:
-    """Return what a letter stands for, in a shape that spreads over the whole."""
-    if one is not None:
-        return one
+def _matrix(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> Tensor:
+    """Return the matrix of a letter, in a shape that broadcasts to the whole matrix."""
+    if whole is not None:
+        return whole
     assert up is not None and down is not None, "fitted_shapes"
     return up @ down
 

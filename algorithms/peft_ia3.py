@@ -1,8 +1,8 @@
 """(IA)³ of PEFT: W' = l ⊙ W, on the output axis (and the bias) or on the input axis.
 
-Liu et al. 2022, arXiv:2205.05638, section 3.3. The stored vector is the factor itself, not its
-distance to 1 as in LyCORIS. Which axis it is follows from the configuration (`feedforward_modules`
-are scaled on their input); a convolution's vector has the same shape either way."""
+Liu et al. 2022, arXiv:2205.05638, section 3.3. The stored vector is the factor itself, not the
+factor minus 1 as in LyCORIS. The configuration gives the axis (`feedforward_modules` are scaled on
+their input); the vector of a convolution has the same shape for both axes."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def fitted_shapes_in(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta_out(base: Tensor, t: OutTensors) -> Tensor:
-    """(l − 1) ⊙ W by rows, [n, out, cols]."""
+    """Return (l − 1) ⊙ W by rows, [n, out, cols]."""
     return base * (t.factor - 1)
 
 
 def delta_in(base: Tensor, t: InTensors) -> Tensor:
-    """(l − 1) ⊙ W by inputs, [n, out, cols]; rows of a group see the inputs of that group."""
+    """Return (l − 1) ⊙ W by inputs, [n, out, cols]; the rows of a group have the inputs of that group."""
     n, groups, inputs = t.factor.shape
     view = base.reshape(n, groups, -1, inputs, base.shape[2] // inputs)
     return (view * (t.factor - 1)[:, :, None, :, None]).reshape(base.shape)

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OftTensors:
-    """Triangles of the blocks."""
+    """The upper triangles of the blocks."""
 
     skew: Tensor  # [n, k, b(b−1)/2]
     terms: int  # of the Neumann series; 0: the exact Cayley transform
-    doubled_last: bool = False  # as PEFT 0.16 and 0.17 had it
+    doubled_last: bool = False  # in files of PEFT 0.16 and 0.17
     limit: float = 0.0  # `eps` where `coft` is on; 0: none
-    shared: bool = True  # `block_share`: whether one block may stand for all
+    shared: bool = True  # `block_share`: whether one block may be shared by all inputs
 
 
 @dataclass(frozen=True)
 class FirstTensors:
-    """Whole blocks."""
+    """The whole blocks."""
 
     blocks: Tensor  # X, [n, k, b, b]
     limit: float = 0.0
@@ -53,7 +53,7 @@ class FirstTensors:
 
 @dataclass(frozen=True)
 class SecondTensors:
-    """Whole blocks and a scale per row."""
+    """The whole blocks, and a scale for every row."""
 
     blocks: Tensor  # X, [n, k, b, b]
     rows: Tensor  # oft_s, [n, out, 1]
@@ -62,7 +62,7 @@ class SecondTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shape of skew (k, b(b−1)/2); k blocks, or one shared, tile the columns."""
+    """Return the shape of skew (k, b(b−1)/2); k blocks, or one shared block, tile the columns."""
     stored, cols = shapes["skew"], flat(target)[1]
     expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
     size = block_size(stored[1])
@@ -97,11 +97,11 @@ def fitted_shapes_first(shapes: Shapes, target: Shape) -> Shapes:
 
 
 TERMS: Final = MappingProxyType({"terms": lambda _shapes, _target: [below(101)]})
-"""More of the series change no digit, and each costs a product."""
+"""At most 100 terms of the series: further terms change no digit, and each costs a matrix product."""
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-    """One block for all only where the configuration says so."""
+    """Raise DoesNotFit for one block of several where the configuration does not say that it is shared."""
     stored = shapes["skew"] if "skew" in shapes else shapes["blocks"]
     size = block_size(stored[1]) if "skew" in shapes else stored[1]
     rows, cols = flat(target)
@@ -113,7 +113,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
 
 
 def block_size(triangle: int) -> int:
-    """b where b(b−1)/2 numbers are stored, 1 for none; 0 if no b fits."""
+    """Return b where b(b−1)/2 numbers are stored, 1 for no numbers; 0 if no b fits."""
     b = (1 + isqrt(1 + 8 * triangle)) // 2
     return b if b * (b - 1) // 2 == triangle else 0
 
@@ -125,26 +125,26 @@ def _square(stored: Shape) -> tuple[int, int]:
 
 
 def tiles(count: int, size: int, width: int) -> bool:
-    """Return whether so many blocks, or one for all, cover the width."""
+    """Return whether `count` blocks, or one shared block, cover the width."""
     return count * size == width or (count == 1 and width % size == 0)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the blocks stand for."""
+    """The rotations that the blocks stand for."""
 
     turned: Tensor  # R − I, [n, k or 1, b, b]; butterfly [n, N, k, b, b]
     rows: Tensor | None = None  # [n, out, 1]
 
 
 def prepare(t: OftTensors) -> Rotation:
-    """Return the blocks inverted."""
+    """Return the rotations of the blocks."""
     skew = bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
     return Rotation(series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
 
 
 def skew_blocks(triangles: Tensor) -> Tensor:
-    """S [n, k, b, b] from the upper triangles [n, k, b(b−1)/2], row by row."""
+    """Return S [n, k, b, b] from the upper triangles [n, k, b(b−1)/2], row by row."""
     import torch
 
     size = block_size(triangles.shape[2])
@@ -155,7 +155,7 @@ def skew_blocks(triangles: Tensor) -> Tensor:
 
 
 def delta(base: Tensor, t: Rotation) -> Tensor:
-    """Return W (diag(R)ᵀ − I), [n, out, cols], block by block; with `rows` s ⊙ (W diag(R)ᵀ) − W."""
+    """Return W (diag(R)ᵀ − I), [n, out, cols], or s ⊙ (W diag(R)ᵀ) − W where there are `rows`."""
     n, out, cols = base.shape
     blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
     change = (blocks @ t.turned.transpose(2, 3)).transpose(1, 2).reshape(n, out, cols)
@@ -163,23 +163,23 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
 
 
 def prepare_embedding(t: OftTensors) -> Rotation:
-    """Return an embedding's rows are rotated as outputs: W (diag(R) − I), without the transpose."""
+    """Return the transposed rotations: the rows of an embedding are outputs, so ΔW = W (diag(R) − I)."""
     return prepare(replace(t, skew=-t.skew))
 
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """Return s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
-    blocks = base.shape[2] // t.blocks.shape[2]  # that many, though one may be stored for all
+    blocks = base.shape[2] // t.blocks.shape[2]  # the number of blocks that tile the columns, also where one is shared
     return delta(base, Rotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
 
 
 def prepare_first(t: FirstTensors) -> Rotation:
-    """Return the blocks inverted."""
+    """Return the rotations of the blocks."""
     return Rotation(cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2])))
 
 
 def first_delta(base: Tensor, t: Rotation) -> Tensor:
-    """(diag(R)ᵀ − I) W, [n, out, cols]."""
+    """Return (diag(R)ᵀ − I) W, [n, out, cols]."""
     import torch
 
     out, size = base.shape[1], t.turned.shape[2]
@@ -189,23 +189,22 @@ def first_delta(base: Tensor, t: Rotation) -> Tensor:
 
 
 def _old_skew(blocks: Tensor, limit: float, side: int) -> Tensor:
-    """½ (X − Xᵀ) with X bounded to limit · side² over √(stored blocks), as the older versions
-    scaled it."""
+    """Return ½ (X − Xᵀ), with the norm of X at most limit · side² / √(stored blocks), as in PEFT up to 0.15."""
     short = bounded(blocks, limit * side**2 / blocks.shape[1] ** 0.5)
     return (short - short.transpose(2, 3)) / 2
 
 
 def bounded(blocks: Tensor, limit: float) -> Tensor:
-    """Return the blocks with Frobenius norms of at most `limit`; 0 means no limit."""
+    """Return the blocks, scaled to Frobenius norms of at most `limit`; 0 means no limit."""
     if not limit:
         return blocks
     return blocks * (limit / length(blocks, (2, 3)).clamp(min=limit))
 
 
 def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:
-    """Return R − I = 2 S + 2 S² + … by Horner's rule, ended the way the version that trained it did."""
+    """Return R − I = 2 S + 2 S² + … by Horner's rule; `doubled_last` as in PEFT up to 0.17."""
     coefficients = [0.0] + [2.0] * (terms - 1)
-    if not doubled_last and terms > 2:  # three terms and four are the same series there
+    if not doubled_last and terms > 2:  # PEFT computes the same series for three terms and four
         coefficients = [0.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
     identity = _identity(skew)
     total = coefficients[-1] * identity
@@ -215,7 +214,7 @@ def series(skew: Tensor, terms: int, *, doubled_last: bool = False) -> Tensor:
 
 
 def cayley(skew: Tensor) -> Tensor:
-    """Return R − I for R = (I − S)(I + S)⁻¹ per block; a small rotation keeps its digits so."""
+    """Return R − I for R = (I − S)(I + S)⁻¹ of every block; R − I keeps the digits of small rotations."""
     import torch
 
     turned: Tensor = torch.linalg.solve(_identity(skew) + skew, -2 * skew, left=False)

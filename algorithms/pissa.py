@@ -1,7 +1,7 @@
-"""LoRA whose start was taken out of the base: ΔW = (α / r) · B A − start(W).
+"""LoRA whose initial product was subtracted from the base: ΔW = (α / r) · B A − start(W).
 
-The files of these methods hold the trained factors; the weights they were trained on are W −
-start(W), and start(W) follows from W. Ignoring it is wrong by the size of the weights themselves.
+The files of these methods store the trained factors. The factors were trained on the weights W −
+start(W), and start(W) follows from W. Without start(W), the error is as large as the weights.
 
 pissa: start = the best approximation of rank r, Meng et al. 2024, arXiv:2404.02948, section 3.
 olora: start = (α / r) · Q_r R_r of W = Q R, Büyükakyüz 2024, arXiv:2406.01775, section 3.
@@ -61,7 +61,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def triples(base: Tensor, first: int, last: int) -> Tensor:
-    """Singular triples `first` to `last` of `base`, the largest first, multiplied out: [n, out, cols]."""
+    """Return the sum of the singular triples `first` to `last` of `base`, the largest first, [n, out, cols]."""
     import torch
 
     u, s, v = torch.linalg.svd(base, full_matrices=False)
@@ -70,12 +70,12 @@ def triples(base: Tensor, first: int, last: int) -> Tensor:
 
 
 def pissa_delta(base: Tensor, t: PairTensors) -> Tensor:
-    """(α / r) · B A minus the r largest singular triples of `base`, [n, out, cols]."""
+    """Return (α / r) · B A minus the r largest singular triples of `base`, [n, out, cols]."""
     return (t.up * t.scale) @ t.down - triples(base, 0, t.down.shape[1])
 
 
 def olora_delta(base: Tensor, t: PairTensors) -> Tensor:
-    """(α / r) · (B A − Q_r R_r) with the QR decomposition of `base`, [n, out, cols]."""
+    """Return (α / r) · (B A − Q_r R_r) with the QR decomposition of `base`, [n, out, cols]."""
     import torch
 
     q, r = torch.linalg.qr(base)
@@ -85,7 +85,7 @@ def olora_delta(base: Tensor, t: PairTensors) -> Tensor:
 
 
 def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
-    """(α / r) · B diag(values) A minus the r smallest singular triples of `base`, [n, out, cols]."""
+    """Return (α / r) · B diag(values) A minus the r smallest singular triples of `base`, [n, out, cols]."""
     total = min(base.shape[1:])
     return t.up @ (t.down * (t.values * t.scale)) - triples(base, total - t.down.shape[1], total)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PsoftTensors:
-    """What R is made of, and the subspace."""
+    """The tensors of R, and the subspace."""
 
     turn: Tensor  # the upper triangle of a skew matrix [n, 1, r(r−1)/2], row by row; free: R itself [n, r, r]
     rows: Tensor | None = None  # factors of the rows of R, [n, r, 1]
@@ -33,7 +33,7 @@ class PsoftTensors:
     orthogonal: bool = True  # `psoft_orth`
     terms: int = 0  # of the series; 0: the exact transform
     limit: float = 0.0  # `cayley_neumann_eps`, on the Frobenius norm; 0: none
-    balanced: bool = False  # `ab_svd_init`: √s in both factors; what follows says how they are found
+    balanced: bool = False  # `ab_svd_init`: √s in both factors; the next three settings say how PEFT finds the triples
     low_rank: bool = False  # `psoft_svd`
     rounds: int = 10  # `psoft_svd_lowrank_niter`
     seed: int = 0  # `random_seed`
@@ -41,7 +41,7 @@ class PsoftTensors:
 
 @dataclass(frozen=True)
 class Turned:
-    """What is left to do on the weight."""
+    """The two factors of ΔW."""
 
     left: Tensor  # B (R − I), [n, out, r]
     right: Tensor
@@ -69,7 +69,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """A triangle where R is orthogonal, a matrix where it is free."""
+    """Raise DoesNotFit unless `turn` is a triangle where R is orthogonal, and a matrix where R is free."""
     rank = shapes["turn"][1]
     square = shapes["turn"] == (rank, rank) and rank > 1
     holds = not square if settings.get("orthogonal", True) else square or rank == 1
@@ -77,7 +77,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def prepare(t: PsoftTensors) -> Turned:
-    """Return B (R − I), from R in the precision that inverses need."""
+    """Return B (R − I) and A."""
     import torch
 
     assert t.left is not None and t.right is not None, "rebuilt"
@@ -101,7 +101,7 @@ def delta(base: Tensor, t: Turned) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Return the leading singular triples of the weight, as factors."""
+    """Return B and A, from the leading singular triples of the weight."""
     import torch
 
     weight, count, settings = loaded.read(""), loaded.shapes["turn"][1], loaded.settings

@@ -2,11 +2,11 @@
 
 With the smaller side s and the larger side l of the weight and N = ⌈s / r⌉ bases: A' = rows (k, i)
 of λ[k, i] · A[k, i, :s] · γ[i, :], B' = columns (i, k) of B[:l, i, k], and ΔW = g · B' A', or its
-transpose where the inputs are the larger side. The two orders differ; PEFT tuners/randlora/layer.py
-has it so.
+transpose where the inputs are the larger side. The orders (k, i) and (i, k) differ, as in PEFT
+tuners/randlora/layer.py.
 
-The bases are stored, or drawn again from `projection_prng_key` on the CPU as PEFT does it (model.py):
-in bf16, or as −1, 0 and 1 where they are sparse, and divided by their standard deviation."""
+The bases are stored, or drawn again from `projection_prng_key` on the CPU as in PEFT (model.py): in bf16,
+or as −1, 0 and 1 where they are sparse, and divided by their standard deviation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect, flat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import SEEDED, Scalar
+    from .base import Scalar
 
 
 @dataclass(frozen=True)
 class RandTensors:
-    """Scales of each layer, and the bases that all share."""
+    """The scales of each layer, and the bases that all layers share."""
 
     rank_scale: Tensor  # λ, [n, r, N]
     side_scale: Tensor  # γ, [n, N, s]
@@ -39,7 +39,7 @@ class RandTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored; the bases must cover the weight."""
+    """Return the stored shapes; the bases must cover the weight."""
     (small, large), lam, gam = sorted(flat(target)), shapes["rank_scale"], shapes["side_scale"]
     expect(holds=len(lam) == 2 and lam[0] > 0, otherwise=f"λ is {list(lam)}")
     count = -(-small // lam[0])
@@ -79,7 +79,7 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str
         drawn = signs(rank, 1, small), signs(large, count, rank)
     else:
         drawn = dense(rank, 1, small), torch.cat([dense(large, 1, rank) for _ in range(count)], dim=1)
-    down, up = (one / one.std() * torch.ones(1) for one in drawn)  # divided in bf16, returned in fp32
+    down, up = (basis / basis.std() * torch.ones(1) for basis in drawn)  # divided in bf16, returned in fp32
     return {"down": down, "up": up}
 
 

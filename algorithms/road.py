@@ -2,7 +2,7 @@
 
 In every group of outputs with halves (x₁, x₂): W' = f ⊙ W + g ⊙ (−x₂, x₁), the bias likewise, with
 f = α cos θ and g = α sin θ. road_1 stores θ and α once for both halves, road_2 for every output,
-road_4 apart for f and g; how many there are tells which it is."""
+road_4 separately for f and g; the number of values gives the variant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoadTensors:
-    """Angles and stretches."""
+    """The angles and the factors."""
 
     theta: Tensor  # [n, out/2], [n, out] or [n, 2·out]
     stretch: Tensor  # α, same shape
@@ -38,7 +38,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], _: Shapes, target: Shape) -> None:
-    """Refuses groups that do not tile the outputs."""
+    """Raise DoesNotFit if the groups do not tile the outputs."""
     group, out = settings["group"], flat(target)[0]
     expect(
         holds=group > 1 and group % 2 == 0 and out % group == 0,
@@ -47,7 +47,7 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, target: Shape) -> Non
 
 
 def delta(base: Tensor, t: RoadTensors) -> Tensor:
-    """(f − 1) ⊙ W + g ⊙ turned W, [n, out, cols]."""
+    """Return (f − 1) ⊙ W + g ⊙ (−x₂, x₁), [n, out, cols]."""
     import torch
 
     n, out, cols = base.shape

@@ -1,4 +1,4 @@
-"""SHiRA, ΔW zero but for some entries. Bhardwaj et al. 2024, arXiv:2406.13175, section 3."""
+"""SHiRA, ΔW zero except for some entries. Bhardwaj et al. 2024, arXiv:2406.13175, section 3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShiraTensors:
-    """Values and where they go."""
+    """The values and their positions."""
 
     values: Tensor  # [n, m]
     places: Indices  # rows and columns, [n, 2, m]
@@ -38,7 +38,8 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def delta(base: Tensor, t: ShiraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; the values of `base` are not read, repeated places add up."""
+    """Return ΔW [n, out, cols]; values at repeated positions are added, and the values of `base` are
+    not read."""
     rows, cols = t.places[:, 0], t.places[:, 1]
     change = base.new_zeros(base.shape)
     change.view(base.shape[0], -1).scatter_add_(1, rows * base.shape[2] + cols, t.values)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SuperTensors:
-    """Values, where they go, and perhaps a pair of factors."""
+    """The values, their positions, and optionally a pair of factors."""
 
     values: Tensor  # [n, m]
     scale: Scalar  # α / r
-    places: Indices | None = None  # [n, m]; where not stored those of the m largest weights
+    places: Indices | None = None  # [n, m]; where not stored, the positions of the m largest weights
     up: Tensor | None = None  # [n, out, r]
     down: Tensor | None = None  # [n, r, cols]
     top: bool = True  # `select_top`: the largest weights, not the smallest
@@ -52,7 +52,7 @@ def delta(base: Tensor, t: SuperTensors) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Return the places of the largest magnitudes, or of the smallest, in the order that topk gives them."""
+    """Return the positions of the largest magnitudes, or of the smallest, in the order of torch.topk."""
     import torch
 
     scores = loaded.read("").abs().flatten()

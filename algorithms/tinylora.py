@@ -1,7 +1,7 @@
 """TinyLoRA, ΔW = B (Σ vᵢ Pᵢ) A with a few trained numbers v for several layers. PEFT 0.21.2 tuners/tinylora/layer.py.
 
-A and B are singular vectors of the weight, and stored. P is random: stored, or drawn anew from a seed of the
-configuration, to which the number of the layer is added. Which v is a layer's depends on that number too.
+A and B are stored singular vectors of the weight. P is random: stored, or drawn again from the configuration's seed
+plus the number of the layer. That number also chooses which v a layer uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TinyTensors:
-    """The frozen factors, and what is mixed between them."""
+    """The frozen factors, and the tensors of the matrix between them."""
 
     up: Tensor  # B, [n, out, r]
     down: Tensor  # A, [n, r, cols]
@@ -28,7 +28,7 @@ class TinyTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored."""
+    """Return the stored shapes."""
     (out, cols), down, vector = flat(target), shapes["down"], shapes["vector"]
     rank = down[0] if down else 0
     expect(
@@ -40,7 +40,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """A seed where the projections are not stored."""
+    """Raise DoesNotFit if the projections are not stored, and no seed is given."""
     expect(
         holds="mixed" in shapes or settings.get("seed") is not None,
         otherwise="its projections (tinylora_P) are not stored, though adapter_config.json says so (save_projection)",
@@ -48,7 +48,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
 
 
 def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the projections, drawn as PEFT draws them."""
+    """Return the projections, drawn as PEFT draws them; nothing if they are stored."""
     import torch
 
     if "mixed" in shapes:

@@ -1,10 +1,10 @@
 """T-LoRA, ΔW = (α / r) · (P diag(λ) Q − P₀ diag(λ₀) Q₀). Soboleva et al. 2025, arXiv:2507.05964;
 LyCORIS lycoris/modules/tlora.py.
 
-The start P₀ λ₀ Q₀ is not stored. It is r singular triples of the base weight, so it can be rebuilt
-if training began from this base and did not begin from a random matrix (`use_data_init`); the signs
-cancel. Only the metadata says how it began: without `algo` (LyCORIS network arguments) the file is
-refused. All ranks count, as at the end of denoising.
+The start P₀ λ₀ Q₀ is not stored. It is r singular triples of the base weight, so it is computed
+again if training began from this base and not from a random matrix (`use_data_init`); the signs of
+the singular vectors cancel. Only the metadata says how training began: without `algo` (LyCORIS
+network arguments) the file is refused. All ranks are used, as at the end of denoising.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TloraTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """p (out, r), q (r, in), lambdas (1, r); kernels of one pixel only, as in LyCORIS' forward."""
+    """Return the shapes of p (out, r), q (r, in) and lambdas (1, r); kernels have one pixel, as in LyCORIS' forward."""
     out, cols = flat(target)
     (rows, rank), (q_rank, width) = flat(shapes["p"]), flat(shapes["q"])
     stored = {slot: list(shapes[slot]) for slot in ("p", "q", "lambdas")}
@@ -54,7 +54,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
-    """Refuses a start that cannot be rebuilt."""
+    """Raise DoesNotFit for a start that does not follow from the base."""
     expect(
         holds=bool(settings.get("use_data_init", True)),
         otherwise="T-LoRA trained from a random matrix, which the file does not hold",
@@ -64,7 +64,7 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
 
 
 def delta(base: Tensor, t: TloraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; the start is rebuilt from the untouched `base`."""
+    """Return ΔW [n, out, cols]; the start follows from the untouched `base`."""
     import torch
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)

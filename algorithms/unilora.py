@@ -1,7 +1,7 @@
 """Uni-LoRA, ΔW = B A, all numbers of A and B taken from one short vector. Li et al. 2025, arXiv:2506.00799.
 
-A[i, j] = θ[a_ij] · s_ij, B likewise; θ is stored once for all layers. Which entry each number is (a) and its scale (s)
-may be stored (`save_indices`); else they are drawn for all layers at once, in the order of the model's code, see
+A[i, j] = θ[a_ij] · s_ij, and B likewise; θ is stored once for all layers. The indices a and scales s are stored with
+`save_indices`; otherwise they are drawn for all layers at once, in the order of the model's code, see
 lora_merge/matching/unstored.py. PEFT 0.21.2 tuners/unilora/model.py.
 """
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from .base import Indices
 
 MOST: Final = 2**29
-"""Numbers of all layers together: 4 GiB of indices."""
+"""The most numbers of all layers together: 4 GiB of indices."""
 
 
 @dataclass(frozen=True)
 class UniTensors:
-    """Where the numbers of both factors are in the vector, and their scales."""
+    """The shared vector, and for every number of both factors its index in the vector and its scale."""
 
     bank: Tensor  # θ, [n, numbers]; shared
     down_choice: Indices | None = None  # [n, r, in]
     down_weight: Tensor | None = None  # [n, r, in]
     up_choice: Indices | None = None  # [n, out, r]
     up_weight: Tensor | None = None  # [n, out, r]
-    rank: int = 0  # what follows is told where these are not stored: r
-    shuffle: int = 0  # `proj_seed`, of numpy
-    start: int = 0  # the first of this layer's numbers, of all layers'
-    total: int = 0  # how many all layers have
-    dtype: str = ""  # of the weight, to which PEFT rounds the scales
+    rank: int = 0  # r; this and the following are set where the indices are not stored
+    shuffle: int = 0  # `proj_seed`, a seed of numpy
+    start: int = 0  # position of this layer's first number among those of all layers
+    total: int = 0  # count of the numbers of all layers
+    dtype: str = ""  # that of the weight; PEFT rounds the scales to it
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored."""
+    """Return the stored shapes."""
     (out, cols), choice = flat(target), shapes.get("down_choice", ())
     rank, bank = choice[0] if choice else 0, shapes["bank"]
     up, down = (out, rank), (rank, cols)
@@ -53,13 +53,13 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """Where the factors are not stored, what they are drawn from."""
+    """Raise DoesNotFit if the indices are not stored and the settings to draw them are missing."""
     total, rank = settings.get("total", 0), settings.get("rank", 0)
     expect(holds="down_choice" in shapes or (total > 0 and rank > 0), otherwise="its indices are not stored")
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
-    """Return the numbers of the vector."""
+    """Return the range of indices into the vector."""
     return [below(shapes["bank"][0])]
 
 
@@ -75,9 +75,7 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
 
 
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Return which entries of the shared vector a layer's numbers are, and one over the root of how often each is
-    used.
-    """
+    """Return the indices of a layer's numbers, and their scales: 1 / √(number of uses of the entry in all layers)."""
     import torch
 
     (out, cols), settings = flat(loaded.target), loaded.settings
@@ -92,8 +90,9 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
-    """(entry of a vector for each of `total` numbers, how often each entry is used, fp32): as even as can be, and
-    shuffled, as PEFT's generate_index does it with numpy's generator."""
+    """Return the index of each of `total` numbers, and the number of uses of each entry in fp32.
+
+    The uses are as even as possible, and shuffled, as in PEFT's generate_index, by numpy's generator."""
     import numpy as np
 
     expect(holds=total <= MOST, otherwise=f"its layers have {total} numbers in all, more than are drawn at once")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VbTensors:
-    """Logits over the bank."""
+    """The logits over the bank."""
 
     down: Tensor  # [n, r, in/L, vectors]
     up: Tensor  # [n, out/L, r, vectors]
@@ -31,7 +31,7 @@ class VbTensors:
 
 @dataclass(frozen=True)
 class VbTopTensors:
-    """The k chosen vectors, and their weights but the last, which makes the sum 1."""
+    """The k chosen vectors, and all their weights except the last, which makes the sum 1."""
 
     down_choice: Indices  # [n, r, in/L, k]
     down_weight: Tensor  # [n, r, in/L, k − 1]
@@ -41,7 +41,7 @@ class VbTopTensors:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored; pieces must tile the weight."""
+    """Return the stored shapes; the pieces must tile the weight."""
     down, up, bank = _three(shapes, "down", "up")
     _tile(down, up, bank, target)
     expect(
@@ -52,7 +52,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fitted_shapes_top(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes as stored; pieces must tile the weight, weights be one fewer than choices."""
+    """Return the stored shapes; the pieces must tile the weight, with one weight fewer than choices."""
     down, up, bank = _three(shapes, "down_choice", "up_choice")
     _tile(down, up, bank, target)
     for side, stored in (("down", down), ("up", up)):
@@ -93,7 +93,7 @@ def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
-    """Return the vectors of the bank."""
+    """Return the range of indices into the bank."""
     return [below(shapes["bank"][0])]
 
 

@@ -2,10 +2,10 @@
 arXiv:2310.11454, section 3.
 
 A [r, widest in] and B [widest out, r] are cut to each layer's size. They are stored once per file,
-or drawn again from `projection_prng_key`: A first, then B, uniform in ±√6 / √(columns), on the CPU
-in fp32, as PEFT does it. PVeRA (Huynh et al. 2025, arXiv:2512.07703) learns a mean and a spread;
-the mean is what is merged: the first half of d and of A. (The random numbers of a torch generator
-are the same in all versions so far.)"""
+or drawn again from `projection_prng_key` as in PEFT: A first, then B, uniform in ±√6 / √(columns), on
+the CPU in fp32. PVeRA (Huynh et al. 2025, arXiv:2512.07703) learns a mean and a spread;
+the mean, the first half of d and of A, is merged. A torch generator gives the same random numbers in
+all versions so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VeraTensors:
-    """Scales of each layer, and the projections that all share."""
+    """The scales of each layer, and the projections that all layers share."""
 
     out_scale: Tensor  # b, [n, out, 1]
     rank_scale: Tensor  # d, [n, r, 1]; PVeRA [n, 2r, 1]

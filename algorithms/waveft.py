@@ -1,8 +1,8 @@
-"""WaveFT, ΔW = c · S or c · IDWT(S), S zero but for n entries. Bilican et al. 2025, arXiv:2505.12532.
+"""WaveFT, ΔW = c · S or c · IDWT(S), S zero except for n entries. Bilican et al. 2025, arXiv:2505.12532.
 
-Where the entries lie is not stored: they are the first n of a random permutation of all positions, drawn from
-`random_loc_seed` on the CPU. For the inverse wavelet transform S lies in the middle of a matrix with f − 2 more rows
-and columns, made even, f being the length of the filter; its quarters are the four bands of coefficients. PEFT
+The positions of the entries are not stored: they are the first n of a random permutation of all positions, drawn from
+`random_loc_seed` on the CPU. For the inverse wavelet transform, S lies in the middle of a matrix with f − 2 more rows
+and columns, rounded up to even numbers, where f is the length of the filter; its quarters are the four bands. PEFT
 tuners/waveft/layer.py.
 """
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WaveTensors:
-    """Coefficients and where they go."""
+    """The coefficients and their positions."""
 
     spectrum: Tensor  # [n, m]
     scale: Scalar  # `scaling`
     seed: int  # `random_loc_seed`
     family: str = "db1"  # `wavelet_family`
     transform: bool = True  # `use_idwt`
-    places: Indices | None = None  # row-major positions, [n, m]; never stored, as the filters
+    places: Indices | None = None  # row-major positions, [n, m]; places and filters are never stored
     filters: Tensor | None = None  # low and high pass, [n, 2, f]
 
 
 def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
-    """A wavelet whose filter is known here."""
+    """Raise DoesNotFit for a wavelet that is not in wavelets.json."""
     family = settings.get("family", "db1")
     expect(
         holds=family in low_pass() or not settings.get("transform", True),
@@ -45,7 +45,7 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
 
 
 def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the first positions of a random order of all, and the filters of the wavelet."""
+    """Return the positions of the coefficients, and the filters of the wavelet."""
     import torch
 
     found = {"places": places(shapes, target, settings["seed"])}
@@ -72,7 +72,7 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
     columns = t.places % cols + (width - cols) // 2
     dense = base.new_zeros(n, height * width).scatter_(1, rows * width + columns, values)
     bands = dense.view(n, 2, height // 2, 2, width // 2).transpose(2, 3).flatten(1, 2)
-    kernels = torch.einsum("ya,xb->xyab", filters, filters)  # the right half is high along the rows' axis
+    kernels = torch.einsum("ya,xb->xyab", filters, filters)  # the right half of a matrix is high-pass along its rows
     change: Tensor = torch.nn.functional.conv_transpose2d(bands, kernels.flatten(0, 1)[:, None], stride=2)[:, 0]
     return change[:, more : more + out, more : more + cols].contiguous()
 

@@ -1,6 +1,6 @@
-"""Whole differences and whole replacements.
+"""Whole changes and whole replacements.
 
-`full`: ΔW is stored as it is (`diff`, `diff_b`, `w_norm`, `b_norm`); LyCORIS
+`full`: ΔW itself is stored (`diff`, `diff_b`, `w_norm`, `b_norm`); LyCORIS
 lycoris/modules/full.py. `set`: the trained value itself is stored (`set_weight`, PEFT
 `modules_to_save`), ΔW = V − W. `full_rank`: ai-toolkit's network type "fullrank" calls the whole ΔW
 `lora_down` and has no `lora_up`.
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullTensors:
-    """The stored difference or value."""
+    """The stored change or trained value."""
 
     diff: Tensor  # [n, out, cols]
 
 
 @dataclass(frozen=True)
 class FullRankTensors:
-    """The stored difference under ai-toolkit's name."""
+    """The stored change under ai-toolkit's name."""
 
     down: Tensor  # [n, out, cols]
 
@@ -48,7 +48,7 @@ def delta(base: Tensor, t: FullTensors) -> Tensor:
 
 
 def accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
-    """acc += strength · ΔW."""
+    """Add strength · ΔW to acc."""
     acc.addcmul_(t.diff, strength)
 
 
@@ -58,7 +58,7 @@ def set_delta(base: Tensor, t: FullTensors) -> Tensor:
 
 
 def set_accumulate(acc: Tensor, t: FullTensors, strength: Tensor) -> None:
-    """acc += strength · (V − acc); at strength 1 it is V, without rounding."""
+    """Add strength · (V − acc) to acc; at strength 1 the result is V, without rounding."""
     acc.lerp_(t.diff, strength)
 
 
@@ -68,8 +68,7 @@ def full_rank_delta(base: Tensor, t: FullRankTensors) -> Tensor:
 
 
 def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str, float]:
-    """Nothing; with an α the scale would be α over the network's rank, which the file does not
-    hold."""
+    """Return no scalar; raise DoesNotFit for an α, whose scale would be α / rank with a rank that is not stored."""
     expect(
         holds=not alpha,
         otherwise=f"lora_down is the whole change, scaled by alpha {alpha} over an unknown rank",
