@@ -1,6 +1,6 @@
-"""Files that share blocks on the disk: a copy that is a second reference to the same bytes (xfs, btrfs).
+"""Copies that share blocks with their source on the disk (xfs, btrfs).
 
-Writing to one of the files later gives that one blocks of its own; the other does not change.
+A later write to one of the two files gives that file its own blocks; the other file does not change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
 
 def clone(old: int, new: int) -> bool:
-    """Return whether the open, empty file `new` now shares all bytes of the open file `old`."""
+    """Make the open, empty file `new` share all bytes of the open file `old`; return False where it cannot."""
     return _ioctl(new, FICLONE, old)
 
 
 def clone_range(old: int, offset: int, size: int, new: int, at: int) -> bool:
-    """Return whether `size` bytes of `old` from `offset` on now stand at `at` in `new`. All three are multiples of a
-    block.
+    """Make `new` share, from `at` on, `size` bytes of `old` from `offset` on; return False where it cannot.
+
+    `offset`, `size` and `at` are multiples of a block of the file system.
     """
     return _ioctl(new, FICLONERANGE, struct.pack("=qQQQ", old, offset, size, at))
 
@@ -33,5 +34,5 @@ def _ioctl(new: int, request: int, argument: int | bytes) -> bool:
     try:
         fcntl.ioctl(new, request, argument)
     except OSError:
-        return False  # not this file system, or two of them, or no whole blocks: the caller copies
+        return False  # no such call here, two file systems, or incomplete blocks: the caller copies
     return True

@@ -1,4 +1,4 @@
-"""Where an output may go: over no input, of the right kind, over nothing that it does not write anew."""
+"""Whether an output may be written to a path: it must not replace inputs or files that it does not write anew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .volumes import same
 from .writer import failure
 
 
-def check_output(  # noqa: PLR0913  # what an output may not be
+def check_output(  # noqa: PLR0913  # each is a condition on the output
     target: Path,
     inputs: Iterable[Path] = (),
     *,
@@ -26,12 +26,13 @@ def check_output(  # noqa: PLR0913  # what an output may not be
     contents: Iterable[str] = (),
     spared: Iterable[Path] = (),
 ) -> None:
-    """Raise UsageError unless `target` may be written: it is no input, of the right kind, and free or ours to replace.
+    """Raise UsageError unless `target` may be written.
 
-    `spared` are inputs that are not replaced whatever `overwrite` says.
+    It must not be an input, must be a file or a folder as `folder` says, and must be free unless `overwrite` is given.
+    `spared` are inputs that are not replaced even with `overwrite`. An output folder may replace only `contents`.
     """
     with failures(target):
-        if ".." in target.parent.parts:  # new/../name is there when new is made
+        if ".." in target.parent.parts:  # new/../name exists as soon as new is made
             target = Path(os.path.realpath(target.parent), target.name)
         protect(target, spared)
         _check_name(target, folder=folder)
@@ -46,7 +47,7 @@ def check_output(  # noqa: PLR0913  # what an output may not be
 
 
 def protect(target: Path, spared: Iterable[Path]) -> None:
-    """Raise UsageError where the output would take the place of one of these files, or of a folder with one in it."""
+    """Raise UsageError if the output would replace one of these files, or a folder that holds one."""
     real = Path(os.path.realpath(target))
     if exists(real) and any(same(real, p) for file in spared for p in (file, *file.parents)):
         what = "the output is an adapter or another file that is read, or a folder with one in it"
@@ -54,15 +55,15 @@ def protect(target: Path, spared: Iterable[Path]) -> None:
 
 
 def _check_name(target: Path, *, folder: bool) -> None:
-    """Raise UsageError for a name that no output can have, or that says it is something else."""
+    """Raise UsageError for a name that no output can have, or whose suffix is wrong for the output."""
     if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
-        raise UsageError("the output is a folder, as the base is, its name that of a file", str(target),
+        raise UsageError("the base is a folder, so the output is a folder, but its name is that of a file", str(target),
                          "name a folder with -o")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHTS - {".safetensors"}:
-        raise UsageError("outputs are never pickles, nor of any kind but .safetensors", str(target),
+        raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
                          "name it .safetensors")  # fmt: skip
     try:
-        target.lstat()  # says now, not after the work, that the name is too long
+        target.lstat()  # a name that is too long must fail before the work
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as e:
@@ -77,7 +78,7 @@ def _check_kind(target: Path, inputs: Iterable[Path], *, overwrite: bool, folder
         if not around.is_dir():
             raise UsageError("the output's folder is a file", str(around), "choose another -o")
         if shutil.disk_usage(around).total == 0:
-            raise UsageError("what is there is no disk", str(around), "choose another -o")  # /proc and the like
+            raise UsageError("the output's folder is not on a disk", str(around), "choose another -o")  # such as /proc
         _check_writable(around)
         return
     if not (target.is_symlink() or target.is_file() or target.is_dir()):
@@ -99,13 +100,13 @@ def _check_writable(folder: Path) -> None:
 
 
 def files_under(folder: Path) -> list[str]:
-    """Return every file in a folder and below, relative, with forward slashes, sorted."""
+    """Return the sorted paths of all files below a folder, relative to it, with forward slashes."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir())
 
 
 @contextmanager
 def failures(target: Path) -> Iterator[None]:
-    """Return A typed error for whatever the system says against writing there."""
+    """Raise the typed error for any OSError in the block."""
     try:
         yield
     except OSError as e:
@@ -115,4 +116,4 @@ def failures(target: Path) -> Iterator[None]:
 WEIGHTS: Final = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
 )
-"""Suffixes of files that hold weights; the base's own would be stale beside the merged ones."""
+"""Suffixes of files with weights; those of the base would be stale beside the merged weights."""

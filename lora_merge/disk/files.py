@@ -1,4 +1,4 @@
-"""Files of checkpoints as the other rooms see them: their state, their header, their tensors' places."""
+"""Files of checkpoints as the other rooms see them: state, header, and the byte range of each tensor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes that no file holds as they are: of a state dict, or of a tensor that a pickle has in another order.
+    """Bytes that no file holds in this order: of a state dict in memory, or of a transposed tensor in a pickle.
 
-    `file` is the one that they were made of, or a name that stands for it. `content` gives them, always the same.
+    `file` is the file that the bytes come from, or a name in its place. `content` returns the same bytes at each call.
     """
 
     file: Path
@@ -25,7 +25,7 @@ class Memory:
 
     @staticmethod
     def of(file: Path, data: memoryview) -> Memory:
-        """Return the bytes that are there already."""
+        """Return a source for bytes that exist already."""
         return Memory(file, lambda: data)
 
 
@@ -35,9 +35,9 @@ Source: TypeAlias = Path | Memory
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One stored tensor: where its bytes lie. `offset` counts from the start of the source.
+    """One tensor as a file holds it: name, dtype, shape and byte range. `offset` counts from the start of the source.
 
-    `stored` is its name inside the file, where that differs from `name` (parts of a pipeline, unwrapped pickles).
+    `stored` is its name inside the file if that differs from `name` (components of a pipeline, unwrapped pickles).
     """
 
     name: str
@@ -50,16 +50,16 @@ class StoredTensor:
 
     @property
     def file(self) -> Path:
-        """The file that it is of, for messages and to tell which checkpoint it belongs to."""
+        """Return the file of this tensor, for messages and to find its checkpoint."""
         return self.source.file if isinstance(self.source, Memory) else self.source
 
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells that a file is still the one that was planned with.
+    """Size, times and identity of a file; they show whether it is still the file that the merge was planned with.
 
-    The time of the inode's own change cannot be put back, as that of the content can. It also changes with a file's
-    permissions, and with a link to it or its name.
+    Programs can set `mtime_ns` back, but not `ctime_ns`. `ctime_ns` also changes with the permissions, the links and
+    the name of a file.
     """
 
     size: int
@@ -86,13 +86,13 @@ class FileState:
         return FileState(s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev, s.st_ctime_ns)
 
     def touched(self, since: FileState) -> bool:
-        """Return whether the inode's own time alone has changed since: the content may still be the same."""
+        """Return whether only `ctime_ns` has changed since: the content may still be the same."""
         return self != since and replace(self, ctime_ns=since.ctime_ns) == since
 
 
 @dataclass(frozen=True)
 class Header:
-    """One file: its tensors in byte order, metadata, and where the data starts."""
+    """The header of one file: its tensors in byte order, its metadata, and the offset of its data."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
@@ -113,5 +113,9 @@ def open_regular(path: Path) -> BinaryIO:
         raise InputError(f"file cannot be read: {why}", str(path), "check its permissions") from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise InputError("not a regular file", str(path), "give a file; save to one what comes from a pipe or a device")
+        raise InputError(
+            "not a regular file",
+            str(path),
+            "give a regular file; save the output of a pipe or a device to a file first",
+        )
     return os.fdopen(fd, "rb", buffering=0)

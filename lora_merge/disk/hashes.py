@@ -1,9 +1,8 @@
-"""SHA-256 of the inputs, fed with the bytes that are read for the merge anyway.
+"""SHA-256 of the inputs, computed from the bytes that the merge reads anyway.
 
-A digest cannot be split over cores, so with a fast disk and several cores it is what the whole merge waits for. One
-merge therefore starts it before the first window: while torch is imported, the beginning of the base is hashed
-already, and read once more later. Several that share a base have more to do than to wait for it: it is read once.
-What an earlier run has hashed is not hashed again (known_hashes.py).
+One digest cannot use several cores, so with a fast disk the whole merge waits for it. A single merge therefore starts
+to hash the base while torch is imported, and later reads that part of the base a second time. Several merges that
+share a base have enough other work: they read the base once. Digests of earlier runs are reused (known_hashes.py).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .files import Memory, Source
 from .known_hashes import Known, remember, state
 from .reader import Reader
 
-PIECE: Final = 32 * 2**20  # bytes read and hashed in one go; shorter ones would wait for the import's lock too often
-GAP: Final = 4 * 2**20  # the same where the merge skipped something
+PIECE: Final = 32 * 2**20  # bytes hashed at once before the first window; shorter pieces wait too often for the GIL
+GAP: Final = 4 * 2**20  # bytes hashed at once of ranges that the merge does not read
 
 
 class RunningHashes:
-    """One running digest per file, from `with` on. Bytes of the base may be fed in any pieces; the rest is read."""
+    """One running digest per input file. The merge feeds bytes of the base; all other bytes are read."""
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
         files = dict.fromkeys((*base, *others))
@@ -39,15 +38,15 @@ class RunningHashes:
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
         self.hashing = bool(self._base)
-        """Whether there is anything to feed."""
+        """Whether the digest of some base file is not known yet."""
         self.ahead = ahead and self.hashing
-        """Whether it begins with the base before anything is fed."""
+        """Whether the base is hashed before the merge feeds its first bytes."""
         if not ahead:
             self._fed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
 
     def __enter__(self) -> RunningHashes:
-        """Begin with the base, until it is fed; then all of the adapters."""
+        """Start to hash the base until the merge feeds its first bytes, then all adapters."""
         self._ahead = self._thread.submit(self._read_ahead)
         self._rest = self._thread.submit(self._read_others)
         return self
@@ -59,8 +58,8 @@ class RunningHashes:
         remember(self._learnt)
 
     def feed(self, file: Source, offset: int, data: memoryview) -> None:
-        """Bytes of `file` from `offset` on; what lies before them is read, what is known already skipped."""
-        if isinstance(file, Memory) or file not in self._base:  # the bytes that memory was made of are read instead
+        """Hash bytes of `file` from `offset` on. Bytes before them are read first, bytes hashed before are skipped."""
+        if isinstance(file, Memory) or file not in self._base:  # the file behind a `Memory` is read instead
             return
         self._meet()
         self._read_up_to(file, offset)
@@ -69,7 +68,7 @@ class RunningHashes:
         self._at[file] += len(fresh)
 
     def hexdigest(self, file: Path) -> str:
-        """Return the digest of the whole file; reads whatever was not fed."""
+        """Return the digest of the whole file; the bytes that were not fed are read."""
         if file not in self._done:
             self._meet()
             self._rest.result()
@@ -101,7 +100,7 @@ class RunningHashes:
                 self._read_up_to(file, self._sizes[file], GAP, self._closed)
 
     def _read_up_to(self, file: Path, end: int, most: int = GAP, until: Event | None = None) -> None:
-        """Not into pages, so through the page cache: what is read here is read once more, for the merge."""
+        """Hash `file` up to `end`. Its bytes stay in the page cache, since the merge reads them again."""
         buffer = memoryview(bytearray(max(0, min(most, end - self._at[file]))))
         while self._at[file] < end and not (until and until.is_set()):
             piece = buffer[: end - self._at[file]]

@@ -1,11 +1,11 @@
-"""SHA-256 of large files, remembered between runs: that of a base is a third of the work of its merge.
+"""SHA-256 of large files, remembered between runs: the digest of a base is a third of the work of its merge.
 
-A file counts as unchanged while device, inode, size and both its times are what they were, which is also what git
-goes by; but only where these are kept truly. A proof (`verify`, `replay`) never asks here: it reads the bytes.
+A file counts as unchanged while its device, inode, size and both its times are the same, as in git. This holds only on
+the file systems in `KEEP_TIMES`. A proof (`verify`, `replay`) does not use remembered digests: it reads the bytes.
 
-Nothing is believed that others could have written: folder and file have to be the user's or root's own, and writable by
-nobody else. Each entry is signed with a key that the user alone can read, together with some bytes of the file. An
-entry that was edited, or came from another machine or another file, is none.
+Entries that another user could have written are ignored: the folder and the file must belong to the user or root, and
+nobody else may write to them. Each entry is signed, together with some bytes of its file, with a key that only the
+user can read. An entry that was edited, or that comes from another machine or another file, is ignored.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .pages import PAGE
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system
 
-WORTH: Final = 16 << 20  # bytes from which on a file is remembered; smaller ones are hashed in ten milliseconds
-SETTLED: Final = 60.0  # seconds since the last change: one through mapped memory may get its time half a minute later
-MOST: Final = 4096  # files; the oldest are forgotten
-LARGEST: Final = 4 << 20  # bytes of what is remembered, several times what `MOST` files need
-ABANDONED: Final = 3600.0  # seconds after which nobody is writing to a temporary file any more
+WORTH: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
+SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
+MOST: Final = 4096  # files; the oldest entries are removed
+LARGEST: Final = 4 << 20  # bytes of the file with the entries; several times what `MOST` entries need
+ABANDONED: Final = 3600.0  # seconds after which a temporary file is removed: its writer is dead
 
-SAMPLES: Final = 16  # blocks of a file that an entry is checked against
+SAMPLES: Final = 16  # blocks of a file that the signature of its entry covers
 KEY_BYTES: Final = 32
 
 _ENTRY: Final = re.compile("[0-9a-f]{64} [0-9a-f]{64}")
 
 
 def place() -> Path:
-    """Return the file that keeps them, in the user's cache folder; RuntimeError where the user has none.
+    """Return the path of the file with the entries, in the user's cache folder; RuntimeError without a home folder.
 
     The cache folder may be emptied at any time. It is `$XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on
     macOS and `%LOCALAPPDATA%` on Windows.
     """
-    from platformdirs import user_cache_path  # here, since small merges never ask
+    from platformdirs import user_cache_path  # imported here: small merges do not need it
 
     folder = user_cache_path("lora-merge", appauthor=False)
     if not folder.is_absolute() or folder.parent == Path(folder.anchor, ".cache"):  # the home of users without one is /
@@ -57,7 +57,7 @@ def place() -> Path:
 
 
 def state(path: Path) -> str | None:
-    """Return what tells that a file is the same; None where nothing does, or it is small, or was changed just now."""
+    """Return a text that changes with the file; None if the file is small, just changed or not on `KEEP_TIMES`."""
     try:
         s = path.stat()
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
@@ -71,14 +71,14 @@ def state(path: Path) -> str | None:
 
 
 class Known:
-    """What is remembered, as it was when it was first asked for."""
+    """The remembered digests. They are read once, at the first call of `digest`."""
 
     @cached_property
     def _remembered(self) -> tuple[dict[str, str], bytes | None]:
         return recall(), _key()
 
     def digest(self, path: Path) -> str | None:
-        """Return the hex digest of a file; None if it is not known, or if the entry was not made by this user of it."""
+        """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
         now = state(path)
         if now is None:
             return None
@@ -86,14 +86,14 @@ class Known:
         if now not in entries or key is None:
             return None
         entry, digest = entries[now], entries[now][:64]
-        with suppress(MergeError, OSError):  # what cannot be read now is told when it is needed
+        with suppress(MergeError, OSError):  # an unreadable file is reported when the merge reads it
             if hmac.compare_digest(entry, _signed(key, path, now, digest)):
                 return digest
         return None
 
 
 def recall() -> dict[str, str]:
-    """State → signed digest; empty where nothing can be read, or others could have written there."""
+    """Return file state → signed digest; empty if nothing can be read, or if another user could have written it."""
     try:
         if not _ours(place().parent) or not _ours(place()):
             return {}
@@ -108,7 +108,7 @@ def recall() -> dict[str, str]:
 
 
 def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
-    """Add what was computed: file → its state, its digest. Without a word where nothing can be written."""
+    """Save new digests (file → state, digest). If they cannot be written, nothing is saved and nothing is reported."""
     if not learnt:
         return
     with suppress(OSError, RuntimeError, MergeError):
@@ -117,7 +117,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         if not _ours(folder, 0):
             return
         old = recall()
-        folder.chmod(0o700)  # where others could write, nothing was recalled
+        folder.chmod(0o700)  # `recall` has returned nothing if others could write here
         key = _key() or _new_key(folder)
         new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
         kept = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
@@ -128,7 +128,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """The content under this name, whole or not at all; for the user alone."""
+    """Write a file that only the user can read, completely or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".sha256.")
     try:
         with os.fdopen(handle, "wb") as f:
@@ -140,16 +140,14 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _ours(path: Path, others: int = 0o022) -> bool:
-    """Return whether a file or folder is the user's or root's own, and others have none of these permissions; as ssh
-    asks.
-    """
+    """Return whether the user or root owns the path, and others have none of these permissions, as ssh requires."""
     s = path.stat() if path.is_dir() else path.lstat()  # a folder may lie on another disk, behind a link
     user = user_id()
     return user is None or (s.st_uid in (0, user) and not s.st_mode & others)
 
 
 def _key() -> bytes | None:
-    """Return the user's secret; None where there is none that nobody else could have read or made."""
+    """Return the user's secret key; None if there is none, or if another user could have read or made it."""
     try:
         path = place().with_name("key")
         if not _ours(path.parent) or not _ours(path, 0o077):
@@ -168,9 +166,9 @@ def _new_key(folder: Path) -> bytes:
 
 
 def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
-    """Return the digest and a code that only this user can make of it, of the file's state and of some of its bytes.
+    """Return the digest and its signature: an HMAC over the file's state, the digest and some bytes of the file.
 
-    The bytes are `SAMPLES` blocks of 4 KiB from the first to the last: 64 KiB, whatever the file's size.
+    The bytes are `SAMPLES` blocks of 4 KiB, evenly spread over the file: 64 KiB for any size.
     """
     code = hmac.new(key, f"{now} {digest} ".encode(), "sha256")
     with open_regular(path) as f:

@@ -1,9 +1,9 @@
-"""Claims: a file beside an output says that a process is making it, so that several can share one jobs file.
+"""Claims: a locked file beside an output marks the output as being made, so several processes can share one jobs file.
 
-A claim holds as long as the lock on its file, which ends with its process, however that ends: `filelock` takes it with
-flock, on Windows with LockFileEx. Nothing has to be judged by age or clock, and what a dead process left is simply
-locked by the next one. Where a file system has no locks, as some network disks have none, nothing is claimed: outputs
-still appear whole, but two processes may do the same work.
+A claim is valid while its file is locked. The lock ends with its process, even a killed one: `filelock` uses flock,
+and LockFileEx on Windows. So no age or clock is compared, and the next process simply locks the file of a dead one.
+Some network disks have no locks. There nothing is claimed: outputs are still complete, but two processes may do the
+same work.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .writer import failure
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
 FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-"""A claim is written anew: through a link in its place, that would be a file of somebody else."""
+"""O_NOFOLLOW: a claim is overwritten, and through a link that would overwrite a file of another user."""
 
-POLL: Final = 0.2  # seconds between looks at a claim that is held by another process
-TRIES: Final = 20  # times that a folder may be removed between its making and the claim in it
+POLL: Final = 0.2  # seconds between two attempts to take a claim that another process holds
+TRIES: Final = 20  # attempts to make the folder and the claim in it, while another process removes the folder
 
 
 @contextmanager
 def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether the output is ours to make, until the block ends; with `wait`, not before it is."""
+    """Claim an output for the block; yield whether this process has the claim. With `wait`, wait for the claim."""
     path, made = claim_path(output), list[Path]()
     fd = None
     try:
@@ -51,24 +51,24 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
         if fd is not None:
             _release(path, fd)
         for folder in reversed(made):
-            with suppress(OSError):  # the output is in it
+            with suppress(OSError):  # the folder holds the output
                 folder.rmdir()
 
 
 def _reach(path: Path, made: list[Path]) -> int | None:
-    """As `_acquire`, in a folder that is made if missing: a process that was interrupted removes what it had made."""
+    """Make the folder and call `_acquire`, again if an interrupted process removes the folder in between."""
     for _ in range(TRIES):
         try:
             make_parents(path.parent, made)
             return _acquire(path)
-        except FileNotFoundError:  # removed since
+        except FileNotFoundError:
             time.sleep(POLL / TRIES)
     make_parents(path.parent, made)
     return _acquire(path)
 
 
 def claim_path(output: Path) -> Path:
-    """Return the claim's file: beside the output, so that whoever shares its disk sees it."""
+    """Return the path of the claim. It lies beside the output, so every machine that shares the disk sees it."""
     name = output.name.encode("utf-8", "replace")
     short = name[:200].decode("utf-8", "ignore")
     return output.with_name(f".{short}.{hashlib.sha256(name).hexdigest()[:8]}.lora-merge.claim")
@@ -79,7 +79,7 @@ def sweep(folder: Path) -> None:
     for path in folder.iterdir():
         if CLAIM.fullmatch(path.name):
             with suppress(OSError):
-                if path.is_symlink():  # none of ours
+                if path.is_symlink():  # claims are never links
                     path.unlink()
                     continue
                 fd = _acquire(path)
@@ -88,7 +88,7 @@ def sweep(folder: Path) -> None:
 
 
 def _acquire(path: Path) -> int | None:
-    """Return the locked claim's descriptor; None while another process holds it."""
+    """Lock the claim; return its descriptor, None while another process holds it."""
     while True:
         fd = _open(path)
         if not _lock(fd):
@@ -96,15 +96,15 @@ def _acquire(path: Path) -> int | None:
             return None
         with suppress(FileNotFoundError):
             if os.fstat(fd).st_ino == path.lstat().st_ino:
-                with suppress(OSError):  # for people to read, where it is not another user's
+                with suppress(OSError):  # only people read this text; the file may be another user's
                     os.ftruncate(fd, 0)
                     os.write(fd, f"{here()}\n".encode())
                 return fd
-        os.close(fd)  # its holder removed it between our opening and our locking
+        os.close(fd)  # its holder removed the file after it was opened here and before it was locked
 
 
 def _lock(fd: int) -> bool:
-    """Return whether no other process holds the file; where there are no locks, none does."""
+    """Lock the file; return False if another process holds the lock. Without locks, return True."""
     try:
         return lock_descriptor(fd, blocking=False)
     except OSError:
@@ -112,13 +112,13 @@ def _lock(fd: int) -> bool:
 
 
 def _release(path: Path, fd: int) -> None:
-    """Remove the claim while it is held, so that it is nobody else's by then. Windows removes closed files only."""
+    """Remove the claim while it is locked, so that no other process can hold it. Windows removes only closed files."""
     try:
         with suppress(FileNotFoundError):
             path.unlink()
     except OSError:
         os.close(fd)
-        with suppress(OSError):  # the next process has it
+        with suppress(OSError):  # the next process has taken the claim
             path.unlink()
     else:
         os.close(fd)
@@ -130,5 +130,5 @@ def _open(path: Path) -> int:
     except PermissionError:
         if not os.path.lexists(path):
             raise
-        # Another user's, whose process may be dead: its lock can be had without the right to write.
+        # The file is another user's, whose process may be dead. Read permission is enough for its lock.
         return os.open(path, FLAGS & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY)

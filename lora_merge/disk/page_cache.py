@@ -1,4 +1,4 @@
-"""Asks what of a file the system's page cache holds; asking reads nothing that is not there."""
+"""Whether the page cache holds a range of a file. The check itself brings nothing into the page cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .system import NO_WAIT, read_cached
 
 _CACHESTAT: Final = 451  # number of the system call, the same on every processor but Alpha; Linux 6.5 and later
 _libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_counted: bool = _libc is not None  # until the system says that it knows no such call
+_counted: bool = _libc is not None  # False once the system reports that it has no such call
 
 
 class Unknown(Exception):
@@ -28,31 +28,30 @@ def holds(fd: int, offset: int, block: memoryview) -> bool:
     counted = _pages(fd, offset, len(block))
     if counted is not None and counted <= (offset + len(block) - 1) // PAGESIZE - offset // PAGESIZE:
         return False
-    # Pages that are still on their way are counted too. Whoever waited for them would set off the next read-ahead, and
-    # so on: a whole cold file came through the cache, at twice the processor time.
+    # cachestat also counts pages that the disk is still reading. A read that waits for them starts the next read-ahead,
+    # and so on: a whole cold file came through the cache, at twice the processor time.
     last = len(block) - PAGE
     return _at_once(fd, offset + last, block[last:]) and (not last or _at_once(fd, offset, block[:PAGE]))
 
 
 def _pages(fd: int, offset: int, size: int) -> int | None:
-    """Return how many pages of a range are in memory, by cachestat(2); None where it is not to be had."""
+    """Return how many pages of a range are in memory, from cachestat(2); None where the call is not available."""
     global _counted
     if _libc is None or not _counted:
         return None
-    asked, told = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
-    if not _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), asked, told, ctypes.c_uint(0)):
-        return told[0]
-    _counted = ctypes.get_errno() != errno.ENOSYS  # any other refusal is of this file: another user's, say
+    extent, counts = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
+    if not _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), extent, counts, ctypes.c_uint(0)):
+        return counts[0]
+    _counted = ctypes.get_errno() != errno.ENOSYS  # other errors concern this file alone, such as another user's
     return None
 
 
 def _at_once(fd: int, offset: int, page: memoryview) -> bool:
     """Return whether one page can be read without waiting.
 
-    Only ever one page is asked for: asking for more starts reading what is missing, which the next question then
-    finds, so that a whole cold file comes through the cache: 9 s of processor time for 7 GB, not 1. On a busy machine
-    the one page, too, is there now and then before the system looks whether it is: 16 wrong answers in a row were seen
-    where pages were not counted before.
+    The check reads only one page. A larger check starts to read the missing pages, the next check finds these, and so
+    a whole cold file comes through the cache: 9 s of processor time for 7 GB, not 1. On a busy machine even the one
+    page may arrive before the system looks for it: without the count of `_pages`, 16 wrong answers in a row were seen.
     """
     if not NO_WAIT:
         raise Unknown

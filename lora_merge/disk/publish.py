@@ -1,7 +1,8 @@
-"""How an output gets its name: written beside it, synced, renamed; complete or not at all.
+"""Publishes an output: a temporary file or folder beside the target is written, synced and renamed.
 
-Siblings are called `.<name>.<12 hex digits>.lora-merge.part`. A run holds an advisory lock on its own, so
-the next run can tell those of killed runs, which it removes, from those of live ones, which it leaves.
+So the output is complete, or it is not there. A temporary file is called `.<name>.<12 hex digits>.lora-merge.part`.
+Each run holds an advisory lock on its temporary file: the next run removes the unlocked ones, which killed runs left,
+and keeps the locked ones.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now, path_of
 
 PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
-SWEEPS: Final = 10.0  # seconds between two looks of a process at a folder for what killed runs left
+SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
-"""Failures of the disk itself. Others mean that the file system cannot do what was asked of it."""
+"""Errors of the disk itself. Any other error means that the file system does not support the call."""
 
 _swept: dict[Path, float] = {}
-"""Folder → when it was last looked at."""
+"""Folder → time of its last search."""
 
 _unsynced: set[Path] = set()
-"""Folders that this process made, for an output or its claim, whose names may not be on the disk yet."""
+"""Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
 
 
 @contextmanager
@@ -48,10 +49,10 @@ def replacing(
     folder: bool = False,
     contents: Iterable[str] = (),
 ) -> Iterator[Path]:
-    """Return A sibling path, an empty file or folder, that becomes `target` only if the block succeeds.
+    """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    Missing parents are made, and removed again on failure. `contents` are the names a folder will have;
-    a folder that holds others is not replaced. Raises as `check_output`, and what writing can raise.
+    Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
+    a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
@@ -66,10 +67,10 @@ def replacing(
         yield part
         with failures(target):
             _sync(part)
-            if overwrite:  # what others have put there meanwhile is not lost
+            if overwrite:  # other programs may have written there meanwhile
                 check_output(target, overwrite=True, folder=folder, contents=contents)
             _sync_parents(target.parent)
-            sync_folder(target.parent)  # a disk that fails at this had better do so before
+            sync_folder(target.parent)  # a failing disk shows here, before the rename
             begin_commit()
             _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
             done = True
@@ -84,7 +85,7 @@ def replacing(
 
 
 def make_parents(folder: Path, made: list[Path]) -> None:
-    """Make the missing folders; adds them to `made`, the outermost first, each before it is there."""
+    """Make the missing folders, the outermost first; each is added to `made` before it exists."""
     for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
         made.append(path)
         path.mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def make_parents(folder: Path, made: list[Path]) -> None:
 
 
 def _sync_parents(folder: Path) -> None:
-    """The names of the folders that were made on the way to this one on the disk, the outermost first."""
+    """Bring the names of the folders that `make_parents` made to the disk, the outermost first."""
     for path in [p for p in (folder, *folder.parents) if p in _unsynced][::-1]:
         sync_folder(path.parent)
         _unsynced.discard(path)
@@ -100,12 +101,12 @@ def _sync_parents(folder: Path) -> None:
 
 def _unmake(folders: Sequence[Path]) -> None:
     for path in reversed(folders):
-        with suppress(OSError):  # somebody else put something there meanwhile
+        with suppress(OSError):  # another program put a file there meanwhile
             path.rmdir()
 
 
 def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """Return a new, locked sibling and the descriptor that holds the lock, -1 where there are no locks."""
+    """Make a locked temporary file or folder; return its path and the descriptor with the lock, -1 without locks."""
     while True:
         part = _sibling(target)
         if folder:
@@ -123,7 +124,7 @@ def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
             lock = os.open(part, os.O_RDONLY)
             if try_lock(lock) is not False and os.fstat(lock).st_nlink:
                 return part, lock
-            os.close(lock)  # another run took it for a stale one before it was locked, and removes it
+            os.close(lock)  # another run removed it before it was locked
         except FileNotFoundError:
             continue
         except OSError:
@@ -139,15 +140,13 @@ def _sibling(target: Path) -> Path:
 
 
 def _moved(fd: int, part: Path) -> Path:
-    """Return where the open temporary file or folder is now, as the folder around it was moved; `part` where nothing
-    tells.
-    """
-    there = path_of(fd)
-    return there if there is not None and there.name == part.name else part
+    """Return the path of the open temporary file after its folder was moved; `part` if the system cannot say."""
+    now = path_of(fd)
+    return now if now is not None and now.name == part.name else part
 
 
 def try_lock(fd: int) -> bool | None:
-    """Return whether the lock was free and is now ours; None where there are no locks."""
+    """Try to take the lock; return whether this process has it now, None where the file system has no locks."""
     if not CAN_LOCK:
         return None
     try:
@@ -160,19 +159,19 @@ def try_lock(fd: int) -> bool | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed runs left, unless this process has just done so: a batch may fill a folder with thousands."""
+    """Call `remove_stale` at most every `SWEEPS` seconds: a batch may write thousands of outputs to one folder."""
     if time.monotonic() >= _swept.get(folder, -SWEEPS) + SWEEPS:
         remove_stale(folder)
         _swept[folder] = time.monotonic()
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what killed runs left in this folder; what cannot be opened or is in use stays."""
+    """Remove the temporary files of killed runs in this folder. Files that are locked or cannot be opened stay."""
     for path in folder.iterdir():
         if not PART.fullmatch(path.name):
             continue
         with suppress(OSError):
-            if path.is_symlink():  # to a folder, swapped with the one that replaced it
+            if path.is_symlink():  # a link that an output folder replaced
                 _remove(path)
                 continue
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -184,7 +183,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Gone, or left to the next run: what has been done does not fail for it."""
+    """Remove a file or folder if possible. A failure is no error: the next run tries again."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -193,7 +192,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(part: Path) -> None:
-    """Everything below on the disk."""
+    """Bring a file, or a folder with all its content, to the disk."""
     paths = [part, *part.rglob("*")] if part.is_dir() else [part]
     for path in paths:
         if path.is_dir():
@@ -207,7 +206,7 @@ def _sync(part: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder on the disk, where the system can do that."""
+    """Bring the names in a folder to the disk, where the system can do that."""
     if not CAN_OPEN_FOLDERS:
         return
     fd = os.open(folder, os.O_RDONLY)
@@ -221,10 +220,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> None:
-    """Give `part` its name, on the disk. Without `overwrite`, never over something that appeared meanwhile.
+    """Rename `part` to `target` and sync the folder. Without `overwrite`, raise if `target` exists by now.
 
-    If the disk fails at the last moment, that is undone: what was replaced has its name again. Where names can neither
-    be swapped nor linked, a replaced file is gone by then, and the new one stays.
+    If that sync fails, the rename is undone and the old output has its name again. Where the file system can neither
+    swap nor link names, the old file is lost at that point, and the new one stays.
     """
     if overwrite and target.exists():
         _keep_modes(target, part)
@@ -250,7 +249,7 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> No
 
 
 def _swap_file(part: Path, target: Path) -> Path | None:
-    """Rename the file over the old one. Returns the name that the old one has now; None where it can have no other."""
+    """Rename the file over the old one; return the new name of the old file, None where it could not be kept."""
     if _exchange(part, target):
         return part
     old = _sibling(target)
@@ -268,7 +267,7 @@ def _swap_file(part: Path, target: Path) -> Path | None:
 
 
 def _swap_folder(part: Path, target: Path) -> Path:
-    """Rename the folder to the old one's name. Returns the name that the old one has now."""
+    """Rename the folder over the old one; return the new name of the old folder."""
     if _exchange(part, target):
         return part
     old = part.with_name(part.name + ".old")
@@ -282,7 +281,7 @@ def _swap_folder(part: Path, target: Path) -> Path:
 
 
 def _undo(old: Path, target: Path, part: Path) -> None:
-    """Give the old output its name again, and the new one its temporary name."""
+    """Give the old output its name back, and the new output its temporary name."""
     if _exchange(old, target):
         if old != part:
             old.rename(part)
@@ -305,10 +304,10 @@ def _publish_new(part: Path, target: Path) -> None:
 
 
 def _keep_modes(old: Path, new: Path) -> None:
-    """The permissions of what is replaced: a private file, or folder, stays private."""
+    """Give the new files the permissions of those they replace: a private file or folder stays private."""
     for path in (new, *new.rglob("*")):
-        there = old / path.relative_to(new)
-        if there.exists() and (mode := stat.S_IMODE(there.stat().st_mode)) != stat.S_IMODE(path.stat().st_mode):
+        replaced = old / path.relative_to(new)
+        if replaced.exists() and (mode := stat.S_IMODE(replaced.stat().st_mode)) != stat.S_IMODE(path.stat().st_mode):
             path.chmod(mode)
 
 
@@ -327,8 +326,9 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Return whether two names were swapped at once: renameat2(2), Linux only. OSError where it is the disk that
-    fails.
+    """Swap two names with renameat2(2), Linux only; return False where that is not possible.
+
+    Raises OSError if the disk itself fails.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
     if call is None or call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:

@@ -1,4 +1,4 @@
-"""Reads byte ranges of checkpoint files, from any thread, and notices when a file is not the planned one."""
+"""Reads byte ranges of checkpoint files, from any thread; raises InputError if a file was changed or replaced."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .system import (
 )
 from .volumes import Mode, goes_direct
 
-BLOCK: Final = 8 << 20  # bytes that come from one place: the page cache or the disk
+BLOCK: Final = 8 << 20  # bytes that are read together from the page cache, or together from the disk
 
-AT_ONCE: Final = 8  # blocks the disk is asked for in one call; one by one, reads stand back behind the merge's writes
+AT_ONCE: Final = 8  # blocks per read call; with single blocks the disk prefers the writes of the merge
 
-AHEAD: Final = 1 << 30  # bytes of a file that may be brought into the page cache before they are needed
+AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page cache
 
-HINT: Final = 1 << 20  # bytes of one such hint; of a longer one, Linux takes up only the beginning
+HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
 
 @dataclass
@@ -46,9 +46,9 @@ class _File:
     fd: int
     direct: int
     state: FileState
-    refused: bool = False  # whether the file system took the flag of direct reads, but no read
-    hints: bool = CAN_ADVISE  # whether the system says what is in its page cache
-    drop: bool = False  # whether what is read through the page cache is to be taken out of it again
+    refused: bool = False  # whether the file system accepted DIRECT_FLAG but refused the read
+    hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
+    drop: bool = False  # whether to drop pages from the page cache after reading them
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -57,14 +57,14 @@ class _File:
 
 
 class Reader:
-    """Open files of some checkpoints; made from their indexes, closed after the run.
+    """The open files of some checkpoints.
 
-    What the page cache holds is copied from it; the rest of a large file is read past it, straight into
-    the buffer: a third of the processor time, and nothing of the user's cache is pushed out for it.
+    Bytes in the page cache are copied from there. All other bytes of a large file are read directly into the buffer:
+    this takes a third of the processor time and leaves the page cache of other programs alone.
     """
 
     def __init__(self, indexes: Iterable[_Index], mode: Mode = "auto") -> None:
-        """Raise InputError when a file is missing or no longer the one its header was read from."""
+        """Open the files; InputError if one is missing or has changed since its header was read."""
         self._files: dict[Path, _File] = {}
         self._mode = mode
         try:
@@ -79,33 +79,31 @@ class Reader:
         if path in self._files:
             return
         with open_regular(path) as f:
-            one = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
+            file = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
         if self._check(path) != header.state:
-            raise changed(path, "its permissions, links or bytes did")
+            raise changed(path, "its permissions, links or bytes were changed")
         if CAN_READ_DIRECT and goes_direct(path, header.state.size, self._mode):
-            with suppress(OSError):  # refused: the cache will do
-                one.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
-        if one.hints and header.state.size >= volumes.SMALL:
-            advise(one.fd, 0, 0, RANDOM)  # asking must not make the system read ahead
-            if one.direct < 0:
-                one.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(one) and one.hints
-                advise(one.fd, 0, 0, NORMAL)
+            with suppress(OSError):  # the page cache is used instead
+                file.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
+        if file.hints and header.state.size >= volumes.SMALL:
+            advise(file.fd, 0, 0, RANDOM)  # the checks of the page cache must not start read-ahead
+            if file.direct < 0:
+                file.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(file) and file.hints
+                advise(file.fd, 0, 0, NORMAL)
 
     def read_into(self, buffer: memoryview, source: Source, offset: int) -> None:
-        """Fill `buffer` with the bytes of a source from `offset` on; InputError if it ends before.
+        """Fill `buffer` with the bytes of a source from `offset` on; InputError if the source ends too early.
 
-        Fastest where the address of `buffer` and `offset` agree modulo 4096.
+        This is fastest if the address of `buffer` and `offset` are equal modulo 4096.
         """
         if isinstance(source, Memory):
             buffer[:] = source.content()[offset : offset + len(buffer)]
             return
-        one = self._files[source]
-        _fill(buffer, source, offset, lambda part, at: _some(one, part[: AT_ONCE * BLOCK], at))
+        file = self._files[source]
+        _fill(buffer, source, offset, lambda part, at: _read_some(file, part[: AT_ONCE * BLOCK], at))
 
     def view(self, info: StoredTensor) -> memoryview:
-        """Return the bytes of one tensor, not to be written to: those in memory themselves, those of a file read
-        now.
-        """
+        """Return the bytes of one tensor, which the caller must not change; bytes in memory are not copied."""
         if isinstance(info.source, Memory):
             return info.source.content()[info.offset : info.offset + info.nbytes]
         return memoryview(self.read(info))
@@ -118,46 +116,46 @@ class Reader:
         return raw
 
     def descriptor(self, file: Path) -> int:
-        """Of an open file, for calls of the system."""
+        """Return the descriptor of an open file, for system calls."""
         return self._files[file].fd
 
     def expect(self, info: StoredTensor, first: int, count: int) -> None:
-        """Bytes of a tensor that will be read soon, in small pieces: lets the disk begin."""
+        """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
         if not isinstance(info.source, Memory):
             advise(self._files[info.source].fd, info.offset + first, count, WILL_NEED)
 
     def expect_all(self, file: Path) -> None:
-        """A file that will be read in small pieces, in any order: lets the disk begin, unless it is very large."""
-        one = self._files[file]
-        if one.state.size <= AHEAD and CAN_ADVISE:
-            for at in range(0, one.state.size, HINT):
-                advise(one.fd, at, HINT, WILL_NEED)
+        """Start to read a file ahead that will be read in small pieces, in any order; not if it is over `AHEAD`."""
+        size = self._files[file].state.size
+        if size <= AHEAD and CAN_ADVISE:
+            for at in range(0, size, HINT):
+                advise(self._files[file].fd, at, HINT, WILL_NEED)
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> dict[Path, FileState]:
-        """Raise InputError if any of the files (default: all), open or at its path, is not as its header was read from.
+        """Raise InputError if one of the files (default: all) was changed or replaced since its header was read.
 
-        Returns the files that were touched, with their states now: their permissions or links were changed, or their
-        bytes, and the time of that put back. Only their bytes tell which.
+        Returns the touched files with their present states: their permissions or links were changed, or their bytes
+        were changed and `mtime_ns` set back. Only the bytes show which.
         """
         states = {path: self._check(path) for path in (self._files if files is None else files)}
         return {path: state for path, state in states.items() if state != self._files[path].state}
 
     def _check(self, path: Path) -> FileState:
-        """Returns the state of an open file; InputError if it tells that the bytes are others."""
-        one = self._files[path]
-        now = FileState.of(one.fd)
-        if now != one.state and not now.touched(one.state):
+        """Return the state of an open file; InputError if its bytes were changed or another file has its path."""
+        file = self._files[path]
+        now = FileState.of(file.fd)
+        if now != file.state and not now.touched(file.state):
             raise changed(path, "its size or time of change differ")
         try:
             s = path.stat()
         except OSError as e:
             raise changed(path, f"it is gone ({e.strerror})") from e
-        if (s.st_ino, s.st_dev) != (one.state.inode, one.state.device):
+        if (s.st_ino, s.st_dev) != (file.state.inode, file.state.device):
             raise changed(path, "another file has taken its place")
         return now
 
     def close(self) -> None:
-        """Close all files; the reader is of no use afterwards."""
+        """Close all files."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -174,16 +172,16 @@ class _Index(Protocol):
 
 
 def changed(path: Path, why: str) -> InputError:
-    """Return the error for an input that is no longer what it was."""
+    """Return the error for an input that was changed during the run."""
     return InputError(
         "an input was changed while being read",
         f"{path}: {why}",
-        "let nothing write to it, and run again",
+        "let no other program write to it, and run again",
     )
 
 
-def _some(file: _File, buffer: memoryview, offset: int) -> int:
-    """Read as much as one call gives, by the best way there is for this place; 0 at the end of the file."""
+def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
+    """Read with one call, directly or through the page cache; return the number of bytes, 0 at the end of the file."""
     if file.direct < 0 or file.refused:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
@@ -210,7 +208,7 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
-    """Return how many of these bytes, whole blocks from the first on, the page cache does not hold."""
+    """Return how many bytes lie before the first block that the page cache holds."""
     for at in range(0, len(buffer), BLOCK):
         if _held(file, buffer[at : at + BLOCK], offset + at):
             return at
@@ -218,13 +216,13 @@ def _missing(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _mostly_cold(file: _File) -> bool:
-    """Return whether the page cache lacks most of a file: most of 16 places of it."""
+    """Return whether the page cache lacks at least 8 of 16 sampled pages of a file."""
     page, places = aligned_buffer(PAGE), range(16)
     return sum(_held(file, page, file.state.size * i // 16 // PAGE * PAGE) for i in places) <= 8
 
 
 def _held(file: _File, block: memoryview, offset: int) -> bool:
-    """Return whether the page cache holds these bytes, as far as the system says; `block` may be overwritten."""
+    """Return whether the page cache holds these bytes, False if unknown; `block` may be overwritten."""
     if file.hints:
         try:
             return holds(file.fd, offset, block)
@@ -233,12 +231,12 @@ def _held(file: _File, block: memoryview, offset: int) -> bool:
     return False
 
 
-def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryview, int], int]) -> None:
-    """Fill the buffer with calls that each give some of it."""
+def _fill(buffer: memoryview, file: Path, offset: int, read: Callable[[memoryview, int], int]) -> None:
+    """Call `read` until the buffer is full; InputError at a read error or the end of the file."""
     done = 0
     while done < len(buffer):
         try:
-            got = some(buffer[done:], offset + done)
+            got = read(buffer[done:], offset + done)
         except OSError as e:
             where = f"{file} at byte {offset + done}"
             raise InputError(f"file cannot be read: {e.strerror}", where, "check the disk") from e
@@ -248,9 +246,7 @@ def _fill(buffer: memoryview, file: Path, offset: int, some: Callable[[memoryvie
 
 
 def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> bytes:
-    """Return the bytes of one tensor, `count` from `first` on or all of them; for few. InputError if the file ends
-    before.
-    """
+    """Return bytes of one tensor as `Reader.read` does, for small tensors: the file is opened for this call alone."""
     count = info.nbytes - first if count is None else count
     if isinstance(info.source, Memory):
         return bytes(info.source.content()[info.offset + first : info.offset + first + count])

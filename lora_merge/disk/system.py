@@ -1,7 +1,7 @@
-"""System calls that not every platform has, each with what is done where it is missing.
+"""System calls that not every platform has, each with its replacement where it is missing.
 
-The other modules call these names and ask nothing about the platform. Everything is looked up when this module is
-imported, so a test can take calls away from `os` and `mmap` first and see how the program does without them.
+The other modules call these names and do not check the platform. All calls are looked up when this module is imported,
+so a test can first remove calls from `os` and `mmap` and then run the program without them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 PLAIN_FLAGS: Final[int] = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Flags for every file of ours: bytes as they are, and no descriptor for child processes."""
+"""Flags for every file: binary mode on Windows, and no descriptor for child processes."""
 
 DIRECT_FLAG: Final[int] = getattr(os, "O_DIRECT", 0)
-"""Opens a file past the page cache; 0 where no such flag is known."""
+"""Flag that opens a file past the page cache; 0 where the system has none."""
 
 RANDOM: Final[int] = getattr(os, "POSIX_FADV_RANDOM", 0)
 NORMAL: Final[int] = getattr(os, "POSIX_FADV_NORMAL", 0)
@@ -36,17 +36,16 @@ _os: Final[Any] = os
 _seek_lock: Final = threading.Lock()
 
 CAN_ADVISE: Final = hasattr(os, "posix_fadvise")
-"""Whether the system takes advice on its page cache."""
+"""Whether the system has posix_fadvise."""
 
 HAS_PREADV: Final = hasattr(os, "preadv")
 HAS_PWRITE: Final = hasattr(os, "pwrite")
 
 CAN_READ_DIRECT: Final = bool(DIRECT_FLAG) and HAS_PREADV
-"""Whether files can be read past the page cache, straight into memory of ours."""
-
+"""Whether files can be read past the page cache."""
 
 CAN_LOCK: Final = find_spec("fcntl") is not None
-"""Whether a lock on a file can be had that ends with its process, however that ends."""
+"""Whether the system has file locks that end when their process ends, even if it is killed."""
 
 
 def _opens_folders() -> bool:
@@ -58,24 +57,24 @@ def _opens_folders() -> bool:
 
 
 CAN_OPEN_FOLDERS: Final = _opens_folders()
-"""Whether folders can be opened, so that the names in them can be brought to the disk; not on Windows."""
+"""Whether folders can be opened and synced; Windows cannot."""
 
 
 def advise(fd: int, offset: int, size: int, advice: int) -> None:
-    """Tell the system how a range of a file will be used; 0 bytes mean up to its end. Does nothing where it cannot."""
+    """Advise the system how a range of a file will be used (size 0: to the end); without posix_fadvise do nothing."""
     if CAN_ADVISE:
         _os.posix_fadvise(fd, offset, size, advice)
 
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """Read bytes of a file into memory, as many as one call gives; returns how many, 0 at the end of the file."""
+    """Read with one call into `buffer`; return the number of bytes read, 0 at the end of the file."""
     if HAS_PREADV:
         return int(_os.preadv(fd, [buffer], offset))
     return read_seeking(fd, buffer, offset)
 
 
 def read_seeking(fd: int, buffer: memoryview, offset: int) -> int:
-    """As `read_at`, by seeking: threads take turns, since the place in the file is one for all of them."""
+    """Do the same as `read_at` by seeking. Threads take turns, since they share the position in the file."""
     with _seek_lock:
         os.lseek(fd, offset, os.SEEK_SET)
         data = os.read(fd, len(buffer))
@@ -84,12 +83,12 @@ def read_seeking(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_cached(fd: int, buffer: memoryview, offset: int) -> int:
-    """As `read_at`, but only what the page cache holds; BlockingIOError where that is nothing. Needs NO_WAIT."""
+    """Do the same as `read_at` from the page cache alone; BlockingIOError if it holds nothing. Needs NO_WAIT."""
     return int(_os.preadv(fd, [buffer], offset, NO_WAIT))
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> int:
-    """Write bytes at a place of a file; returns how many one call took. Without pwrite, one thread at a time."""
+    """Write with one call at `offset`; return the number of bytes written. Without pwrite threads take turns."""
     if HAS_PWRITE:
         return int(_os.pwrite(fd, data, offset))
     with _seek_lock:
@@ -98,22 +97,22 @@ def write_at(fd: int, data: memoryview, offset: int) -> int:
 
 
 def sync_data(fd: int) -> None:
-    """Bring the bytes of a file to the disk, without its times where the system knows the difference."""
+    """Bring the bytes of a file to the disk; its times only where the system has no fdatasync."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve the first `size` bytes of a file on the disk; OSError (EOPNOTSUPP) where that cannot be done."""
+    """Reserve the first `size` bytes of a file on the disk; OSError (EOPNOTSUPP) where the system cannot."""
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     _os.posix_fallocate(fd, 0, size)
 
 
 def lock_now(fd: int) -> None:
-    """Take an advisory lock on an open file that ends with its descriptor; BlockingIOError if somebody else has it.
+    """Take an advisory lock that ends with the descriptor; BlockingIOError if another process holds the lock.
 
-    For temporary files and folders. The library `filelock`, which claims use, would cost every merge 9 ms at its start,
-    and while it holds a lock on Windows nobody else can write to the file.
+    This lock is for temporary files and folders. The library `filelock`, which claims use, would add 9 ms to the start
+    of every merge, and on Windows no other process can write to a file that it has locked.
     """
     if sys.platform != "win32":
         import fcntl
@@ -123,53 +122,51 @@ def lock_now(fd: int) -> None:
 
 def undirect(fd: int) -> None:
     """Let later writes to a file that was opened with DIRECT_FLAG go through the page cache."""
-    if sys.platform != "win32":  # where the flag exists, so does this
+    if sys.platform != "win32":  # Windows has no DIRECT_FLAG
         import fcntl
 
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~DIRECT_FLAG)
 
 
 def private_memory(size: int) -> mmap.mmap:
-    """Zeroed memory of this process, in huge pages where the system has them."""
+    """Return zeroed memory of this process, in huge pages where the system has them."""
     if sys.platform == "win32" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would give pages away to which the disk writes
-        with suppress(OSError, AttributeError):  # a kernel that knows no such advice
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # after a fork the disk could write to pages of the child
+        with suppress(OSError, AttributeError):  # the kernel does not know this advice
             memory.madvise(getattr(mmap, advice))
     return memory
 
 
 HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
-"""Whether `private_memory` may lie in huge pages, so that it pays to begin at one."""
+"""Whether `private_memory` may use huge pages; buffers then begin at a huge page."""
 
 
 def path_of(fd: int) -> Path | None:
-    """Return where an open file or folder is now, whatever it was opened as; None where the system does not say."""
+    """Return the present path of an open file or folder, which may have moved; None if the system does not say."""
     try:
         if sys.platform == "darwin":
             import fcntl
 
             return Path(os.fsdecode(fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
-        return Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # of a link that is none on the disk
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115  # not a link on a disk
     except OSError:
         return None
 
 
 def user_id() -> int | None:
-    """Return the number of the user whose rights this process has; None where users have none."""
+    """Return the effective user id of this process; None where the system has no user ids."""
     return _os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def is_read_only(path: os.PathLike[str]) -> bool:
-    """Return whether a file lies on a file system that is mounted for reading alone; False where the system does not
-    say.
-    """
+    """Return whether a file lies on a file system that is mounted read-only; False if the system does not say."""
     return hasattr(os, "statvfs") and bool(_os.statvfs(path).f_flag & getattr(os, "ST_RDONLY", 0))
 
 
 def peak_memory() -> int:
-    """Return the bytes of this process's largest resident size so far; 0 where the system does not tell."""
+    """Return the largest resident size of this process so far, in bytes; 0 if the system does not say."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""What is known of the file systems that inputs lie on and outputs go to."""
+"""Facts about the file systems of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from typing import Final, Literal
 Mode = Literal["auto", "direct", "buffered"]
 
 MOUNTS: Final = Path("/proc/self/mountinfo")  # Linux's table of what is mounted where
-SMALL: Final = 64 << 20  # below this a file is not worth direct writes
+SMALL: Final = 64 << 20  # bytes; for smaller files direct I/O is not worth its cost
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
-"""File systems where direct writes are known to be what they say; others only if asked for."""
+"""File systems where direct I/O is known to work; on others it is used only with the mode `direct`."""
 
 RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs"} if hasattr(os, "posix_fallocate") else ())
-"""File systems that reserve space without writing zeros to it; a full disk then shows before the work. Not btrfs, which
-keeps all of a reserved extent for as long as any part of it is in use: shared blocks would save nothing there."""
+"""File systems that reserve space without writing zeros to it; a full disk then shows before the work. btrfs is not
+here: it keeps a whole reserved extent while any part of it is in use, so shared blocks would save no space."""
 
 SPARSE: Final = RESERVES | DIRECT_ON | {"btrfs", "overlay", "nfs", "nfs4", "zfs", "f2fs"}
-"""File systems where bytes may be written behind a gap; others may fill it with zeros first, as exFAT does."""
+"""File systems where a write behind a gap costs nothing; others, such as exFAT, first fill the gap with zeros."""
 
 CLONES: Final = frozenset({"xfs", "btrfs", "bcachefs"})
-"""File systems where files may share blocks (xfs: unless made without); a range then costs nothing to copy."""
+"""File systems where files may share blocks (xfs: unless made without reflinks); a copy then costs nothing."""
 
 KEEP_TIMES: Final = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs"})
-"""File systems that give every change a new time. Images made for reading repeat times and inodes, networks and FAT
-make them up, and memory never writes back what is mapped, which is when a mapped change gets its time."""
+"""File systems that give every change of a file a new time. Read-only images repeat times and inodes, network file
+systems and FAT invent them, and tmpfs never writes mapped memory back, which is when a mapped change gets its time."""
 
 UNSEEN: Final = frozenset({"overlay"})
-"""File systems of whose files Linux says that the page cache holds nothing, and drops the pages of the file below."""
+"""File systems for which Linux reports an empty page cache, though DO_NOT_NEED drops the pages of the file below."""
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes a user may still write where `path` is or would be created."""
+    """Return the number of free bytes where `path` is or would be created."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system `path` is or would be on, as `ext4`; empty where that cannot be known."""
+    """Return the type of the file system of `path`, which need not exist yet, such as `ext4`; "" if unknown."""
     if not MOUNTS.exists():
         return ""
     here, best, kind = _existing(path).resolve(), Path("/"), ""
@@ -53,11 +53,8 @@ def file_system(path: Path) -> str:
 
 
 def share_blocks(a: Path, b: Path) -> bool:
-    """Return whether files at two paths, there or yet to be made, may share blocks: on one file system that can do
-    that.
-    """
-    one, two = (_existing(p).stat().st_dev for p in (a, b))
-    return one == two and file_system(a) in CLONES
+    """Return whether the files at two paths, which need not exist yet, lie on one file system with shared blocks."""
+    return _existing(a).stat().st_dev == _existing(b).stat().st_dev and file_system(a) in CLONES
 
 
 def goes_direct(path: Path, size: int, mode: Mode) -> bool:
@@ -68,32 +65,34 @@ def goes_direct(path: Path, size: int, mode: Mode) -> bool:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Return whether two paths are one file, by any name or link.
+    """Return whether two paths lead to the same file, by any name or link.
 
-    Where names in other letters are the same file, drivers of FUSE may give each spelling an inode of its own.
+    Where file names ignore case, FUSE drivers may give each spelling its own inode; then the names are compared.
     """
     try:
         if a.samefile(b):
             return True
     except OSError:
         return False  # one of them is not there
-    one, two = (Path(os.path.realpath(p)) for p in (a, b))
-    return one != two and str(one).casefold() == str(two).casefold() and ignores_case(one.parent)
+    a, b = Path(os.path.realpath(a)), Path(os.path.realpath(b))
+    return a != b and str(a).casefold() == str(b).casefold() and ignores_case(a.parent)
 
 
 def ignores_case(folder: Path) -> bool:
-    """Return whether a name in other letters is the same file in a folder that is or would be there, as on most disks
-    of Windows and macOS."""
+    """Return whether file names in a folder ignore case, as on most disks of Windows and macOS.
+
+    The folder need not exist yet.
+    """
     folder = _existing(folder)
     with suppress(OSError):  # a folder that may not be listed
         for place in (*folder.iterdir(), folder):
             other = place.with_name(place.name.swapcase())
-            if place.name.isascii() and other.name != place.name:  # the first with letters tells
+            if place.name.isascii() and other.name != place.name:  # the first name with letters decides
                 return os.path.lexists(other) and other not in place.parent.iterdir()
     return False
 
 
 def _existing(path: Path) -> Path:
     path = path.absolute()
-    there = (p for p in (path, *path.parents) if os.path.exists(p))  # noqa: PTH110  no error where one may not look
-    return next(there, Path(path.anchor))
+    existing = (p for p in (path, *path.parents) if os.path.exists(p))  # noqa: PTH110  no error without permission
+    return next(existing, Path(path.anchor))

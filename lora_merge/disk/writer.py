@@ -1,8 +1,8 @@
-"""Writes large files as fast as the disk takes them, without filling memory with dirty pages.
+"""Writes large files at the speed of the disk, without filling memory with dirty pages.
 
-Direct writes (`O_DIRECT`) hand page-aligned memory straight to the disk: no copy, no page cache, nothing of
-the user's cache pushed out. Elsewhere writes go through the cache and are sent on, awaited and dropped from
-it in steps, so that never more than `BEHIND` bytes are waiting and the final fsync is short.
+Direct writes (`O_DIRECT`) hand page-aligned memory to the disk without a copy and leave the page cache alone. Elsewhere
+writes go through the page cache: in steps they are started, awaited and dropped from it, so that never more than
+`BEHIND` bytes are unwritten and the final fsync is short.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .pages import PAGE, address, aligned_buffer
 from .system import DIRECT_FLAG, DO_NOT_NEED, PLAIN_FLAGS, advise, allocate, sync_data, undirect, write_at
 from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direct
 
-BLOCK: Final = 32 << 20  # bytes of one write call; fewer, larger calls measured no faster
-# Tried for bytes that go out as they came in: copy_file_range. On ext4 it takes as long as a read and a direct write
-# (0.7 s and 0.7 to 0.9 s a GB), 1.6 times the processor time and the page cache. Where files can share blocks, `share`
-# puts them there for nothing.
-BEHIND: Final = 128 << 20  # bytes written through the cache that may still be on their way to the disk
+BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
+# copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
+# 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. Where files share blocks, `share` copies
+# nothing.
+BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
 
 
 def _find_sync_range() -> Any:
-    """sync_file_range(2) of the C library; None where there is none."""
+    """Return sync_file_range(2) of the C library; None where there is none."""
     if not sys.platform.startswith("linux"):
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -46,10 +46,10 @@ _sync_range: Any = _find_sync_range()
 
 
 def _sync(fd: int, at: int, size: int, flags: int) -> None:
-    """sync_file_range(2). What failed is told once: unheard here, the fsync at the end would not know of it."""
+    """Call sync_file_range(2). Linux reports a write error once per descriptor: the final fsync would not report it."""
     if _sync_range(fd, at, size, flags):
         error = ctypes.get_errno()
-        if error not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # not here, then; the fsync does it all
+        if error not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # not supported here: the final fsync writes all
             raise OSError(error, os.strerror(error))
 
 
@@ -66,7 +66,7 @@ def _no_space(path: Path, needed: int, free: int) -> ResourceError:
 
 
 def failure(e: OSError, path: Path, needed: int) -> MergeError:
-    """Return what to raise when writing failed with `needed` bytes still to be written."""
+    """Return the typed error for a failed write with `needed` bytes still to be written."""
     if e.errno == errno.EFBIG:
         return ResourceError(
             f"files of {needed} bytes are not allowed here: {e.strerror}",
@@ -78,32 +78,32 @@ def failure(e: OSError, path: Path, needed: int) -> MergeError:
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"no permission to write: {e.strerror}", str(path), "choose another -o")
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):
-        return UsageError(f"a name this disk cannot hold: {e.strerror}", str(path), "choose another -o")
+        return UsageError(f"the disk does not allow this name: {e.strerror}", str(path), "choose another -o")
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")
 
 
 @dataclass
 class _Page:
-    """A page of a file that is not written yet, for its bytes come in parts."""
+    """A page of the output of which some bytes have not arrived yet."""
 
     memory: memoryview = field(default_factory=lambda: aligned_buffer(PAGE))
     filled: int = 0
 
 
 class Writer:
-    """One output file, written in pieces of any order; used by one thread at a time.
+    """One output file, which exists already. Its pieces may be written in any order, by one thread at a time.
 
-    Memory whose address has the residue of its place modulo 4096 is written without being copied. The file
-    must exist already. Raises ResourceError when the disk is full, MergeError for any other failure.
+    Memory is written without a copy if its address and its place in the file are equal modulo 4096. Raises
+    ResourceError if the disk is full, MergeError for any other failure.
     """
 
     def __init__(self, path: Path, size: int, mode: Mode = "auto") -> None:
         """Open `path` and reserve `size` bytes where the file system does that at once."""
         self.path, self.size = path, size
         self._written = 0
-        self._pages: dict[int, _Page] = {}  # those of which a part is still to come, by their place in the file
+        self._pages: dict[int, _Page] = {}  # incomplete pages, by their place in the file
         self._bounce: memoryview | None = None
-        self._dirty: deque[tuple[int, int]] = deque()  # place and size of what is on its way through the cache
+        self._dirty: deque[tuple[int, int]] = deque()  # place and size of unwritten ranges in the page cache
         self._fd = -1
         try:
             self.direct = goes_direct(path, size, mode) and self._open_direct()
@@ -114,18 +114,18 @@ class Writer:
                 self._reserve(size, sharing=kind in CLONES)
         except OSError as e:
             if self._fd >= 0:
-                os.ftruncate(self._fd, 0)  # gives back what was reserved, so that the message tells what is free
+                os.ftruncate(self._fd, 0)  # frees the reserved space, so that the message names the free bytes
             self.close()
             raise failure(e, path, size) from e
 
     def _reserve(self, size: int, *, sharing: bool) -> None:
-        """All of it; a file that may get blocks of another's does without."""
+        """Reserve the whole file; a full disk is no error if the file may share blocks with an input."""
         try:
             allocate(self._fd, size)
         except OSError as e:
             if sharing and e.errno == errno.ENOSPC:
                 os.ftruncate(self._fd, 0)
-            elif e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as ext4 refuses it for files without extents
+            elif e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # ext4 without extents cannot reserve
                 raise
 
     def _open_direct(self) -> bool:
@@ -138,7 +138,7 @@ class Writer:
         return True
 
     def write(self, data: memoryview, at: int) -> None:
-        """Put `data` (bytes) at `at`; each byte of the file once. Its memory may be reused as soon as this returns."""
+        """Write `data` (bytes) at `at`. Each byte of the file is written once. The memory may be reused on return."""
         start = at
         try:
             while len(data):
@@ -157,10 +157,9 @@ class Writer:
             raise failure(e, self.path, self.size - self._written) from e
 
     def share(self, old: int, offset: int, at: int, size: int) -> tuple[int, int]:
-        """Return the bytes of an open file, from `offset` on, put at `at` without being copied, as far as whole pages
-        go.
+        """Share whole pages of `size` bytes of the open file `old`, from `offset` on, at `at`, without a copy.
 
-        Returns which of them, counted from the first; the caller writes the rest. (0, 0) where that cannot be done.
+        Returns (first, end) of the shared bytes, relative to `offset`; the caller writes the others. (0, 0) if none.
         """
         low = -at % PAGE
         high = low + (size - low) // PAGE * PAGE
@@ -170,7 +169,7 @@ class Writer:
         return low, high
 
     def _put_part(self, data: memoryview, at: int, lead: int) -> None:
-        """Part of the page at `at`, from its byte `lead` on; it is put when it is whole."""
+        """Store part of the page at `at`, from its byte `lead` on; write the page once it is complete."""
         page = self._pages.setdefault(at, _Page())
         page.memory[lead : lead + len(data)] = data
         page.filled += len(data)
@@ -178,7 +177,7 @@ class Writer:
             self._put(self._pages.pop(at).memory, at)
 
     def _aligned(self, data: memoryview) -> memoryview:
-        """Return the data in memory that a direct write accepts: itself, or a copy."""
+        """Return `data`, or a copy of it at an address that a direct write accepts."""
         if not self.direct or (not data.readonly and address(data) % PAGE == 0):
             return data
         if self._bounce is None:
@@ -187,17 +186,17 @@ class Writer:
         return self._bounce[: len(data)]
 
     def _put(self, data: memoryview, at: int) -> None:
-        """Write all of `data` at `at`, whatever part of it each call takes."""
+        """Write all of `data` at `at`, with as many calls as the system needs."""
         while len(data):
             try:
                 done = write_at(self._fd, data, at)
             except OSError as e:
                 if e.errno != errno.EINVAL or not self.direct:
                     raise
-                self._undirect()  # the file system took the flag, but not the write
+                self._undirect()  # the file system accepted DIRECT_FLAG but refused the write
                 continue
             if self.direct and done % PAGE:
-                self._undirect()  # the disk filled up, or was interrupted, in the middle of a page
+                self._undirect()  # the disk is full, or the call was interrupted, within a page
             data, at = data[done:], at + done
 
     def _undirect(self) -> None:
@@ -206,7 +205,7 @@ class Writer:
             self.direct = False
 
     def _settle(self, at: int, size: int) -> None:
-        """Send what was just written on its way; never more than `BEHIND` bytes are."""
+        """Start to write the newest range; wait for older ranges if more than `BEHIND` bytes are unwritten."""
         self._dirty.append((at, size))
         if sum(size for _, size in self._dirty) < BEHIND:
             return
@@ -221,10 +220,10 @@ class Writer:
             advise(self._fd, at, size, DO_NOT_NEED)
 
     def finish(self) -> None:
-        """Write the last, unfinished page; return when every byte is on the disk."""
+        """Write the last, incomplete page and sync the file: every byte is on the disk on return."""
         assert self._written == self.size, f"{self._written} of {self.size} bytes written"
         try:
-            for at, page in self._pages.items():  # whole but for the file's end
+            for at, page in self._pages.items():  # only the last page may be incomplete
                 self._undirect()
                 self._put(page.memory[: page.filled], at)
             os.ftruncate(self._fd, self.size)
@@ -246,7 +245,7 @@ class Writer:
 
 
 def amend(path: Path, data: bytes, at: int = 0) -> None:
-    """Replace bytes of a written file, from `at` on; on the disk when that is synced the next time."""
+    """Replace bytes of a written file, from `at` on, without a sync."""
     try:
         with path.open("r+b") as f:
             f.seek(at)
@@ -256,9 +255,9 @@ def amend(path: Path, data: bytes, at: int = 0) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy that shares its blocks with the source where the file system can; on the disk on return.
+    """Copy a file and sync the copy, which shares its blocks with the source where the file system can.
 
-    InputError for a source that is a pipe, a device or the like.
+    Raises InputError if the source is not a regular file.
     """
     with open_regular(source) as old:
         try:
