@@ -1,4 +1,4 @@
-"""The output format: what the header of a file says."""
+"""Writes the header of an output file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:
-    """Return the header of a .safetensors file: name, dtype and shape of each tensor, laid out in this order.
+    """Return the header of a .safetensors file whose tensors (name, dtype, shape) are stored in this order.
 
-    Padded with spaces so that its length, which is where the data starts, equals `data_start` modulo 4096:
-    pages of the output then line up with pages of the input. It is a multiple of 8 in any case.
+    Spaces pad the header so that its length, which is the offset of the data, equals `data_start` modulo 4096: pages of
+    the output then line up with pages of the input. The length is always a multiple of 8.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -35,15 +35,15 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
         raise InputError(
             "the header would be longer than the format allows",
             f"{len(table)} tensors",
-            "merge parts of it",
+            "merge its components one by one",
         )
     return struct.pack("<Q", len(text)) + text
 
 
 def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Returns a header that `layout` made, with these metadata entries in place of its own, and as long as it was.
+    """Return a header from `layout` with other metadata entries and the same length.
 
-    ValueError if the entries are longer than those they replace; spaces at the end make up for shorter ones.
+    Spaces at the end make up for shorter entries. Raises ValueError if the new entries are longer than the old ones.
     """
     text = header[8:].decode()
     start, (_, end) = len(_METADATA), _metadata(text)
@@ -54,12 +54,12 @@ def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def metadata_of(header: bytes) -> dict[str, str]:
-    """Return the metadata entries of a header that `layout` made."""
+    """Return the metadata entries of a header from `layout`."""
     return _metadata(header[8:].decode())[0]
 
 
 def _metadata(text: str) -> tuple[dict[str, str], int]:
-    """Return the entries, and where they end."""
+    """Return the metadata entries and the place of their end in `text`."""
     assert text.startswith(_METADATA), "every output has metadata"
     return _DECODER.raw_decode(text, len(_METADATA))
 

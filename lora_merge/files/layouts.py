@@ -1,17 +1,16 @@
-"""Which files of a folder are the checkpoint: shards, variants, components. Names only, nothing is opened.
+"""Finds the files of a folder that make up the checkpoint (shards, variants, components) by their names alone.
 
-Layouts: transformers and diffusers `save_pretrained`; a variant infix stands before or after the shard
-number and before or after `index` in the many versions of those libraries.
+The layouts are those of `save_pretrained` in transformers and diffusers. In the many versions of these libraries the
+variant stands before or after the shard number, and before or after `index`.
 
-Where a folder holds more than one set of weights, the output holds what those libraries would load from the base:
+If a folder holds several sets of weights, the output holds the set that those libraries would load from the base:
 
-* One set is merged: a whole file before shards, the plain variant before `fp16`, `model` before `consolidated`, as
-  `_rank` has it. A folder with one variant alone gives that variant. The other sets are named in a note and not copied:
-  beside merged weights they would be the old ones.
-* Shards are those that the index names. A shard of the same count that it does not name is copied as it is, and named:
-  the libraries never load it, so no adapter changes it, but it belongs to the model. As a pickle it is refused.
-* Shards of another count beside an index (left by an earlier export) are named in a note and not copied. Without an
-  index nothing tells which count is the right one: that is refused.
+* One set is merged. `_rank` orders the sets: a whole file before shards, the plain variant before `fp16`, `model`
+  before `consolidated`. The other sets are named in a note and not copied, since their weights would be unmerged.
+* The index names the shards. A shard with the same total that the index does not name is copied unchanged and named
+  in a note: the libraries never load it, but it belongs to the model. Such a shard in a pickle is refused.
+* Shards with another total beside an index come from an earlier export. They are named in a note and not copied.
+  Shards with two totals and no index are refused, since nothing shows which of them are the model.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ STEMS: Final = (
     "consolidated",
     "pytorch_lora_weights",
 )
-"""Names that say "this folder's weights", the preferred first."""
+"""Usual names of the weights of a folder, the preferred one first."""
 
 PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
-"""Variants of the same weights; others, such as `ema`, are other ones. The preferred first."""
+"""Variants that hold the same weights, the preferred one first. Variants such as `ema` hold different weights."""
 
 SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt")  # the preferred first
 
@@ -57,23 +56,23 @@ class Weights:
     stem: str
     variant: str  # "" or fp16, ema, non_ema …
     suffix: str
-    files: tuple[Path, ...]  # in shard order; beside an index all shards of this name, named by it or not
+    files: tuple[Path, ...]  # in shard order; with an index, also the shards that the index does not name
     index: Path | None = None
 
     @property
     def label(self) -> str:
-        """How to name it in a message."""
+        """Return the file name for messages."""
         return (self.index or self.files[0]).name
 
 
 def shard_of(path: Path) -> tuple[int, int] | None:
-    """(2, 5) for `model-00002-of-00005.safetensors`; None for a whole file."""
+    """Return (2, 5) for `model-00002-of-00005.safetensors`; None for a whole file."""
     found = re.search(_SHARD, path.name)
     return (int(found["part"]), int(found["parts"])) if found else None
 
 
 def weights_in(folder: Path) -> list[Weights]:
-    """Return every set of weights of this folder, the preferred first; InputError for shards that are missing."""
+    """Return every set of weights of this folder, the preferred one first."""
     groups: dict[tuple[str, str, str, int], list[Path]] = {}
     indexes: dict[tuple[str, str, str], Path] = {}
     for path in entries(folder):
@@ -88,7 +87,7 @@ def weights_in(folder: Path) -> list[Weights]:
         else:
             groups.setdefault((*key, int(row["parts"] or 0)), []).append(path)
     sets: list[Weights] = []
-    for key, index in indexes.items():  # an index whose shards are all missing has none: said on opening
+    for key, index in indexes.items():  # the shards may all be missing: `open_checkpoint` reports that
         shards = [path for k in sorted(groups) if k[:3] == key and k[3] for path in groups.pop(k)]
         sets.append(Weights(*key, tuple(shards), index))
     sets += [Weights(*key[:3], tuple(files)) for key, files in groups.items()]
@@ -96,7 +95,7 @@ def weights_in(folder: Path) -> list[Weights]:
 
 
 def require_all(weights: Weights) -> None:
-    """Raise InputError unless the shards of a set without an index are complete by their own numbers."""
+    """Raise InputError if the set has no index and the numbers of its shards show that some are missing."""
     numbers = [n for n in (shard_of(f) for f in weights.files) if n]
     if not numbers or weights.index:
         return
@@ -127,7 +126,7 @@ def _rank(w: Weights) -> tuple[int, int, int, int, str, bool]:
 
 
 def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """Shards that the index of this set does not name: of the same count as those it names, and of other counts."""
+    """Return the shards that the index does not name: those with the same total as the named ones, and all others."""
     names = {*named}
     counts = {shard[1] for path in weights.files if path.name in names and (shard := shard_of(path))}
     left = [(path, shard_of(path)) for path in weights.files if path.name not in names]
@@ -136,12 +135,12 @@ def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Pa
 
 
 def _shards_of(w: Weights) -> tuple[str, str, str] | None:
-    """Return what shards without an index are shards of; None for other weights."""
+    """Return stem, variant and suffix of shards without an index; None for other weights."""
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
 def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]]:
-    """Return the set to use and what to tell the user about the others; InputError where only they can choose."""
+    """Return the set to use and notes about the other sets; InputError if the user has to choose."""
     first, others = found[0], found[1:]
     if first.stem not in STEMS and others:
         raise InputError(
@@ -153,7 +152,7 @@ def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]
         raise InputError(
             "the folder holds shards of two counts, and no index that says which are the model",
             f"{folder}: {first.label}, {twin.label}",
-            "move away those of the older export",
+            "move the shards of the older export away",
         )
     rivals = [w.label for w in others if w.suffix == first.suffix]
     if not rivals:
@@ -162,13 +161,13 @@ def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[str, ...]
 
 
 def components(folder: Path, named: Iterable[str]) -> list[Path]:
-    """Sub-folders with weights among those that model_index.json names; its text is never used as a path."""
+    """Return the sub-folders with weights that `named` contains; text of model_index.json is never used as a path."""
     names = set(named)
     return [p for p in entries(folder) if p.name in names and p.is_dir() and weights_in(p)]
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return what the folder holds, sorted by name; hidden entries left out."""
+    """Return the entries of a folder except hidden ones, sorted by name."""
     try:
         return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except OSError as e:
@@ -176,4 +175,4 @@ def entries(folder: Path) -> list[Path]:
 
 
 PEFT: Final = "base_model.model."
-"""What PEFT puts before the names of a model's modules."""
+"""Prefix that PEFT puts before the names of a model's modules."""

@@ -1,11 +1,11 @@
-"""A pickle of strangers, looked through before it runs: what it may call, and how much that can make.
+"""Checks an untrusted pickle before torch loads it: which functions it calls, and how much memory and time they take.
 
-torch's `weights_only` unpickler calls nothing that a file names but what is on its list. That list has
-`bytearray`, which makes six gigabytes of four hundred bytes, `_codecs.encode`, which doubles a text as often as it is
-called, and `set`, `Counter` and `OrderedDict`, which copy a list as often as a file says. A tuple of two tuples of two
-tuples … takes 2^30 steps as the key of a table. So the stream is followed here without making anything: a stack of what
-kind each value is and how long. Only the operations and the globals that state dicts need are let through, and all that
-calls copy and keys hash must together be no more than a few times the file.
+torch's `weights_only` unpickler calls only the functions on its list. Some of these can exhaust memory: `bytearray`
+makes six gigabytes from four hundred bytes, each call of `_codecs.encode` doubles a text, and `set`, `Counter` and
+`OrderedDict` copy a list as often as the file says. A tuple of two tuples of two tuples … takes 2^30 steps as the key
+of a dict. So this module follows the stream without making objects: its stack holds the kind and the length of each
+value. Only the operations and globals that state dicts need are allowed. All items that calls copy and keys hash must
+together be no more than a few times the size of the file.
 
 The operations are those that torch's unpickler knows (2.13, _weights_only_unpickler.py); their formats are in Python's
 pickletools.py.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Final, TypeAlias
 
-COPIED: Final = 1_000_000  # items that calls may copy, beside as many as the file has bytes
+COPIED: Final = 1_000_000  # items that calls may copy, in addition to one for each byte of the file
 LATIN: Final = frozenset({"latin1", "latin-1", "iso-8859-1"})
 
 REBUILT: Final = frozenset(
@@ -31,13 +31,13 @@ REBUILT: Final = frozenset(
         "_rebuild_meta_tensor_no_storage",
     )
 )
-"""What makes a tensor of a storage: none of them reserves memory."""
+"""Functions that make a tensor from a storage; none of them reserves memory."""
 
 TYPED: Final = "torch._tensor._rebuild_from_type_v2"
-"""Calls what it is given, so that has to be one of the others."""
+"""Calls the function in its first argument, which must be one of `REBUILT`."""
 
 ITEMS: Final = frozenset({"", "list", "tuple", "dict", "set", "copy", "text", "bytes"})
-"""Kinds whose items are as many as the file has; a tensor or a storage says how many."""
+"""Kinds of values whose items the file itself holds; a tensor or a storage only states a number of items."""
 
 COPIES: Final = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "torch.Size"})
 PLAIN: Final = frozenset(
@@ -48,30 +48,29 @@ BYTES: Final = "builtins.bytearray"
 CALLED: Final = REBUILT | COPIES | PLAIN | {TYPED, ENCODE, BYTES}
 
 NAMED: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
-"""What a file may name; beside it torch's own names for dtypes and storages, which are values (`_is_value`)."""
-
+"""Globals that a file may name, besides torch's names for dtypes and storages (`_is_value`)."""
 
 Data: TypeAlias = bytes | mmap
 
 
 class NotRun(pickle.UnpicklingError):
-    """The pickle holds what no state dict needs; the message says what."""
+    """The pickle holds something that no state dict needs; the message names it."""
 
 
 @dataclass
 class _Value:
-    """What is known of a value: its kind, how many items or characters it has, and for some what it is."""
+    """What the scan knows of a value: its kind, its number of items or characters, and for some kinds the value."""
 
     kind: str = ""
     size: int = 0
     what: Any = None
     weight: int = 1
-    """Values in it, as often as they are met: what hashing a tuple takes."""
+    """Number of steps that hashing takes: nested values count once for each time that they occur."""
 
 
 @dataclass
 class _Scan:
-    """One pickle being followed."""
+    """The state of the scan of one pickle."""
 
     data: Data
     at: int
@@ -79,11 +78,11 @@ class _Scan:
     stack: list[_Value] = field(default_factory=list)
     marks: list[list[_Value]] = field(default_factory=list)
     memo: dict[int, _Value] = field(default_factory=dict)
-    stored: dict[Any, int] = field(default_factory=dict)  # storage → how many numbers it is said to have
+    stored: dict[Any, int] = field(default_factory=dict)  # storage → number of elements that the file states
     heaviest: int = 1
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes; EOFError where there are fewer."""
+        """Return the next `count` bytes; EOFError at the end of the data."""
         found = self.data[self.at : self.at + count]
         if len(found) < count:
             raise EOFError("the pickle ends too early")
@@ -91,32 +90,32 @@ class _Scan:
         return found
 
     def number(self, count: int) -> int:
-        """Return the next bytes as a number."""
+        """Return the next `count` bytes as an unsigned number."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
-        """Up to the end of the line."""
+        """Return the text up to the end of the line."""
         end = self.data[self.at : self.at + 1000].find(b"\n")
         if end < 0:
             raise NotRun("a name of absurd length")
         return str(self.take(end + 1)[:-1], "utf-8")
 
     def items(self) -> list[_Value]:
-        """Return what was put on the stack since the last mark."""
+        """Return the values above the last mark, and remove them from the stack."""
         found, self.stack = self.stack, self.marks.pop()
         return found
 
     def copy(self, count: int) -> None:
-        """A call copies so much; NotRun where calls copy more than a state dict's do."""
+        """Count `count` copied items; NotRun if the calls of this pickle copy too many."""
         self.left -= count
         if self.left < 0:
             raise NotRun("calls that copy more than the file holds")
 
 
 def scan(data: Data, start: int = 0) -> tuple[int, int]:
-    """(where the pickle ends, numbers in all storages that it names); NotRun for one that is not to be run.
+    """Return the end of the pickle and the number of elements in all storages that it names.
 
-    LookupError, ValueError, EOFError or UnpicklingError where it is damaged.
+    Raises NotRun if it must not be loaded; LookupError, ValueError, EOFError or UnpicklingError if it is damaged.
     """
     found = _Scan(data, start, COPIED + len(data))
     while True:
@@ -125,12 +124,12 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
             return found.at, sum(found.stored.values())
         operation = OPERATIONS.get(code)
         if operation is None:
-            raise NotRun(f"byte {found.at} of its pickle is nothing that torch.save writes")
+            raise NotRun(f"byte {found.at} of its pickle is an operation that torch.save does not write")
         operation(found)
 
 
 def _push(kind: str, width: int, *, lengths: int = 0) -> Callable[[_Scan], None]:
-    """Return a value of so many bytes, or whose length stands in so many."""
+    """Return the operation that pushes a value of `width` bytes, or of a length that is stored in `lengths` bytes."""
 
     def run(scan: _Scan) -> None:
         count = scan.number(lengths) if lengths else width
@@ -179,7 +178,7 @@ def _set_item(scan: _Scan) -> None:
 
 
 def _extend(scan: _Scan) -> None:
-    added = len(scan.items())  # first: these lie on a stack of their own
+    added = len(scan.items())  # before `stack[-1]`, since `items` replaces the stack
     scan.stack[-1].size += added
 
 
@@ -210,7 +209,7 @@ def _global(scan: _Scan) -> None:
 
 
 def _is_value(module: str, name: str) -> bool:
-    """Return whether it is torch's name of a dtype, a storage or the like, which is only ever handed over."""
+    """Return whether a global is torch's name of a dtype, a storage type or the like, which is never called."""
     return module in ("torch", "torch.cuda") and (
         name.endswith(("Storage", "Tensor")) or (name.islower() and name.replace("_", "").isalnum())
     )
@@ -222,7 +221,7 @@ def _call(scan: _Scan) -> None:
 
 
 def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
-    """Return what a call makes; NotRun for a call that makes more than it was given."""
+    """Return the result of a call; NotRun if the call may make more than the file holds."""
     given: tuple[_Value, ...] = args.what if args.kind == "tuple" else ()
     if called.kind != "global" or called.what not in CALLED or args.kind != "tuple":
         raise NotRun(f"GLOBAL {called.what if called.kind == 'global' else called.kind}, which is called")
@@ -239,7 +238,7 @@ def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
     if called.what not in COPIES:
         return _Value("made")
     if first.kind not in ITEMS:
-        raise NotRun(f"GLOBAL {called.what} of what it does not hold")
+        raise NotRun(f"GLOBAL {called.what} of items that the file does not hold")
     scan.copy(first.size * scan.heaviest)
     return _Value("copy", first.size)
 
@@ -252,14 +251,13 @@ def _build(scan: _Scan) -> None:
 
 
 def _stored(scan: _Scan) -> None:
-    """("storage", type, key, place, numbers …): torch reserves memory for it where the file is no archive."""
+    """Handle ("storage", type, key, device, count …); without an archive, torch allocates `count` elements."""
     named = scan.stack.pop()
     if named.kind == "tuple" and len(named.what) >= 5:
         key, count = named.what[2], named.what[4]
-        told = count.what if count.kind == "int" else None
-        if told is None or told < 0:
+        if count.kind != "int" or count.what is None or count.what < 0:
             raise NotRun("a storage of an absurd size")
-        scan.stored[key.what if key.what is not None else id(key)] = told
+        scan.stored[key.what if key.what is not None else id(key)] = count.what
     scan.stack.append(_Value("storage"))
 
 

@@ -1,7 +1,7 @@
-"""YAML as plain values that know the line they were written on.
+"""Reads YAML as plain values, with the line of each value.
 
-PyYAML's safe loader makes the nodes. Its constructor would accept a field given twice and follow a bomb of anchors,
-so the values are made here: a few lines, with a bound on what aliases unfold to.
+PyYAML's safe loader makes the nodes. Its constructor accepts a field that is given twice and expands any number of
+nested aliases, so this module makes the values itself and limits the size that aliases expand to.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 from ..disk.files import open_regular
 from ..errors import InputError, UsageError
 
-UNFOLDED: Final = 500_000  # values after all aliases; a file of 20 000 jobs written out has fewer
+UNFOLDED: Final = 500_000  # values after aliases are expanded; a file of 20 000 jobs has fewer
 DEPTH: Final = 40  # of nesting; the format needs 6
 
 Place: TypeAlias = tuple[str | int, ...]
-"""Where a value is: names and numbers from the top."""
+"""Path of a value: the names and indices from the top of the document."""
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
-"""Stays text, as in YAML 1.2: to YAML 1.1, and so to PyYAML, 010 is eight, 1_0 ten and 1:30 ninety."""
+"""Numbers that stay text, as in YAML 1.2: PyYAML follows YAML 1.1 and reads 010 as 8, 1_0 as 10 and 1:30 as 90."""
 _TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 @dataclass(frozen=True)
 class Document:
-    """The value of a YAML file, and where it came from."""
+    """The value of a YAML file, and the nodes that it was made from."""
 
     value: Any
     root: Node
     mistakes: tuple[tuple[int, str], ...] = ()
-    """Line and sentence for what is YAML, but means nothing here: a field given twice, a tag that is not known."""
+    """Line and message of each mistake in valid YAML: a field that is given twice, an unknown tag."""
     _fields: dict[int, tuple[dict[Any, Node], tuple[Node, ...]]] = field(default_factory=dict, repr=False)
-    """Table → its own fields, and the tables that `<<` puts into it; as far as was asked."""
+    """Table → its own fields, and the tables that `<<` merges into it; filled by `_child`."""
 
     def line(self, place: Place) -> int:
-        """Return the line of a value, or of what is nearest above it."""
+        """Return the line of a value, or of its nearest parent that exists."""
         node = self.root
         for step in place:
             inner = self._child(node, step)
@@ -52,7 +52,7 @@ class Document:
         return _line(node)
 
     def text(self, place: Place) -> str | None:
-        """Return a scalar as it was written, 1.0 and not 1; None where there is none."""
+        """Return a scalar as it was written, such as 1.0; None if there is no scalar at `place`."""
         node: Node | None = self.root
         for step in place:
             node = None if node is None else self._child(node, step)
@@ -65,7 +65,7 @@ class Document:
             return node.value[step] if fits else None
         if not isinstance(node, MappingNode):
             return None
-        if id(node) not in self._fields:  # the first of a name that is given twice
+        if id(node) not in self._fields:  # of a name that is given twice, the first value
             own = {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
             self._fields[id(node)] = own, tuple(_merged(node))
         own, merged = self._fields[id(node)]
@@ -76,9 +76,7 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Return the document; UsageError with the line where it is no YAML, InputError for what is built to exhaust
-    memory.
-    """
+    """Return the document; UsageError with the line for invalid YAML, InputError if it would exhaust memory."""
     try:
         check_depth(text, name)
         root = yaml.compose(text, LOADER)
@@ -94,9 +92,9 @@ def parse(text: str, name: str) -> Document:
 
 
 def check_depth(text: str, name: str) -> None:
-    """Raise InputError for what is nested too deeply; yaml.YAMLError where it is no YAML.
+    """Raise InputError if the text is nested too deeply; yaml.YAMLError for invalid YAML.
 
-    Event by event, as composing nodes recurses: in C, a thousand brackets too many end the process.
+    The depth is counted from events: PyYAML composes nodes recursively in C, and deep nesting crashes the process.
     """
     depth = 0
     for event in yaml.parse(text, LOADER):
@@ -106,7 +104,7 @@ def check_depth(text: str, name: str) -> None:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return a regular file of at most `limit` bytes, as text; InputError for any other."""
+    """Return the text of a regular file of at most `limit` bytes; InputError for any other file."""
     with open_regular(path) as f:
         raw = f.read(limit + 1)
     if len(raw) > limit:
@@ -114,14 +112,14 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise InputError(f"the file is no text in UTF-8: {e.reason} at byte {e.start}", str(path),
+        raise InputError(f"the file is not UTF-8 text: {e.reason} at byte {e.start}", str(path),
                          "save it in UTF-8, or give the YAML file") from e  # fmt: skip
 
 
 class _Values:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.made: dict[int, tuple[Any, int]] = {}  # node → its value, how many values it unfolds to
+        self.made: dict[int, tuple[Any, int]] = {}  # node → its value, number of values with aliases expanded
         self.open: set[int] = set()
         self.scalars = yaml.SafeLoader("")
         self.mistakes: list[tuple[int, str]] = []
@@ -146,7 +144,7 @@ class _Values:
         try:
             value = self.scalars.construct_object(node)
             return node.value if isinstance(value, int | float) and _OLD_NUMBER.match(node.value) else value, 1
-        except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date and is none
+        except (yaml.YAMLError, ValueError) as e:  # ValueError: 2024-13-01 looks like a date
             self._note(node, getattr(e, "problem", None) or str(e))
             return node.value, 1
 
@@ -186,7 +184,9 @@ def _line(of: Any) -> int:
 
 def _bomb(where: str) -> InputError:
     return InputError(
-        "the YAML unfolds to an absurd size or depth", where, "write out what is meant; for many jobs use a matrix"
+        "the YAML has an absurd depth, or its aliases expand to an absurd size",
+        where,
+        "use fewer aliases; for many jobs use a matrix",
     )
 
 
