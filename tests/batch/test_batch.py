@@ -585,7 +585,10 @@ def test_the_call_returns_when_all_jobs_have_ended(models: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_program_and_leaves_nothing_unfinished(small: Path, workers: int) -> None:
-    code = f"import lora_merge\nlora_merge.run_batch({grid(small, 60)!r}, workers={workers})"
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where the shell ignores it
+    )
+    code += f"import lora_merge\nlora_merge.run_batch({grid(small, 60)!r}, workers={workers})"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     while not (small / "out" / "3.safetensors").exists():
         time.sleep(0.01)
@@ -616,8 +619,12 @@ def test_an_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
 
 
 @pytest.mark.parametrize("call", ["merge", "run_batch"])
-def test_ctrl_c_after_any_system_call_leaves_whole_outputs_and_nothing_else(small: Path, call: str) -> None:
+def test_ctrl_c_after_any_system_call_leaves_whole_outputs_and_nothing_else(
+    small: Path, call: str, request: pytest.FixtureRequest
+) -> None:
     """Also between making a file and noting that it is there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     output = small / "out" / "deep" / "1.safetensors"
 
     def act() -> None:
