@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
+from ..options import number
 from ..text import listed
 from .names import Names
 from .spellings import Component
@@ -103,7 +104,7 @@ class Blocks:
             return self._preset(value, where)
         constant = re.fullmatch(r"ALL([0-9.]+)", value)
         try:
-            numbers = [float(n) for n in (constant[1] if constant else value).split(",")]
+            numbers = [number(n) for n in (constant[1] if constant else value).split(",")]
             if not all(map(isfinite, numbers)):
                 raise ValueError("not finite")
         except ValueError as e:

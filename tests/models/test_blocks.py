@@ -122,11 +122,18 @@ def test_a_list_has_one_number_for_every_block_or_is_the_short_list() -> None:
     assert short["IN00"] == 0
 
 
-@pytest.mark.parametrize("text", ["1,0", ",".join("1" * 61), "1,x", "", "GRAD", "1" * 5000])
+@pytest.mark.parametrize("text", ["1,0", ",".join("1" * 61), "1,x", "", "GRAD", "1" * 5000, "ALL1.2.3", "ALL."])
 def test_a_list_that_does_not_fit_is_refused_with_the_order_that_would(text: str) -> None:
     with pytest.raises(UsageError) as e:
         blocks_of("native/sdxl").weights(text, "--strength-for lbw")
     assert "IN04" in e.value.fix or "INALL" in e.value.fix
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999", "1_0"])
+def test_a_number_of_a_list_is_one_that_a_strength_may_be(number: str) -> None:
+    for text in (",".join([number] * 26), ",".join(["1"] * 25 + [number])):
+        with pytest.raises(UsageError):
+            blocks_of("native/sd15").weights(text, "--strength-for lbw")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
