@@ -200,6 +200,13 @@ FAMILIES: dict[str, dict[str, Shape]] = {
     "lokr": {"lokr_w1": (8, 4), "lokr_w2_a": (8, 2), "lokr_w2_b": (2, 8), "alpha": ()},
     "lokr whole": {"lokr_w1": (8, 4), "lokr_w2": (8, 8), "alpha": ()},
     "glora": {"a1.weight": (32, 4), "a2.weight": (4, 32), "b1.weight": (64, 4), "b2.weight": (4, 32), "alpha": ()},
+    "early glora": {
+        "a1.weight": (4, 32),
+        "a2.weight": (32, 4),
+        "b1.weight": (4, 32),
+        "b2.weight": (64, 4),
+        "alpha": (),
+    },
     "full": {"diff": (64, 32)},
     "dora": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "alpha": (), "dora_scale": (64, 1)},
     "dora in": {"lora_up.weight": (64, 4), "lora_down.weight": (4, 32), "alpha": (), "dora_scale": (1, 32)},

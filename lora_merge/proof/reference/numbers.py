@@ -130,12 +130,14 @@ class Numbers:
         return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
-        """By the file alone: α / r; 1 without an α, and for the product of two whole factors."""
+        """By the file alone: α / r (squared for early GLoRA); 1 without an α, and for a product of two whole factors."""
         alpha = self._alpha(group)
         if alpha is not None and not isfinite(alpha):
             return None
         whole = {"kron_w1", "kron_w2"} <= group.roles.keys()
-        return alpha / rank if alpha and rank and not whole else 1.0
+        scale = alpha / rank if alpha and rank and not whole else 1.0
+        early = group.kind == "glora" and group.roles["a1"].shape[0] == rank  # [r, in]: before LyCORIS 3, α / r twice
+        return scale * scale if early else scale
 
     def _alpha(self, group: Group) -> float | None:
         if "alpha" in group.roles:
