@@ -130,7 +130,7 @@ class Numbers:
         return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
-        """By the file alone: α / r (squared for early GLoRA); 1 without an α, and for a product of two whole factors."""
+        """By the file alone: α / r, squared for early GLoRA; 1 without an α, and for two whole factors."""
         alpha = self._alpha(group)
         if alpha is not None and not isfinite(alpha):
             return None
