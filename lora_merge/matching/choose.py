@@ -41,14 +41,14 @@ class Choice(NamedTuple):
     """The patch for a module, and what goes with it."""
 
     patch: Patch
-    remarks: tuple[str, ...]  # what the user should know of the module
-    settings: frozenset[str]  # which of those that the user states it depends on
+    remarks: tuple[str, ...]  # sentences about the module for the user
+    settings: frozenset[str]  # the user's settings that the patch depends on
 
 
 def choose(
     module: Module, view: WeightView, context: AdapterContext, near: Mapping[str, WeightView] = MappingProxyType({})
 ) -> Choice:
-    """Return the formula of a module on the weight it was trained on; `near` has the module's other parameters by name.
+    """Return the patch of a module on the weight that it changes; `near` has the module's other parameters by name.
 
     InputError if its own tensors are incomplete or contradict each other, ShapeMismatch if they do not fit the weight.
     """
@@ -56,7 +56,7 @@ def choose(
 
 
 class _Chooser:
-    """Gathers what the choice for one module is made of."""
+    """The choice of a formula for one module, with the remarks and settings found so far."""
 
     def __init__(self, module: Module, context: AdapterContext) -> None:
         self.module, self.context = module, context
@@ -104,7 +104,7 @@ class _Chooser:
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
 
     def _ways(self, name: str, view: WeightView) -> Sequence[WeightView]:
-        """Return the weight as the formula may see it; ShapeMismatch if nothing settles which way round it is."""
+        """Return the views of the weight to try; ShapeMismatch if its orientation stays unknown."""
         try:
             found, stated = self.context.orientation.ways(self.module, name, view)
         except Undecided as e:
@@ -114,9 +114,7 @@ class _Chooser:
         return found
 
     def _check_factors(self, module: Module, name: str) -> None:
-        """Raise InputError if a tensor that the formula computes with holds whole numbers, whose scale is stored
-        nowhere.
-        """
+        """Raise InputError if a factor of the formula holds whole numbers, because no scale for them is stored."""
         integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
         for slot, info in {**module.shared, **module.slots}.items():
             if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is no number
@@ -124,7 +122,7 @@ class _Chooser:
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 
     def _remember(self, name: str, shapes: Mapping[str, Shape], shape: Shape) -> None:
-        """What the patch took from the user, and whether its scale is only assumed."""
+        """Add the remarks on the patch, and the user's settings that it depends on."""
         row = ALGORITHMS[name]
         if name == PEFT_OFT.name and prod(shape[2:]) > 1:
             self.remarks.append(KERNEL_OFT)
@@ -141,7 +139,7 @@ class _Chooser:
         if told and self.told.borrowed and "alpha" not in self.module.shared:
             self.remarks.append(BORROWED)
         if told or "scale" not in row.scalars or not _matters(row, shapes, shape):
-            return  # its scale is known, or an alpha would not change it
+            return  # the scale is known, or no alpha would change it
         if ALPHA in self.context.given:
             self.settings.add(ALPHA)
         else:
@@ -155,7 +153,7 @@ class _Chooser:
         weight = self.context.weights.get(self.module.name) if name == LORA_BIAS.name else None
         try:
             found = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
-        except DoesNotFit as e:  # the shapes do, so it is the number
+        except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         if "scale" in found:
             found["scale"] *= self.context.trained(name).factor
@@ -173,9 +171,7 @@ class _Chooser:
         return found
 
     def _told_by(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
-        """Return what the configuration says in numbers; of another part's an α beside the tensors is the better
-        one.
-        """
+        """Return the configuration's numbers; none if it is borrowed and the file has the module's own α."""
         better = self.told.borrowed and "alpha" in self.module.shared
         return {} if better else self.told.numbers(name, self.module.name, shapes)
 
@@ -187,13 +183,13 @@ class _Chooser:
             where = f"{info.file}: {info.name} {list(info.shape)}"
             raise InputError(f"{slot} is not one number", where, "export it again")
         value = self.context.values.numbers(info)[0]
-        infinite = slot != "alpha" and not isfinite(value)  # of alpha it has a meaning in LoKr and OFT
+        infinite = slot != "alpha" and not isfinite(value)  # an infinite alpha is allowed in LoKr and OFT
         if info.dtype == "BOOL" or isnan(value) or infinite:
             raise _unusable(slot, value, info)
         return value
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration's settings, and the largest weight that the adapter changes with this formula."""
+        """Return the formula's settings from metadata, configuration and user, and `widest` if the formula needs it."""
         row = ALGORITHMS[name]
         stated = {k: v for k, v in self.context.given.items() if k in row.settings}
         return {
@@ -221,7 +217,7 @@ class _Chooser:
             return None
         row = ALGORITHMS[name]
         if row.of_table or (row.in_out and self.module.name.rpartition(".")[2] in TABLES):
-            # PEFT takes the norm over the vocabulary, mlx-lm over what each token has
+            # PEFT takes the norm over the vocabulary, mlx-lm over the entries of each token
             return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
         return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 

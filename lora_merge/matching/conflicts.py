@@ -1,7 +1,7 @@
 """Two modules of an adapter for one weight, and several adapters on the same rows. No torch.
 
-Of two names for one weight tied embeddings are meant, an equal copy is left out, all else is refused. Where adapters
-meet and `--method` makes a difference the user is told.
+Two names for one weight are allowed for tied embeddings; an equal copy is applied once; all else is refused. Where
+several adapters change the same rows and `--method` makes a difference, a note says so.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ TIED: Final = re.compile(
     r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared$|wte|decoder$)(?:[._]|$)"
     r"|(?:^|\.)embeddings?$"
 )
-"""Names of tables of tokens and of heads that may share their weight: two of them are two modules, both meant.
+"""Names of token embeddings and heads that may share their weight, so that two names may be two modules.
 
-No other embeddings: `x_embedder` and `pos_embed.proj` are layers of which a second name means the same one, and so
-is `shared_experts`.
+Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_experts` a second name is the same layer.
 """
 
 TWICE: Final = "the adapter holds it a second time under another name, equal byte for byte; it is applied once"
 
 
 def _tied(one: str, two: str) -> bool:
-    """Return whether two names are those of two modules, both meant, that share a table; not of one behind two
-    prefixes.
-    """
+    """Return whether two names are of two modules that share a weight, not of one module with two prefixes."""
     found = TIED.search(one) or TIED.search(two)
     return found is not None and _innermost(one) != _innermost(two)
 
@@ -49,16 +46,16 @@ def _innermost(name: str) -> str:
 
 
 class DuplicateCheck:
-    """Which rows of the base one adapter changes so far, and by which patch."""
+    """The rows of the base that one adapter changes so far, with the patch of each."""
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
         self._taken: dict[str, list[tuple[int, int, Patch]]] = {}  # base key → first and last row + 1, by what
 
     def repeats(self, patch: Patch) -> bool:
-        """Remember a patch; whether one of another name does the very same to the same rows already.
+        """Remember a patch; return whether an equal patch of another name changes the same rows already.
 
-        InputError if one of another name does something else to some of them.
+        InputError if a different patch of another name changes some of the rows.
         """
         name = patch.module.name
         for piece in patch.view.pieces:
@@ -78,27 +75,27 @@ class DuplicateCheck:
         return False
 
     def _equal(self, one: Patch, two: Patch) -> bool:
-        """Return whether they are the same formula with the same numbers and tensors on the same rows."""
-        ours, theirs = ({**p.module.slots, **p.module.shared} for p in (one, two))
+        """Return whether two patches have the same formula, numbers and tensors on the same rows."""
+        first, second = ({**p.module.slots, **p.module.shared} for p in (one, two))
         alike = all(
             getattr(one, field) == getattr(two, field)
             for field in ("algorithm", "shapes", "numbers", "settings", "view", "magnitude")
         )
-        return alike and ours.keys() == theirs.keys() and all(self._values.same(ours[s], theirs[s]) for s in ours)
+        return alike and first.keys() == second.keys() and all(self._values.same(first[s], second[s]) for s in first)
 
 
 ADDED: Final = (
-    "what {there} does to the same weights comes first, but this formula reads the base's own values, and the "
-    "differences are added; --method compose applies adapters one after the other, in the order given"
+    "{earlier} changes the same weights first, but this formula reads the base's own values, and the differences are "
+    "added; --method compose applies the adapters one after the other, in the given order"
 )
-"""The note for modules whose formula reads weights that adapters before them change, where their changes are added."""
+"""The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
 
 
 def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
-    """Return the matches with a note on every one of which modules read rows that adapters before it change.
+    """Return the matches, each with a note on its modules that read rows which earlier adapters change.
 
-    Those are the modules for which adding differences and acting in turn give other weights: orthogonal and scaling
-    formulas, DoRA and all others that read the base. Where adapters act in turn there is nothing to note.
+    For these modules (orthogonal and scaling formulas, DoRA, all others that read the base) the sum of differences is
+    not what the adapters give one after the other. Methods that apply adapters in turn need no note.
     """
     if METHODS[job.method].in_turn:
         return tuple(matched)
@@ -107,23 +104,23 @@ def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
 
 
 def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str]:
-    """Yield what is to be noted of one adapter, where those before it change these rows."""
+    """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     met: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(one) if changed else ():
         pieces = [*patch.view.pieces]
-        if len(pieces) == 1:  # of a head that gets a tensor of its own, the rows of that tensor
+        if len(pieces) == 1:  # a head with a new tensor of its own: the rows of that tensor
             pieces = [pieces[0]._replace(key=key)]
         pieces += [piece for view in patch.beside.values() for piece in view.pieces]
-        before = tuple(n for n, those in enumerate(changed) if any(map(those.meets, pieces)))
+        before = tuple(n for n, rows in enumerate(changed) if any(map(rows.meets, pieces)))
         if before:
             met.setdefault(before, []).append(patch.module.where)
     for numbers, modules in met.items():
-        there = listed([job.adapters[n].path.name for n in numbers])
-        yield f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(there=there)}"
+        earlier = listed([job.adapters[n].path.name for n in numbers])
+        yield f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(earlier=earlier)}"
 
 
 def _reading(one: Match) -> Iterator[tuple[Patch, str]]:
-    """Yield every patch of an adapter whose formula reads the base, once, with a tensor that it changes."""
+    """Yield every patch whose formula reads the base, once, with the name of a tensor that it changes."""
     seen = set()
     for key, uses in one.uses.items():
         for use in uses:
@@ -141,7 +138,7 @@ class _Changed:
         self._stops = {key: list(accumulate((stop for _, stop in ranges), max)) for key, ranges in rows.items()}
 
     def meets(self, piece: RowSlice) -> bool:
-        """Return whether it changes a row of the piece."""
+        """Return whether the adapter changes a row of the piece."""
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
-        before = bisect_left(starts, piece.stop)  # so many ranges begin before the piece ends
+        before = bisect_left(starts, piece.stop)  # number of ranges that begin before the piece ends
         return before > 0 and stops[before - 1] > piece.start

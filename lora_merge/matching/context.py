@@ -1,4 +1,4 @@
-"""What is known of one adapter on one base before the first of its modules is placed. No torch."""
+"""The facts about one adapter on one base that are known before its first module is placed. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..job import SETTING
 from ..models.weights import WeightView
 from .orientation import NOTHING, Base, Orientation
 
-UNTOLD: Final = "the adapter's file does not tell all that its formula needs"
+UNTOLD: Final = "the adapter's file does not hold all that its formula needs"
 FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
@@ -26,50 +26,49 @@ FROM_THE_TRAINING: Final = (
 
 @dataclass(frozen=True)
 class AdapterContext:
-    """One adapter, what its files and the base's say of all of its modules, and what the user states."""
+    """One adapter with the facts from its files, the base's files and the user's settings."""
 
-    number: int  # which of the job's adapters it is
+    number: int  # position among the job's adapters
     adapter: AdapterFile
     rules: PeftRules
     values: Values
-    config: Mapping[str, Any] = field(default_factory=dict)  # the base's
-    model: str = ""  # the base's type
-    given: Mapping[str, Any] = field(default_factory=dict)  # settings that the user states, because no file does
-    base: Base = NOTHING  # what the base tells of its layers
-    residual: Collection[str] = frozenset()  # base tensors in whose place the adapter's copy is: a start is out of it
-    widest: tuple[int, int] = (0, 0)  # rows and columns, each the most of the weights whose formula asks for it
-    _trained: dict[str, Trained] = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the base
+    model: str = ""  # architecture or model type of the base
+    given: Mapping[str, Any] = field(default_factory=dict)  # settings that the user states
+    base: Base = NOTHING  # layers of the base
+    residual: Collection[str] = frozenset()  # tensors read from the adapter's copy, without its start
+    widest: tuple[int, int] = (0, 0)  # most rows and columns of the weights whose formula needs it
+    _trained: dict[str, Trained] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache
 
     @property
     def by_config(self) -> bool:
-        """Whether the base is built from a configuration: it has the layers that were stored."""
+        """Whether the base has a configuration from which its model is built, with the layers that are stored."""
         return not {"model_type", "_class_name"}.isdisjoint(self.config)
 
     @cached_property
     def weights(self) -> Mapping[str, Module]:
-        """Name → the module that changes a weight."""
+        """Modules that change a weight, by name."""
         return {m.name: m for m in self.adapter.modules if m.parameter == "weight"}
 
     @cached_property
     def dylora(self) -> bool:
-        """Whether a convolution of it has the shapes that LyCORIS' DyLoRA saves, so that its linear layers are such
-        too, of which no tensor tells."""
+        """Whether a convolution has the shapes that LyCORIS' DyLoRA saves; then the linear layers are DyLoRA too."""
         pairs = (m.shapes for m in self.adapter.modules if LORA.name in m.algorithms)
         return any(len(shapes.get("up", ())) == 2 < len(shapes.get("down", ())) for shapes in pairs)
 
     @cached_property
     def orientation(self) -> Orientation:
-        """Which way round the weights of its layers are."""
+        """Finds the orientation of each layer's weight."""
         return Orientation(self.rules, self.weights.values(), self._fits, self.base, self.given.get(SETTING))
 
     def trained(self, name: str) -> Trained:
-        """Return what the file's metadata says about a formula."""
+        """Return the trainer's arguments for a formula, from the file's metadata."""
         if name not in self._trained:
             self._trained[name] = trained(ALGORITHMS[name], self.adapter.index.metadata, str(self.adapter.path))
         return self._trained[name]
 
     def with_shared(self, module: Module, name: str) -> Module:
-        """Return the module with the tensors that the file has once for all modules, as far as a formula takes them."""
+        """Return the module with the shared tensors of the file that a formula takes."""
         keys, tensors = self.rules.of(module.name).shared(name, module.name), self.adapter.index.tensors
         found = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
         return replace(module, slots={**found, **module.slots}) if found else module
@@ -77,13 +76,13 @@ class AdapterContext:
     def candidates(
         self, module: Module, view: WeightView, near: Mapping[str, WeightView] = MappingProxyType({})
     ) -> tuple[Sequence[str], str | None]:
-        """(the rows of ALGORITHMS to try, the one that the configuration chose).
+        """Return (the rows of ALGORITHMS to try, the row that the configuration selects or None).
 
-        ShapeMismatch if the files do not tell enough.
+        ShapeMismatch if the files do not hold enough to decide.
         """
-        complete, told = module.complete, self.rules.of(module.name)
+        complete, rules = module.complete, self.rules.of(module.name)
         try:
-            chosen = told.algorithm(module.name, complete, view, self.model)
+            chosen = rules.algorithm(module.name, complete, view, self.model)
         except DoesNotFit as e:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
             raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
@@ -94,7 +93,7 @@ class AdapterContext:
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
 
     def _fits(self, module: Module, view: WeightView) -> bool:
-        """Return whether some formula takes the module's tensors for a weight that is seen so."""
+        """Return whether some formula accepts the module's tensors for this view of the weight."""
         try:
             rows, _ = self.candidates(module, view)
         except MergeError:
@@ -106,12 +105,10 @@ class AdapterContext:
 def fit(
     name: str, stored: tuple[tuple[str, Shape], ...], weight: Shape, matrix: tuple[int, int]
 ) -> Mapping[str, Shape]:
-    """Return the shapes that the formula wants; DoesNotFit for one that would take stacked experts for one wide
-    matrix.
-    """
+    """Return the shapes as the formula needs them; DoesNotFit for stacked experts in a formula for one matrix."""
     shapes = ALGORITHMS[name].fitted_shapes(dict(stored), weight)
     if matrix != flat(weight) and not ALGORITHMS[name].stacked:
-        raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} is not made for")
+        raise DoesNotFit(f"the weight {list(weight)} is stacked experts, which {name} does not support")
     return shapes
 
 

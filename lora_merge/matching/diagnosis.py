@@ -1,6 +1,6 @@
-"""What is said of an adapter that does not fit its base: every problem of one kind in one error, with its reason.
+"""Errors for an adapter that does not fit its base: one error for all problems of one kind, with the likely reason.
 
-Why names found no place: one sentence that names both sides. Why a convolution does not fit. No torch.
+The reason is one sentence that names both models, or says why a convolution does not fit. No torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NO_NAMES: Final = "has no tensors of these names"
 OWN_BASE: Final = "use the base the adapter was trained on"
 
 GROUPED: Final = (
-    "; if it is this one, and the layer a convolution in {groups} groups: the adapter joins channels of different "
-    "groups, which no such weight can, so it can only be applied when the model runs"
+    "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "
+    "different groups, which such a weight cannot hold, so it can only be applied when the model runs"
 )
 
 PARTS: Final = {
@@ -48,10 +48,10 @@ PARTS: Final = {
 
 
 def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
-    """Return the likely reason why names found no place, in one sentence that names both sides.
+    """Return the likely reason why modules have no place in the base, in one sentence that names both models.
 
-    `shapes` are those of the weights that the adapter changes, as `guess.weight_shapes` gives them. Without
-    names (where shapes do not fit) "" if nothing looks wrong.
+    `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
+    (where shapes do not fit) "" if nothing looks wrong.
     """
     if names.second and any(m.startswith("transformer.") for m in unmatched):
         return absence(["transformer"], ["transformer_2"])
@@ -65,15 +65,15 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
     if part is None or part is names.parts[0]:
         return likely_reason(unmatched, modules, known, names.weights(), names.architecture)
-    there = [m for m in unmatched if names.wanted(m) == part.label]
-    return likely_reason(there, {}, part.architecture, names.weights(part), part.title)
+    of_part = [m for m in unmatched if names.wanted(m) == part.label]
+    return likely_reason(of_part, {}, part.architecture, names.weights(part), part.title)
 
 
 def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
-    """Return both sides in one sentence if the adapter looks made for another variant of the base, else "".
+    """Return a sentence that names both models if the adapter looks made for another variant of the base, else "".
 
-    Names may fit all the same: a text-to-video adapter on a Wan 2.1 image-to-video base does. `shapes` gives what
-    `explain` takes, and is called only where the base has variants.
+    The names may fit all the same, as those of a text-to-video adapter on a Wan 2.1 image-to-video base. `shapes`
+    returns the shapes for `explain`, and is called only where the base has variants.
     """
     known = names.known
     if known is None or not known.variants:
@@ -82,11 +82,11 @@ def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
 
 
 def absence(absent: Sequence[str], held: Sequence[str]) -> str:
-    """Return the modules speak of networks that the base does not hold."""
-    missing, there = (" and ".join(map(_part, labels)) for labels in (absent, held))
+    """Return the sentence on modules of networks that the base does not hold."""
+    missing, present = (" and ".join(map(_part, labels)) for labels in (absent, held))
     if list(held) == ["model"]:
         return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
-    return f"some modules are for {missing}, the base holds only {there}"
+    return f"some modules are for {missing}, the base holds only {present}"
 
 
 def _part(label: str) -> str:
@@ -102,7 +102,8 @@ def likely_reason(
 ) -> str:
     """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
 
-    `modules` are the adapter's, without prefixes, `stored` those of the base; `title` is what else that is called.
+    `modules`, `stored`: shapes of the adapter's and the base's weights, without prefixes. `title`: name of the model
+    for a base without an architecture.
     """
     return (
         other_model(modules, base, stored)
@@ -113,34 +114,34 @@ def likely_reason(
 
 
 def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """Return what both sides are, if the adapter is for this architecture but another variant; else ""."""
-    theirs, ours = seen(modules), seen(stored)
-    if base is None or base not in architectures(theirs):
+    """Return the sentence on both models if the adapter is for another variant of this architecture; else ""."""
+    in_adapter, in_base = seen(modules), seen(stored)
+    if base is None or base not in architectures(in_adapter):
         return ""
-    if not set(variants(base, theirs)) - set(variants(base, ours)):
+    if not set(variants(base, in_adapter)) - set(variants(base, in_base)):
         return ""
-    return _sentence(described([base], theirs), described([base], ours))
+    return _sentence(described([base], in_adapter), described([base], in_base))
 
 
 def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """Return what both sides are, if the adapter is for another architecture; else ""."""
-    theirs, ours = seen(modules), seen(stored)
-    found, here = architectures(theirs), [base] if base else architectures(ours)
-    if not found or any(a in found for a in here):
+    """Return the sentence on both models if the adapter is for another architecture; else ""."""
+    in_adapter, in_base = seen(modules), seen(stored)
+    found, own = architectures(in_adapter), [base] if base else architectures(in_base)
+    if not found or any(a in found for a in own):
         return ""
-    return _sentence(described(found, theirs), described(here, ours))
+    return _sentence(described(found, in_adapter), described(own, in_base))
 
 
-def _sentence(theirs: str, ours: str) -> str:
-    return f"the adapter looks made for {theirs}, the base is {ours}; use the base it was trained on"
+def _sentence(made_for: str, base: str) -> str:
+    return f"the adapter looks made for {made_for}, the base is {base}; use the base it was trained on"
 
 
 def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
-    theirs = max((int(n) for m in unmatched for n in _BLOCK.findall(m)), default=-1)
-    ours = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
-    if theirs <= ours or ours < 0:
+    wanted = max((int(n) for m in unmatched for n in _BLOCK.findall(m)), default=-1)
+    last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
+    if wanted <= last or last < 0:
         return ""
-    return f"the adapter speaks of block {theirs}, the base ends with block {ours}: it is a smaller or pruned model"
+    return f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model"
 
 
 def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) -> str:
@@ -166,9 +167,9 @@ def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) 
 
 
 def grouped(down: Shape, weight: Shape) -> str:
-    """That the layer may be a convolution in groups, if it is one where `down` sees all of its input channels; or "".
+    """Return the advice for a convolution in groups whose `down` reads the channels of all groups; else "".
 
-    Trainers that leave the layer as it is and add a branch to it give that all channels (PEFT, kohya's scripts).
+    Trainers that add a branch beside the layer give this branch all channels (PEFT, kohya's scripts).
     """
     if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
         return ""
@@ -183,7 +184,7 @@ LOOK: Final = f"{NO_NAMES}; look at what wrote them"
 
 
 def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatched: Unmatched) -> None:
-    """Raise what is wrong, the worst first: modules that do not fit, none that has a place, some that have none."""
+    """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one."""
     if result.modules and not (failures or result.unmatched):
         return
     path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
@@ -218,8 +219,8 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
 
 
 def doubtful(result: Match, names: Names, unmatched: Unmatched) -> str:
-    """Raise, or say if the rest is merged anyway, that the adapter looks made for another variant of the model."""
-    if result.grown:  # it makes the variant that it was made for
+    """Return the sentence on an adapter that looks made for another variant; FitError unless `unmatched` is "skip"."""
+    if result.grown:  # the adapter resizes the base to the variant that it was made for
         return ""
     why = doubt(names, lambda: weight_shapes(result.adapter.modules))
     if why and unmatched == "error":

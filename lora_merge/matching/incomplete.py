@@ -1,8 +1,8 @@
-"""Modules that lack a tensor which the rest of their file says they must have. No torch.
+"""Modules that lack a tensor which the other modules of their file have. No torch.
 
-What is left of such a module often fits another row of the table: a LoRA without its `up` is a whole difference, an
-AdaLoRA without its `lora_E` a plain LoRA, a DoRA without its magnitude the same without DoRA. A trainer treats all
-modules alike, so the others tell.
+The remaining tensors often fit another row of ALGORITHMS: a LoRA without its `up` fits a whole difference, an AdaLoRA
+without its `lora_E` a plain LoRA, a DoRA without its magnitude a LoRA. A trainer treats all modules alike, so the
+other modules show which tensor is missing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ UNGATHERED: Final = (
     "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements where a save was not gathered; gather it "
     "(stage3_gather_16bit_weights_on_model_save), or take the weights from the checkpoint (zero_to_fp32.py)"
 )
-"""What to do about tensors of shape [0]."""
+"""The advice for tensors of shape [0]."""
 
-MOST: Final = 2  # modules that have the tensor, at the least, where one has not
+MOST: Final = 2  # so many other modules must have the tensor that one module lacks
 
 
 def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, str]:
-    """Return the module that lacks a slot → the slot."""
+    """Return the incomplete modules, each with the slot that it lacks."""
     weights = [m for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((_has(m), m.algorithms) for m in weights)
@@ -54,7 +54,7 @@ def _has(m: Module) -> frozenset[str]:
 
 
 def _alone(m: Module, kinds: Mapping[tuple[frozenset[str], tuple[str, ...]], int]) -> frozenset[str]:
-    """Return the one slot that sets this module apart from all others of its algorithms."""
+    """Return the one slot that this module lacks and the others of its algorithms have; empty if there is none."""
     for (slots, algorithms), count in kinds.items():
         missing = slots - _has(m)
         if count < MOST or len(missing) != 1 or not _has(m) < slots:
@@ -72,11 +72,11 @@ def incomplete(what: str, path: Path) -> InputError:
 
 
 def lacks(module: Module) -> str:
-    """Return which partner is missing for the closest row of the table."""
+    """Return the sentence on the slots that the module lacks for the closest row of ALGORITHMS."""
     known = [ALGORITHMS[a] for a in module.algorithms]
-    without = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
+    missing = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
     have = ", ".join(sorted(module.slots)) or "alpha"
-    first = next((g for g in without if g), None)
-    if first is None:
+    fewest = next((slots for slots in missing if slots), None)
+    if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    return f"{module.where} has {have} but no {', '.join(first)}"
+    return f"{module.where} has {have} but no {', '.join(fewest)}"

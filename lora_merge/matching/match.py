@@ -1,6 +1,6 @@
-"""Brings adapter modules and base tensors together: which formula, with which numbers, onto which rows.
+"""Matches adapter modules with base tensors: which formula, with which numbers, changes which rows.
 
-Every problem of one kind is gathered and raised once. Nothing here reads weights.
+One error lists all problems of one kind. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT
 
 
 class KnownBase(NamedTuple):
-    """What matching knows of a base, whichever adapter meets it."""
+    """The facts about a base that are the same for every adapter."""
 
     names: Names
     tensors: Mapping[str, StoredTensor]
@@ -56,10 +56,9 @@ class KnownBase(NamedTuple):
 
 
 def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatched: Unmatched) -> Match:
-    """Return what one adapter does to the base, all of its modules placed; `skip` leaves out what has no place.
+    """Return the changes that one adapter makes to the base; with `skip`, without the modules that have no place.
 
-    `alone`: what is known of the adapter before it is held against the base's tensors. One error names everything of a
-    kind that is wrong.
+    `alone`: the facts about the adapter without the base's tensors. One error lists all problems of one kind.
     """
     names, adapter = base.names, alone.adapter
     stored = stored_base(alone, ref, names, base.tensors, base.tied)
@@ -84,7 +83,7 @@ def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatc
 
 
 class MatchBuilder:
-    """Gathers what one adapter does to the base, module by module."""
+    """Collects the changes that one adapter makes to the base, module by module."""
 
     def __init__(self, context: AdapterContext, ref: Strengths, places: Places, lacking: Mapping[str, str]) -> None:
         self.context, self.ref, self.places = context, ref, places
@@ -101,18 +100,18 @@ class MatchBuilder:
         self.unused: dict[str, str] = {}
         self.placed: list[str] = []
         self.notes: list[str] = []
-        self.remarks: dict[str, dict[str, None]] = {}  # what the user should know → modules, each once
-        self.settings: set[str] = set()  # those that the user states and a formula asked for
-        self.ends: dict[str, str] = {}  # what changes one end of tied embeddings → the tensor
-        self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # copies of another shape, by what they are of
-        self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # what has a new value already, and which
+        self.remarks: dict[str, dict[str, None]] = {}  # sentence for the user → its modules
+        self.settings: set[str] = set()  # the user's settings that a formula needed
+        self.ends: dict[str, str] = {}  # module that changes one end of tied embeddings → that tensor
+        self.odd: dict[tuple[RowSlice, ...], MergeError] = {}  # errors for copies of another shape
+        self.set: dict[tuple[RowSlice, ...], StoredTensor] = {}  # parameters with a new value
         self.duplicates = DuplicateCheck(self.path, self.values)
         self.failures: list[MergeError] = []  # modules that are incomplete or do not fit
 
     def match(self, notes: Sequence[str], unmatched: Unmatched) -> Match:
-        """Return what was gathered, or one error that names what is wrong."""
+        """Return the frozen match, or raise one error that lists the problems."""
         odd = self.odd | self.stored.halves(self.names, self.replaced)
-        self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # it has no new value either
+        self.failures += [e for pieces, e in odd.items() if pieces not in self.set]  # a new value settles the shape
         unfit, resized = sizes(self.replaced, self.base, self.path)
         self.failures += unfit
         if unmatched == "error" and (refusal := shared_layers(self.context)):
@@ -125,20 +124,20 @@ class MatchBuilder:
         refuse(made, self.names, self.failures, unmatched)
         made = separate(self.pair, self.ends, made, self.ref, unmatched)
         why = doubtful(made, self.names, unmatched)
-        told = [f"{listed(modules, 2)}: {text}" for text, modules in self.remarks.items()]
+        remarks = [f"{listed(modules, 2)}: {text}" for text, modules in self.remarks.items()]
         new = [name for name in self.created if name in self.uses]
-        told += [NEW_BIAS.format(names=listed(new, 2))] if new else []
-        return replace(made, notes=(*made.notes, *([why] if why else []), *told))
+        remarks += [NEW_BIAS.format(names=listed(new, 2))] if new else []
+        return replace(made, notes=(*made.notes, *([why] if why else []), *remarks))
 
     def _remark(self, text: str, module: Module) -> None:
         self.remarks.setdefault(text, {})[module.where] = None
 
     def _leave_unused(self, module: Module, why: str) -> None:
-        """Remember why the tensors of a module that has its place change nothing."""
+        """Record why the tensors of a placed module change nothing."""
         self.unused |= dict.fromkeys((i.name for i in (*module.slots.values(), *module.shared.values())), why)
 
     def _seek(self, module: Module) -> WeightView | None:
-        """Return the weight of a module, or its bias to be; None, and in the result why, where it has no place."""
+        """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""
         try:
             view = self.places.find(module)
         except ShapeMismatch as e:
@@ -154,7 +153,7 @@ class MatchBuilder:
         return view
 
     def place(self, module: Module) -> None:
-        """Find out what a module does to which weight."""
+        """Place one module: find its weight and formula and record the patch."""
         if (view := self._seek(module)) is None:
             return
         if self.pair.as_one(module.name) and self._repeats(module.name, [m.name for m in self.context.adapter.modules]):
@@ -176,7 +175,7 @@ class MatchBuilder:
             self._place_bias(module, patch)
 
     def _repeats(self, name: str, others: Sequence[str]) -> bool:
-        """Return whether what is stored for the head is stored for the embeddings, too; noted."""
+        """Return whether the adapter repeats for the head what it stores for the embeddings; add a note if so."""
         shared = self.places.embeddings() if self.places.lacks_head(name) else None
         if shared is None or all(self.places.look(other) != shared for other in others):
             return False
@@ -184,21 +183,21 @@ class MatchBuilder:
         return True
 
     def _untie(self, name: str, view: WeightView) -> None:
-        """Remember what changes one end of tied embeddings, and may change it alone."""
+        """Record a module that may change one end of tied embeddings alone."""
         key = view.pieces[0].key
         shared = self.pair.tied is not None and key == self.pair.shared
         if (shared or self.places.lacks_head(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
             self.ends[name] = key
 
     def _of_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Return where a value of a head goes that the base does not have."""
+        """Return the place of a value for a head that the base does not store."""
         view = self.pair.place(info, name, parameter, rows=rows)
         if view is not None and self.pair.key(view):
             self.ends[info.name] = self.pair.key(view)
         return view
 
     def _grow(self, module: Module, view: WeightView) -> WeightView:
-        """Return the weight at the size that the adapter gives it; noted where it is larger than the base's."""
+        """Return the weight at the adapter's size; add a note where it is larger than in the base."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
             self.grown[view.pieces[0].key] = larger.shape
@@ -206,7 +205,7 @@ class MatchBuilder:
         return larger
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
-        """The bias of a layer whose weight was placed, where the formula holds for it too."""
+        """Add a patch for the bias of a layer whose weight was placed, if the formula changes both."""
         up = module.slots.get("up")
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
         both = ALGORITHMS[patch.algorithm].also_bias or self.context.trained(patch.algorithm).turns_bias
@@ -239,7 +238,7 @@ class MatchBuilder:
         return patch
 
     def _is_nothing(self, module: Module) -> bool:
-        """Return whether this is what PEFT's GLoRA stores for a bias that the layer does not have; counted, if so."""
+        """Return whether these are PEFT's zeros for a layer without bias (GLoRA); count the module if so."""
         weight = self.places.named(module.name, "weight")
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
@@ -266,14 +265,14 @@ class MatchBuilder:
         self._count(patch.module.where, {component for component, _ in found})
 
     def _count(self, name: str, components: Collection[str]) -> None:
-        """One more module has its place, in these parts of the model."""
+        """Count a placed module and the components of the model that it changes."""
         self.placed.append(name)
         self.components.update(components)
 
     def _new_bias(self, module: Module) -> WeightView | None:
-        """Return a bias for a layer that has none in the base: created as zeros, where a model may read it."""
+        """Return a new bias of zeros for a layer without one; None where none can be created."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
-            return None  # it changes a bias, and makes none
+            return None  # the formula changes an existing bias
         weight = self.places.look(module.name, "weight")
         key = bias_beside(weight, self.base) if weight is not None else ""
         if weight is None or not key:
@@ -285,7 +284,7 @@ class MatchBuilder:
         return whole(key, weight.shape[:1])
 
     def replace(self, info: StoredTensor) -> None:
-        """A tensor without a known suffix: the value of a parameter or of some of its rows, or nothing we know."""
+        """Place a tensor without a known suffix: a new value of a parameter or of some rows, else unmatched."""
         meant = self.context.rules.of(info.name).stored_value(info.name)
         name, parameter = split_parameter(meant.target if meant else info.name)
         view = self.places.look(name, parameter) if name else None
@@ -325,7 +324,7 @@ class MatchBuilder:
             self._add(patch, self.pair.key(view))
 
     def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Sequence[int]) -> None:
-        """Rows of an embedding, one piece each."""
+        """Add a patch that replaces rows of an embedding, one piece for each row."""
         module = Module.of_value(*split_parameter(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
         table = view.pieces[0]
@@ -341,7 +340,7 @@ class MatchBuilder:
             self._add(patch, key)
 
     def _leave(self, info: StoredTensor, meant: StoredValue, view: WeightView | None) -> None:
-        """A tensor that a merge does not need; a copy of the base must have the base's shape."""
+        """Record a tensor that the merge does not need; a copy of the base must have the base's shape."""
         if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.pieces] = self.stored.resized(where)
