@@ -1,1 +1,1 @@
-"""What a base is."""
+"""Models: the networks of a base and the names of their weights."""

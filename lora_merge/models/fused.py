@@ -1,8 +1,8 @@
-"""Which layers a fused weight holds, as far as the base's configuration and the tensors beside it tell. No torch.
+"""The layers in a fused weight, derived from the base's configuration and the neighbouring tensors. No torch.
 
-The number of rows does not tell: q, k and v are equal parts in one model, and a q of many heads before a k and a v of
-few in the next. But the output projection has one column for each row of q, the layer behind an MLP one for each row
-of its gate, and config.json counts the heads. For models that a table knows, that table tells.
+The number of rows is not enough: q, k and v have equal rows in one model; in the next, q has many heads, k and v few.
+But the output projection has a column for each row of q, the layer behind an MLP a column for each row of its gate,
+and config.json states the number of heads. For models with an architecture file, its table is used instead.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Final, TypeAlias
 from ..algorithms import Shape
 
 Split: TypeAlias = tuple[int, ...]
-"""Rows of every layer that a fused weight holds, in order."""
+"""Rows of every layer in a fused weight, in order."""
 
 _QKV: Final = "(?:to_|linear_)?qkv(?:_proj|_lin|_mat)?|[Ww]_?qkv|query_key_value|c_attn|W_pack|att_proj"
 _MLP: Final = "(?:gate_up|up_gate)(?:_proj)?|w12|[Ww]i|dense_h_to_4h|ff_proj"
 FUSED: Final = re.compile(rf"(?P<before>(?:[A-Za-z0-9]+_)*?)(?:(?P<qkv>{_QKV})|{_MLP})(?P<after>_[a-z])?")
-"""Last levels of the names of layers that hold q, k and v, or the gate of an MLP and what it gates."""
+"""Last levels of the names of layers that fuse q, k and v, or the gate and the value of an MLP."""
 
 IN_TURN: Final = frozenset(
     (
@@ -27,25 +27,25 @@ IN_TURN: Final = frozenset(
         "persimmon",
     )
 )
-"""Types of models whose q, k and v take turns, head by head or group by group: none has all of its rows together."""
+"""Types of models that interleave q, k and v by head or by group: the rows of each are not consecutive."""
 
 OUTPUTS: Final = (
     *("o_proj", "out_proj", "dense", "proj", "c_proj", "wo", "Wo", "to_out.0", "to_out", "out", "proj_out", "out_lin"),
     *("attn_out", "linear_proj"),
 )
-"""What the layer behind q, k and v is called."""
+"""Names of the layer behind q, k and v."""
 
 DOWNS: Final = ("down_proj", "down", "Wo", "wo", "w2", "w3", "dense_4h_to_h", "ff_out", "fc2")
-"""What the layer behind gate and value is called."""
+"""Names of the layer behind gate and value."""
 
 QUERIES: Final = ("q_proj", "q_attn", "to_q", "wq")
-"""What a q is called that lies apart: the fused weight beside it holds k and v."""
+"""Names of a separate q: the fused weight beside it holds only k and v."""
 
 NORMS: Final = (
     *(("q_norm", "k_norm"), ("norm_q", "norm_k"), ("q_layernorm", "k_layernorm"), ("query_norm", "key_norm")),
     *(("ln_q", "ln_k"), ("q_ln", "k_ln"), ("norm.query_norm", "norm.key_norm")),
 )
-"""What the norms of q and k are called, which are as long as one head, or as all."""
+"""Names of the norms of q and k, which are as long as one head or as all heads."""
 
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
 GROUPS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
@@ -53,17 +53,17 @@ HEAD: Final = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
 VALUE: Final = ("v_head_dim",)
 WIDTH: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 HIDDEN: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
-"""What configurations call the number of heads of q, of k and v, the size of a head, of one of v, the width of the
-model and that inside its MLPs."""
+"""Entries of configurations: number of heads of q; of k and v; size of a head; of a head of v; width of the model;
+width inside an MLP."""
 
 
 def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], kind: str = "") -> dict[str, Split]:
-    """Who tells it → the rows of every layer that the tensor `name` holds. Empty where nothing tells.
+    """Return source of the evidence → rows of every layer in the tensor `name`; empty without evidence.
 
-    No layer has more rows than the first: a k and a v have as many heads as q, or fewer.
+    No layer has more rows than the first: k and v have as many heads as q, or fewer.
 
     `shapes`: of all tensors of the base, by name; `config`: its configuration, with those of its parts; `kind`: the
-    type of the model, where more than its configuration tells that.
+    type of the model, if it is known from elsewhere than its configuration.
     """
     stem, _, parameter = name.rpartition(".")
     module, dot, leaf = stem.rpartition(".")
@@ -75,26 +75,28 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     before, after = module + dot + match["before"], match["after"] or ""
 
     def size(what: str, axis: int) -> int:
-        """Return a size of a neighbour's weight; 0 if there is none."""
+        """Return a size of a neighbour's weight; 0 without such a neighbour."""
         named = (f"{before}{what}{after}{end}" for end in (".weight", ".scale", ""))
         shape = next((shapes[key] for key in named if key in shapes), ())
         return shape[axis] if len(shape) > axis else 0
 
     parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
-    told = _of_attention if match["qkv"] else _of_mlp
-    every = told(weight[0], weight[1], size, {"config.json": config, **parts})
-    return {who: split for who, split in every if sum(split) == weight[0] and 0 < min(split) <= max(split) == split[0]}
+    evidence = _of_attention if match["qkv"] else _of_mlp
+    every = evidence(weight[0], weight[1], size, {"config.json": config, **parts})
+    return {
+        source: split for source, split in every if sum(split) == weight[0] and 0 < min(split) <= max(split) == split[0]
+    }
 
 
-def agreed(told: Mapping[str, Split]) -> Split:
-    """Return the rows that all tell; () where nothing tells, or not all the same."""
-    return next(iter(told.values())) if len({*told.values()}) == 1 else ()
+def agreed(evidence: Mapping[str, Split]) -> Split:
+    """Return the rows on which all sources agree; () if they differ or there is none."""
+    return next(iter(evidence.values())) if len({*evidence.values()}) == 1 else ()
 
 
 def _of_attention(
     rows: int, columns: int, size: Callable[[str, int], int], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Split]]:
-    """(who tells, rows of q, k and v)."""
+    """Yield (source of the evidence, rows of q, k and v)."""
     if any(size(name, 0) for name in QUERIES):
         return
     for where, config in configs.items():
@@ -117,7 +119,7 @@ def _of_attention(
 def _of_mlp(
     rows: int, columns: int, size: Callable[[str, int], int], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Split]]:
-    """(who tells, rows of the gate and of what it gates, which are equal)."""
+    """Yield (source of the evidence, rows of gate and value, which are equal)."""
     for where, config in configs.items():
         if _number(config, WIDTH) in (0, columns):
             yield where, (_number(config, HIDDEN),) * 2
@@ -126,6 +128,6 @@ def _of_mlp(
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the first of these that a configuration states as a number; 0 if it states none."""
+    """Return the first of these entries that is a positive integer in a configuration; 0 if none is."""
     found = (config.get(name) for name in names)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)

@@ -1,9 +1,9 @@
-"""The order in which a model's code lists its layers, which methods that share one vector count them in. No torch.
+"""The order in which a model's code lists its layers. Methods with one shared vector number the layers so. No torch.
 
-No file holds it: keys are sorted by name. It follows from the order in which each class registers its parts, so
-module_orders.json has for each type of model (of transformers 5.23) and each class (of diffusers 0.42) the parts that
-stand beside each other below a part of a name, as the classes themselves list them when made on the meta device; parts
-that are numbers are in order of number. Of a type that is not there, all types that have these parts must agree.
+No file holds this order, because keys are sorted by name. It is the order in which each class registers its parts.
+So module_orders.json has, for each type of model (transformers 5.23) and each class (diffusers 0.42), the parts below
+each part of a name, in the order in which the class lists them when made on the meta device. Numbered parts are in
+order of number. For a type that the file lacks, all types with the same parts must agree.
 """
 
 from __future__ import annotations
@@ -15,33 +15,29 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Table: TypeAlias = Mapping[str, Sequence[str]]
-"""Part of a name → the parts below it that stand beside each other, in order, with blanks between; perhaps several."""
+"""Part of a name → lists of the parts below it, in order; each list is one string with blanks between the parts."""
 
 
 @cache
 def tables() -> Mapping[str, Table]:
-    """Type of model → its table."""
+    """Return type of model → its table."""
     found: Mapping[str, Table] = json.loads(Path(__file__).with_name("module_orders.json").read_text(encoding="ascii"))
     return {model: table for models, table in found.items() for model in models.split()}
 
 
 def type_of(config: Mapping[str, Any]) -> str:
-    """Return the type of a model by its config.json: `model_type` of transformers, else the class of diffusers; or
-    "".
-    """
+    """Return `model_type` (transformers) or the class (diffusers) by a config.json; "" if it states neither."""
     return str(config.get("model_type") or config.get("_class_name") or "")
 
 
 def in_order(names: Sequence[str], model: str) -> list[str] | None:
-    """Return the paths of modules in the order in which the class of a model of this type lists them; None where
-    nothing tells.
-    """
+    """Return the paths of modules in the order of a model's class; None if that order is unknown."""
     known = tables()
     return _ordered(list(names), 0, "", [known[model]] if model in known else list(known.values()))
 
 
 def _ordered(names: list[str], depth: int, parent: str, known: Sequence[Table]) -> list[str] | None:
-    """As in_order, for paths that share their first `depth` parts, the last of which that is no number is `parent`."""
+    """Order paths with the same first `depth` parts, as `in_order`; `parent` is the last of these that is no number."""
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(name.split(".")[depth] if name.count(".") >= depth else "", []).append(name)

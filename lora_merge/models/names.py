@@ -1,9 +1,9 @@
-"""Which rows of which base tensors does an adapter module mean?
+"""Module name of an adapter → rows of base tensors.
 
-Adapter files name modules in many dialects: dotted or flat, with any of three dozen prefixes, in the words of
-the model's authors or of diffusers. The prefix does not tell which words follow, so every prefix is taken off
-that can be, and what is left is looked up in tables that hold all spellings of the base's own tensors at
-once. A name that fits two places is refused. Nothing here reads weights or imports torch.
+Adapter files name modules in many dialects: dotted or flat, with any of three dozen prefixes, in the words of the
+model's authors or of diffusers. The prefix does not determine the words behind it. So every known prefix is removed,
+and the rest of the name is looked up in tables with all spellings of the base's own tensors. A name that fits two
+places is refused. Nothing here reads weights or imports torch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "
     "published"
 )
-"""What the user should know of a base whose files alone tell the order of its rows."""
+"""Note on a base whose order of rows is known from its number of files only."""
 
 AVERAGES: Final = "model_ema."
 AVERAGED: Final = f"it also holds averages of its weights ({AVERAGES}*), which stay as they are: load its own weights"
-"""What the user should know of a base that training saved twice."""
+"""Note on a base that also holds averaged weights."""
 
 EXPERTS: Final = {
     "transformer.": "it is for both transformers; the base is taken to be the first (high noise)",
     "transformer_2.": "it is for the second transformer (low noise), which the base is taken to be",
 }
-"""What names of Wan 2.2's experts in a pipeline begin with → what a base by itself, whose file says nothing of the
-kind, is taken for."""
+"""Prefix of the names of one of Wan 2.2's experts → note on which expert a single base, whose file does not state it,
+is taken to be."""
 
 UNKNOWN: Final = "unknown"
-"""What a base is called that no table knows and whose configuration names no class."""
+"""Title of a base without an architecture file whose configuration names no class."""
 
 REWRITES: Final = (
     (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
@@ -59,10 +59,10 @@ REWRITES: Final = (
     (re.compile(r"((?:\.|_)to_out)$"), r"\1.0"),
     (re.compile(r"(?<![a-z])sformer_blocks"), "transformer_blocks"),
 )
-"""Slips and old habits: wrappers left in, attention processors, four letters cut off. Tried if nothing fits."""
+"""Corrections for names that fit nothing: wrappers left in, attention processors, four letters cut off."""
 
 NO_ID: Final = "transformer"
-"""What stands in the place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps that to every encoder
+"""The level in place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps such names to every encoder
 but CLIP (comfy/lora.py, model_lora_keys_clip)."""
 
 NOT_MEANT: Final = {
@@ -70,11 +70,11 @@ NOT_MEANT: Final = {
     "te2": ("clip_l", "clip_h"),
     "te3": ("clip_l", "clip_h", "clip_g"),
 }
-"""What kind of encoder a name cannot mean, where no denoiser says what it means."""
+"""Name of an encoder → kinds that it cannot mean in a base without a known denoiser."""
 
 
 class Names:
-    """The names of one base; built once, then asked for every module."""
+    """The names of one base; built once, used for every module."""
 
     def __init__(
         self, parts: Sequence[Component], shapes: Mapping[str, Shape], stored: Mapping[str, str] = MappingProxyType({}),
@@ -83,7 +83,7 @@ class Names:
         self.parts = parts
         self._shapes = shapes
         self._config = config
-        self._stored = stored  # its names without levels that training left → the keys, where these have some
+        self._stored = stored  # name without wrappers → key; empty if no key has any
         self._inner = {key: name for name, key in stored.items()}
         self._prefixes = [
             (prefix, f"@{part.prefix}")
@@ -105,9 +105,7 @@ class Names:
             self.notes = (*self.notes, AVERAGED)
 
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
-        """Return where the weight lies that an adapter calls `module`; None if nowhere, AmbiguousName if in two
-        places.
-        """
+        """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do."""
         for name in _written(module):
             views: list[WeightView] = []
             for start, parts in self._readers(name, parameter):
@@ -120,9 +118,9 @@ class Names:
         return None
 
     def _readers(self, name: str, parameter: str) -> Sequence[tuple[int, Sequence[Component]]]:
-        """For every reading of a name, where it starts in it, and the components that know names of this pattern.
+        """Return (start, components that know such names) for every reading of a name, which is its rest from `start`.
 
-        Found once for all names that differ in their numbers: 200 000 modules are of some thirty patterns.
+        This is worked out once for all names that differ only in numbers: 200 000 modules have some thirty patterns.
         """
         pattern = self._numbers.sub("#", name), parameter
         if pattern not in self._by_pattern:
@@ -132,15 +130,13 @@ class Names:
         return self._by_pattern[pattern]
 
     def _as_stored(self, view: WeightView | None) -> WeightView | None:
-        """Return the place by the keys of the base."""
+        """Return the view with the keys of the base."""
         if view is None or not self._stored:
             return view
         return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
 
     def lone_expert(self, modules: Sequence[str]) -> str:
-        """Return the prefix of the adapter's names for the base, if that is one of two experts that they speak of;
-        else "".
-        """
+        """Return the prefix of the base's names in an adapter for two experts, if the base is one of them; else ""."""
         first, second = EXPERTS
         denoisers = [p for p in self.parts if p.role == "denoiser"]
         alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
@@ -149,10 +145,9 @@ class Names:
         return first if not self.second and any(m.startswith(first) for m in modules) else second
 
     def value(self, view: WeightView) -> WeightView:
-        """Return the place as a stored value of the parameter has it, in contrast to a factor or difference of the
-        weight.
+        """Return the view in the layout of the stored parameter, in which an adapter stores a value of it.
 
-        They differ for GPT-2's Conv1D alone: a LoRA sees `[out, in]`, the parameter itself is `[in, out]`.
+        It differs from the layout of factors only for GPT-2's Conv1D: a LoRA sees `[out, in]`, stored is `[in, out]`.
         """
         piece = view.pieces[0]
         part = self._part(piece.key)
@@ -160,14 +155,14 @@ class Names:
         return transposed(view) if piece.transposed and self._as_stored(own) == view else view
 
     def recognised(self, key: str) -> bool:
-        """Return whether a table knows the network that a base tensor is of."""
+        """Return whether the network of a base tensor has an architecture file."""
         part = self._part(key)
         return part is not None and part.architecture is not None
 
     def fused(self, view: WeightView) -> dict[str, Split]:
-        """Who tells it → rows of every layer that is fused in a weight, in order; empty where nothing tells.
+        """Return source of the evidence → rows of every layer that is fused in a weight; empty without evidence.
 
-        Of a model that a table knows, the table alone does.
+        For a model with an architecture file, its table is the only source.
         """
         pieces = [p._replace(key=self.without_wrappers(p.key)) for p in view.pieces]
         found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
@@ -178,25 +173,25 @@ class Names:
         name, shapes = pieces[0].key, self._shapes
         part = self._part(name)
         kind = part.architecture.file.stem if part and part.architecture else ""
-        whole_one = whole(name, shapes[name]).pieces == (*pieces,)
-        return splits(name, shapes, self._config, kind) if whole_one else {}
+        is_whole = whole(name, shapes[name]).pieces == (*pieces,)
+        return splits(name, shapes, self._config, kind) if is_whole else {}
 
     def component(self, key: str) -> str:
-        """Return what part of the model a base tensor belongs to: unet, transformer, te, te1, te2, te3, vae, model."""
+        """Return the component of a base tensor: unet, transformer, te, te1, te2, te3, vae, model."""
         part = self._part(key)
         return part.label if part else "model"
 
     def _part(self, key: str) -> Component | None:
-        """Return the network that a base tensor belongs to; None for what is in none that matters."""
+        """Return the network of a base tensor; None for tensors of ignored networks."""
         name = self.without_wrappers(key)
         return next((part for part in self.parts if part.keys.get(name.removeprefix(part.prefix)) == name), None)
 
     def without_wrappers(self, key: str) -> str:
-        """Return what a base tensor is called without levels that training left."""
+        """Return the name of a base tensor without the levels that training adds."""
         return self._inner.get(key, key)
 
     def wanted(self, module: str) -> str:
-        """Return what part of a model an adapter's module name speaks of."""
+        """Return the component that an adapter's module name is for."""
         main = self.parts[0].label if self.parts and self.parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):
             if hint in DENOISERS and hint != "transformer_2":
@@ -206,13 +201,13 @@ class Names:
         return main
 
     def weights(self, part: Component | None = None) -> dict[str, Shape]:
-        """Return the module → shape of the weight, of one network; of the main one without."""
+        """Return module → shape of its weight, for one network; the main network by default."""
         part = part or (self.parts[0] if self.parts else None)
         found = {body: self._shapes[key] for body, key in part.keys.items()} if part else {}
         return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
-        """(what it speaks of, the rest) for the name as it is and with prefixes taken off, outermost first."""
+        """Yield (component meant by the prefix, rest) for the name itself and with prefixes removed."""
         for hint, body in prefixed(name):
             yield hint, body
             for prefix, own in self._prefixes:
@@ -234,44 +229,42 @@ class Names:
     def _encoders(self, hint: str) -> list[Component]:
         encoders = [p for p in self.parts if p.kind]
         if not encoders and len(self.parts) == 1 and self.parts[0].label == "model" and self.parts[0].architecture:
-            return list(self.parts)  # a language model by itself is one, for Z-Image, Lumina, HunyuanVideo …
+            return list(
+                self.parts
+            )  # a language model as the base: it is the encoder of Z-Image, Lumina, HunyuanVideo …
         known = self.known
-        if hint[0] == "=":  # a folder calls none of its encoders so
+        if hint[0] == "=":  # an encoder by ComfyUI's name
             return self._by_id(ENCODER_IDS.get(hint[1:], hint[1:]), encoders)
         if known and known.text_encoders:
             kind = known.text_encoders.get(hint)
-            called = {label for label, theirs in known.text_encoders.items() if theirs == kind} | {hint}
-            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label in called)]
+            labels = {label for label, of in known.text_encoders.items() if of == kind} | {hint}
+            return [p for p in encoders if p.kind == kind or (p.kind in UNSURE and p.label in labels)]
         if len(encoders) == 1:
             return [p for p in encoders if p.kind not in NOT_MEANT.get(hint, ())]
         return [p for p in encoders if p.label == hint]
 
     def _by_id(self, kind: str, encoders: Sequence[Component]) -> list[Component]:
-        """Return the encoders that ComfyUI calls so; of those that only their place tells apart, the one in that
-        place.
-        """
+        """Return the encoders of a kind; among encoders of unknown kind, the one in the position of that kind."""
         if kind == NO_ID:
             return [p for p in encoders if not p.kind.startswith("clip")]
         unsure = [p for p in encoders if p.kind in UNSURE]
-        theirs = self.known.text_encoders if self.known else {}
-        placed = [p for p in unsure if theirs.get(p.label) == kind]
-        meant = [p for p in encoders if p.kind == kind]
-        return meant or placed or (unsure if len(unsure) == 1 else [])
+        kinds = self.known.text_encoders if self.known else {}
+        by_position = [p for p in unsure if kinds.get(p.label) == kind]
+        by_kind = [p for p in encoders if p.kind == kind]
+        return by_kind or by_position or (unsure if len(unsure) == 1 else [])
 
     def _ambiguous(self, module: str, parameter: str, views: Sequence[WeightView | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.pieces})
         experts = {p.label for p in self.parts if p.role == "denoiser"}
-        there = sorted({self.component(key) for key in keys})
+        found = sorted({self.component(key) for key in keys})
         fix = "rename it in the adapter so that it names one of them"
-        if len(there) > 1 and experts.issuperset(there):
-            fix = f"give the folder of the one that it was trained for as the base: {' or '.join(there)}"
+        if len(found) > 1 and experts.issuperset(found):
+            fix = f"give the folder of the expert that it was trained for as the base: {' or '.join(found)}"
         return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture, fix)
 
 
 def names(index: Index, extra: Path | None = None) -> Names:
-    """Return the name tables of a base; `extra` is a user's architecture file. Raises InputError if that is not
-    usable.
-    """
+    """Return the name tables of a base. `extra`: the user's architecture file; InputError if it cannot be used."""
     stored = unwrapped(index.tensors)
     tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
@@ -287,29 +280,29 @@ def names(index: Index, extra: Path | None = None) -> Names:
 
 
 def guess(modules: Mapping[str, Shape]) -> str:
-    """Return what an adapter was made for, from its modules' names and the shapes of the weights they change.
+    """Return the probable architecture of an adapter, from its modules' names and the shapes of their weights.
 
-    "unknown" if nothing tells, "A or B" if too little does.
+    "unknown" if none fits, "A or B" if several fit.
     """
     found = seen(of_the_denoiser(modules))
     return described(architectures(found), found)
 
 
 def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the modules that do not speak of an encoder, without their prefixes."""
+    """Return the modules that are not for an encoder or a VAE, without their prefixes."""
     innermost = {module: list(prefixed(module))[-1] for module in modules}
     return {body: modules[m] for m, (hint, body) in innermost.items() if hint in ("any", *DENOISERS)}
 
 
 def _look(parts: Iterable[Component], body: str, parameter: str) -> list[WeightView | None]:
-    """Return all places of a name in these components; those in a denoiser come before all others."""
+    """Return all places of a name in these components: only those in a denoiser, if there are any."""
     found = [(part.role, *part.find(body, parameter)) for part in parts]
     of_denoisers = [view for role, view, known in found if known and role == "denoiser"]
     return of_denoisers or [view for _, view, known in found if known]
 
 
 def _written(module: str) -> Iterator[str]:
-    """Yield the name as it is, then with slips corrected."""
+    """Yield the name itself, then with REWRITES applied."""
     names = [module]
     yield module
     for pattern, replacement in REWRITES:

@@ -1,6 +1,6 @@
-"""What the first part of an adapter's module names says: which network they speak of. Tables; no torch.
+"""Prefixes of an adapter's module names, and the network that each prefix means. Tables; no torch.
 
-Every tool has its own prefix, and some put theirs before another's, so what is taken off is tried in any order.
+Every tool has its own prefix, and some tools add theirs to another's, so prefixes are removed in any order.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ..files.layouts import PEFT
 from ..text import NUMBER
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
-"""Levels that training puts around layers (DeepSpeed, torch.compile, FSDP); they stay in states gathered by hand."""
+"""Levels of wrappers around layers (DeepSpeed, torch.compile, FSDP), left in states that were gathered by hand."""
 
 PREFIXES: Final = (
-    # names begin with             and speak of
+    # prefix                       network
     ("lora_unet_",                 "denoiser"),  # kohya, musubi, OneTrainer
     ("lora_unet__",                "denoiser"),  # Wan-Fun
     ("oft_unet_",                  "denoiser"),
@@ -38,7 +38,7 @@ PREFIXES: Final = (
     ("diffusion_model.",           "denoiser"),
     ("conditional_transformer.",   "denoiser"),
     ("net.",                       "denoiser"),
-    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which leaves out what it is told to
+    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which can be told to omit it
     ("pipe.unet.",                 "denoiser"),
     ("pipe.vace.",                 "denoiser"),  # Wan's, a network of its own there
     ("text_encoder.",              "te1"),
@@ -52,32 +52,32 @@ PREFIXES: Final = (
     ("model.",                     "any"),
     ("model_",                     "any"),
 )  # fmt: skip
-"""Containers of adapter names (adapter-formats.md, section 1.1); taken off again and again, in any order."""
+"""Prefixes of adapter names (adapter-formats.md, section 1.1); several may stand in a row, in any order."""
 
 _BY_START: Final = {start: tuple((p, h) for p, h in PREFIXES if p[0] == start) for start in {p[0] for p, _ in PREFIXES}}
 
 MOST_READINGS: Final = 32
-"""Ways to take prefixes off one name; real names need six."""
+"""The most readings of one name; real names have at most six."""
 
 ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.(?:transformer\.)?")
-"""ComfyUI's container of a text encoder, by the encoder's own name."""
+"""ComfyUI's prefix of a text encoder, with the encoder's own name."""
 
 DENOISERS: Final = ("denoiser", "transformer", "transformer_2", "prior")
-"""What names may speak of that is a denoiser; all but the last expert may be the only one."""
+"""Networks that are denoisers. A name for one of these means the only denoiser of a base; `transformer_2` does not."""
 
 COMPONENTS: Final = {
     hint: [
         prefix[:-1]
-        for prefix, theirs in PREFIXES
-        if theirs == hint or (hint in ("any", "denoiser") and theirs in DENOISERS) or (hint, theirs) == ("te", "te1")
+        for prefix, network in PREFIXES
+        if network == hint or (hint in ("any", "denoiser") and network in DENOISERS) or (hint, network) == ("te", "te1")
     ]
     for hint in ("any", *dict(PREFIXES).values())
 }
-"""What a name speaks of → what a pipeline of diffusers may call that part."""
+"""Network that a name means → possible names of that component in a pipeline of diffusers."""
 
 
 def prefixed(name: str) -> Iterator[tuple[str, str]]:
-    """(what it speaks of, the rest) for the name as it is and with known prefixes taken off."""
+    """Yield (network that the prefix means, rest) for the name itself and with known prefixes removed."""
     pending: list[tuple[str, str]] = [("any", name)]
     for at in range(MOST_READINGS):
         if at == len(pending):
@@ -86,15 +86,15 @@ def prefixed(name: str) -> Iterator[tuple[str, str]]:
         if (hint, body) in pending[:at]:
             continue
         yield hint, body
-        for prefix, speaks_of in _BY_START.get(body[:1], ()):
+        for prefix, network in _BY_START.get(body[:1], ()):
             if body.startswith(prefix):
-                pending.append((speaks_of if speaks_of != "any" else hint, body[len(prefix) :]))
+                pending.append((network if network != "any" else hint, body[len(prefix) :]))
         if m := ENCODER.match(body):
             pending.append((f"={m[1]}", body[m.end() :]))
 
 
 def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
-    """Returns the pattern of the numbers by which names differ that are read alike: none that stands in a prefix."""
+    """Return the pattern of the numbers of layers in names: all numbers but those in a prefix (`te1`)."""
     kept = {
         f"(?<!{re.escape(prefix[: m.start()])})" if m.start() else f"(?!{re.escape(prefix)})"
         for prefix in (*prefixes, "text_encoders.0.")
