@@ -1,6 +1,6 @@
-"""Which heads share the weight of a base's input embeddings, and which of these can be stored apart. No torch.
+"""Heads that share the weight of a base's input embeddings (tied heads). No torch.
 
-A head can if transformers 5 then loads it apart: with its own tensors and `tie_word_embeddings: false`.
+A head is separable if transformers 5 loads it from its own tensors with `tie_word_embeddings: false`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .names import Names
 DECODERS: Final = ("ForCausalLM", "LMHeadModel")
 
 HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForBlockDiffusion", "MTModel")
-"""Ends of the names of transformers' classes that have a head."""
+"""Endings of the names of transformers' classes with a head."""
 
 LM_HEAD: Final = "lm_head"
 
@@ -26,7 +26,7 @@ APART: Final = ("model.embed_tokens", "transformer.wte", "transformer.word_embed
 WHISPER: Final = "whisper"
 
 APART_IN: Final = ("opt", "model.decoder.embed_tokens")  # the heads of TrOCR and Whisper have other names
-"""Embeddings beside which a decoder's head is `lm_head.weight`, so that it can be stored apart."""
+"""Input embeddings of decoders whose separable head is `lm_head.weight`: in all models, and in one model type."""
 
 BESIDE: Final = {
     "model.language_model.embed_tokens": LM_HEAD,
@@ -34,7 +34,7 @@ BESIDE: Final = {
     "model.text_model.embed_tokens": LM_HEAD,
     "model.embed_tokens": LM_HEAD,
 }
-"""Embeddings of vision-language models → the head, in the layouts of transformers 5 and 4."""
+"""Input embeddings of vision-language models → the head, in the layouts of transformers 5 and 4."""
 
 SEEING: Final = frozenset(
     (
@@ -42,23 +42,23 @@ SEEING: Final = frozenset(
         *("mistral3", "internvl", "paligemma", "aya_vision", "idefics3", "smolvlm"),
     )
 )
-"""Types of models whose head is that, and which load it apart: all were tried."""
+"""Types of vision-language models with a separable head; each was tried."""
 
 SHARED_LAYERS: Final = {"diffusion_gemma": re.compile(r"(?:.*\.)?(?:encoder\.language_model|decoder)\.layers\..*")}
-"""Types of models → layers that two parts of the model share, each of which PEFT gives factors of its own."""
+"""Type of model → layers that two parts of the model share; PEFT makes separate factors for each part."""
 
 COUPLE: Final = "EncoderDecoderModel"
 
 BEHIND: Final = re.compile(r"decoder\.(?:.*\.)?(?:wte|embed_tokens|word_embeddings)\.weight")
 
 HEADS_BEHIND: Final = ("lm_head", "output_projection", "cls.predictions.decoder", "lm_head.decoder")
-"""Of a model made of an encoder and a decoder (TrOCR, Donut): the decoder's embeddings, and what its head is called.
-The decoder's own configuration ties them, whatever that of the whole says; they cannot be stored apart."""
+"""The decoder's embeddings, and the names of its head, in a model of an encoder and a decoder (TrOCR, Donut). The
+decoder's own configuration ties them, whatever the whole model's configuration states; they are not separable."""
 
 _WORDS: Final = re.compile(r"\w+\.embeddings\.word_embeddings\.weight")
 
 ENCODERS: Final = (
-    # what shows the head      embeddings                                          head                       shares it
+    # tensor with the head      embeddings                                          head                       shares it
     ("cls.predictions.bias",   _WORDS,                                             "cls.predictions.decoder", True),
     ("lm_head.bias",           re.compile(r"esm\.embeddings\.word_embeddings\.weight"),   "lm_head.decoder", False),
     ("lm_head.bias",           _WORDS,                                             "lm_head.decoder",         True),
@@ -68,33 +68,31 @@ ENCODERS: Final = (
     ("generator_lm_head.bias", _WORDS,                                             "generator_lm_head",       False),
     ("decoder.bias",           re.compile(r"model\.embeddings\.tok_embeddings\.weight"),  "decoder",         False),
 )  # fmt: skip
-"""Heads of encoders (BERT, ESM, RoBERTa, GTE, ALBERT, DistilBERT, ELECTRA, ModernBERT and their kin): a bias of
-theirs is stored though the weight is not. Where the head's own bias has that value under a second name, it is tied
-like the weight, and parted with it: transformers 5, models/*/modeling_*.py, `_tied_weights_keys`."""
+"""Heads of encoders (BERT, ESM, RoBERTa, GTE, ALBERT, DistilBERT, ELECTRA, ModernBERT and related): a bias of the head
+is stored, its weight is not. In the rows with True, that bias is tied to the head's own bias, so both are separated
+with the weight. Source: transformers 5, models/*/modeling_*.py, `_tied_weights_keys`."""
 
 
 @dataclass(frozen=True)
 class TiedPair:
-    """The shared tensor of a base."""
+    """A head and the input embeddings whose tensor it shares."""
 
     info: StoredTensor
-    head: str  # module, as adapters call it
-    bias: StoredTensor | None  # what the head's bias shares its value with
+    head: str  # module name in adapters
+    bias: StoredTensor | None  # the tensor that the head's bias is tied to
     separable: bool  # whether the head can be given a tensor of its own
-    key: str = ""  # the head where it is stored, if that is another name
+    key: str = ""  # module name of the head in the base, if it is another one
     stored: str = ""  # the head's own tensor, which some bases store though their configuration ties it
 
     @property
     def sources(self) -> dict[str, StoredTensor]:
-        """Tensors that a head of its own has and the base has not → where their values are."""
+        """Name of a tensor that a separate head needs and the base lacks → the tensor with its value."""
         bias = {f"{self.head}.bias": self.bias} if self.bias else {}
         return {f"{self.key or self.head}.weight": self.info, **bias} if self.separable else {}
 
 
 def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """Return the embeddings that a base's head uses; None if it has its own and is not told to, none, or nothing
-    tells.
-    """
+    """Return the tied pair of a base; None if its head has its own weight, if it has no head, or if that is unknown."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
     if any(c.endswith(COUPLE) for c in named):
@@ -113,7 +111,7 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
 
 
 def _behind(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
-    """Of the decoder of a couple, which has this configuration."""
+    """Return the tied pair of a model of an encoder and a decoder. `decoder`: the configuration of the decoder."""
     stated = isinstance(decoder, Mapping) and decoder.get("tie_word_embeddings")
     table = next((info for key, info in base.items() if BEHIND.fullmatch(key)), None)
     if table is None or stated is False or any(f"decoder.{head}.weight" in base for head in HEADS_BEHIND):
@@ -131,7 +129,7 @@ def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
 
 
 def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> TiedPair | None:
-    """`family` is the type of a model that is nothing but a decoder, or whose head is known all the same."""
+    """Return the tied pair of a decoder. `family`: the type of a model whose head is known, "" for others."""
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
     if view is None or len(view.pieces) > 1:
         return None
@@ -146,9 +144,9 @@ def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> 
 
 
 def _alone(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """Return the only tensor with a row for every token, where nothing else tells."""
-    told = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in told]
+    """Return the only tensor with a row for every token as the tied pair; None if there are none or several."""
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    tables = [info for info in base.values() if len(info.shape) == 2 and info.shape[0] in sizes]
     return TiedPair(tables[0], LM_HEAD, None, separable=False) if len(tables) == 1 else None
 
 

@@ -1,10 +1,10 @@
-"""How every room addresses weights: what is stored of one, and where the rows lie that an adapter sees as one matrix.
+"""How every room addresses weights: their stored part, and the rows that an adapter sees as one matrix.
 
 An adapter for `attn.to_q` on a checkpoint that stores `qkv` fused sees rows [0:H) of that tensor: one
 piece. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three pieces. Swapped halves
 are two pieces in the other order; GPT-2's `[in, out]` weights are a transposed piece. So slicing, fusing,
-swapping and transposing need no further notion. A weight that an adapter makes larger is padded with zeros, and one
-that the base lacks is all padding: `Weight` says what of it is stored.
+swapping and transposing need no other concept. A weight that an adapter enlarges is padded with zeros; a weight that
+the base lacks is all padding. `Weight` states the stored part.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ..files.codecs.plain import plain
 
 
 class Weight(NamedTuple):
-    """A weight of this shape. What is stored of it is its low corner, mostly all of it; the rest is zeros."""
+    """A weight of this shape. Its low corner (usually all of it) is stored; the rest is zeros."""
 
     shape: Shape
-    stored: StoredTensor  # its numbers
-    packed: Packing | None = None  # how they are stored, where they are not plain
+    stored: StoredTensor  # the stored numbers
+    packed: Packing | None = None  # how the numbers are stored; None: plain
 
     @property
     def packing(self) -> Packing:
-        """How its numbers are stored."""
+        """How the numbers are stored."""
         return self.packed or plain(self.stored.dtype)
 
     @property
     def padded(self) -> bool:
-        """Whether it has more than is stored."""
+        """Whether a part of the weight is not stored."""
         return self.packed is None and self.stored.shape != self.shape
 
     def span(self, low: int, high: int) -> tuple[int, int]:
-        """(first, count) of the stored elements among the weight's elements [low, high), which lie side by side.
+        """Return (first, count) of the stored elements among the weight's elements [low, high); they are consecutive.
 
         Both bounds of a padded weight are whole rows of its first axis.
         """
@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 def unstored(name: str, shape: Shape, like: StoredTensor) -> Weight:
-    """Return a weight of zeros beside a stored tensor, in its dtype."""
+    """Return a weight of zeros with the dtype and file of a stored tensor."""
     return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.file, 0, 0))
 
 
@@ -68,17 +68,17 @@ class RowSlice(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return (self.stop - self.start) * self.cols
 
     @property
     def rows(self) -> int:
-        """Rows that it contributes to the view."""
+        """Number of rows in the view."""
         return self.cols if self.transposed else self.stop - self.start
 
 
 class WeightView(NamedTuple):
-    """The weight as the adapter sees it: the pieces' rows, one below the other, of this shape."""
+    """The weight as the adapter sees it: the rows of all pieces, one below the other, in this shape."""
 
     pieces: tuple[RowSlice, ...]
     shape: Shape
@@ -98,7 +98,7 @@ class WeightView(NamedTuple):
 
 
 def whole(key: str, shape: Shape) -> WeightView:
-    """Return a stored tensor as it is."""
+    """Return the view of a whole stored tensor."""
     rows, cols = flat(shape)
     return WeightView((RowSlice(key, 0, rows, cols),), shape)
 
@@ -114,14 +114,13 @@ def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
 
 
 def transposed(view: WeightView) -> WeightView:
-    """Return a whole matrix the other way round."""
+    """Return the transpose of a whole matrix."""
     (p,) = view.pieces
-    turned = RowSlice(p.key, p.start, p.stop, p.cols, not p.transposed)
-    return WeightView((turned,), view.shape[::-1])
+    return WeightView((p._replace(transposed=not p.transposed),), view.shape[::-1])
 
 
 def turned(like: WeightView, view: WeightView) -> WeightView:
-    """Return a whole matrix the way round that another one is seen."""
+    """Return a whole matrix transposed if `like` is seen transposed."""
     return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
 
 

@@ -1,4 +1,4 @@
-"""Levels that training and PEFT leave in a base's names: its tensors by the names without them. No torch."""
+"""Levels that training and PEFT leave in a base's names (wrappers), and the names without them. No torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..text import listed
 from .prefixes import TRAINING
 
 LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)
-"""What every name with such a level contains."""
+"""Texts of which every name with a wrapper contains one: a fast first test."""
 
 _LEVEL: Final = re.compile(rf"^{re.escape(PEFT)}|(?:(?<=\.)|^)(?:{TRAINING}|module|base_layer)\.")
 
 KEPT: Final = (
-    "in its names are levels that training leaves ({levels}): modules are found without them, and they stay; what "
-    "cannot load the base for its names, as from_pretrained cannot, cannot load the result either"
+    "its names contain levels that training leaves ({levels}): modules are found without them, and they stay; a "
+    "program that cannot load the base for its names (from_pretrained) cannot load the result either"
 )
 ATTACHED: Final = (
-    "it was saved with an adapter attached: {count} tensors of that ({names}) stay as they are and are not merged; a "
-    "program that loads them has their effect on top"
+    "it was saved with an adapter attached: {count} tensors of that adapter ({names}) are copied and not merged; a "
+    "program that loads them adds their effect"
 )
 
 
 def unwrapped(keys: Iterable[str]) -> dict[str, str]:
-    """Return the name without such levels → the key; nothing where no key has one, or two would have one name."""
+    """Return name without wrappers → key; empty if no key has a wrapper, or if two keys would get the same name."""
     every = list(keys)
     text = "\n".join(every)
     if not any(level in text for level in LEVELS):
@@ -36,7 +36,7 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
 
 
 def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
-    """Return what the user should know of a base with such names, which are given by the name without the levels."""
+    """Return notes for the user on a base with wrappers. `stored`: name without wrappers → key."""
     levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
     notes = [KEPT.format(levels=listed(sorted(levels)))]
     if "base_layer" in levels:

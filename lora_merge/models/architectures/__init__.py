@@ -1,19 +1,19 @@
-"""Architectures as data: one YAML file each, with how to recognise it and its name tables.
+"""Architectures as data: one YAML file each, with the conditions that recognise it and its name tables.
 
 title: Flux.1
-component: transformer              # what the denoiser is called: unet, transformer, te, vae, model
+component: transformer              # label of the network: unet, transformer, te, vae, model
 text_encoders: {te1: clip_l, te2: t5}
 layouts:                            # how to recognise each; exactly one row of all files may match
   native:
     - double_blocks.0.img_attn.qkv.weight          # there is such a tensor
-    - no txt_in.input_embedder.weight              # there is none
+    - no txt_in.input_embedder.weight              # there is no such tensor
     - img_in.weight _x64                           # of this shape: _ any, 3H three times H
 canonical: diffusers                # the layout that the right-hand sides below name
 native: {double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj, …}     # notation.py
-native in shards: {…}               # the same where the base is several files, if that means other rows
+native in shards: {…}               # the table if several files hold the base, if the names then mean other rows
 spellings: {…}                      # further names that only adapters use, same notation
 native: sdxl                        # or: the same table as in sdxl.yaml
-adapter:                            # how to tell from an adapter's names alone, see guess.py
+adapter:                            # conditions on an adapter's names, see guess.py
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from .notation import BadRow, Row, Table, parse
 FOLDER: Final = Path(__file__).parent
 IN_SHARDS: Final = " in shards"
 MOST_ROWS: Final = 50_000  # of a table
-LONGEST: Final = 1 << 20  # bytes of a file; the longest that is shipped has 5 140
-
+LONGEST: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
 
 _AXIS: Final = r"(?:_|(?:[1-9][0-9]{0,8})?[A-Z]|[0-9]{1,9})"
 _SHAPE: Final = re.compile(rf"{_AXIS}(?:x{_AXIS})*")
@@ -53,21 +52,21 @@ class Condition:
     absent: bool
 
     def holds(self, shape_of: Callable[[str], Shape | None]) -> bool:
-        """Return whether the tensors satisfy it; `shape_of` gives a tensor's shape, None where there is none."""
+        """Return whether the condition holds; `shape_of` returns a tensor's shape, None for a missing tensor."""
         shape = shape_of(self.key)
-        there = shape is not None and (self.shape is None or fits(self.shape, shape))
-        return there != self.absent
+        found = shape is not None and (self.shape is None or fits(self.shape, shape))
+        return found != self.absent
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One file."""
+    """The content of one architecture file."""
 
     title: str
     file: Path
     component: str = "transformer"
     text_encoders: Mapping[str, str] = field(default_factory=dict)  # name in adapters → kind
-    kind: str = ""  # what `text_encoders` calls it
+    kind: str = ""  # of a text encoder, as in `text_encoders`
     layouts: Mapping[str, tuple[Condition, ...]] = field(default_factory=dict)
     canonical: str = "diffusers"
     tables: Mapping[str, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
@@ -77,7 +76,7 @@ class Architecture:
 
     @cached_property
     def spellings(self) -> Mapping[str, Table]:
-        """Layout or `spellings` → its table, worked out on first use."""
+        """Layout or `spellings` → its table; made on first use."""
         return MappingProxyType({n: Table(self._rows(n)) for n in self.tables})
 
     def _rows(self, table: str, without: Set[str] = frozenset()) -> list[Row]:
@@ -86,11 +85,11 @@ class Architecture:
         own = {name for name, _, _ in lines}
         for name, canonical, line in lines:
             if name == "<<":
-                stem, _, theirs = canonical.partition(".")
+                stem, _, included = canonical.partition(".")
                 other = next(a for a in shipped() if a.file.stem == stem)
-                if (theirs := theirs or table) not in other.tables:
-                    raise _bad(self.file, line, f"{other.file.name} has no table {theirs}")
-                rows.extend(other._rows(theirs, own | without))
+                if (included := included or table) not in other.tables:
+                    raise _bad(self.file, line, f"{other.file.name} has no table {included}")
+                rows.extend(other._rows(included, own | without))
                 continue
             if name in without:
                 continue
@@ -120,7 +119,7 @@ def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architect
 
 
 def load(file: Path) -> Architecture:
-    """Return one file, checked; InputError with file and line for anything that is not as it should be."""
+    """Return the architecture in a file; InputError with file and line for any mistake in the file."""
     text = read_text(file, LONGEST)
     try:
         if file.parent != FOLDER:
@@ -128,12 +127,12 @@ def load(file: Path) -> Architecture:
         node = yaml.compose(text, LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
-        raise _bad(file, mark.line + 1 if mark else 1, "it is no YAML") from e
+        raise _bad(file, mark.line + 1 if mark else 1, "it is not YAML") from e
     return _Reader(file).architecture(node)
 
 
 class _Reader:
-    """YAML nodes → Architecture, with the line of whatever is wrong."""
+    """Reader of YAML nodes that names the line of every mistake."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -164,7 +163,7 @@ class _Reader:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
         made = Architecture(file=self.file, tables=tables, **found)
         if self.file.parent != FOLDER:
-            made.spellings  # noqa: B018  a user's rows are checked at once
+            made.spellings  # noqa: B018  reports mistakes in a user's rows at once
         return made
 
     def pairs(self, node: Any) -> list[tuple[Any, Any]]:
@@ -223,7 +222,7 @@ def _bad(file: Path, line: int, why: str) -> InputError:
 
 
 def fits(want: tuple[str, ...], shape: Shape) -> bool:
-    """Return whether a shape is as a condition wants it: ("H", "3H"), ("_", "64")."""
+    """Return whether a shape fits a condition such as ("H", "3H") or ("_", "64")."""
     letters: dict[str, int] = {}
     return len(want) == len(shape) and all(_axis(w, n, letters) for w, n in zip(want, shape, strict=True))
 

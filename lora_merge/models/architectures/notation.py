@@ -1,26 +1,26 @@
-"""The notation of the name tables, and what it means for one set of names.
+"""The notation of the name tables, and lookups of names in a table.
 
-A row says that a path in one spelling and a path in the canonical spelling name the same weights:
+A row states that a path in one spelling and a path in the canonical spelling name the same weights:
 
     double_blocks.{i}.img_mlp.0: transformer_blocks.{i}.ff.net.0.proj
     double_blocks.{i}.img_attn.qkv: transformer_blocks.{i}.attn.[to_q, to_k, to_v]
 
-Paths are prefixes: whatever follows (`.weight`, `.bias`, a deeper path) is kept, the longest row wins, and
-what no row covers keeps its name. On the canonical side
+Paths are prefixes: the rest of a name (`.weight`, `.bias`, a deeper path) stays, the longest row is used, and a
+name without a row stays as it is. On the canonical side
 
     [a, b, c]   rows of a, then b, then c, in equal parts
-    [a:H, b]    a has as many rows as the input is wide; parts without a size share the rest
+    [a:H, b]    a has as many rows as the input width; parts without a size share the rest equally
     a< a>       the first and the second half of a's rows;  ~a is [a>, a<], halves swapped
     [a, b]/128  128 rows of a, 128 of b, the next 128 of a … (heads, each with its own q, k and v)
     ^a          a, transposed
 
 and on both sides
 
-    {i}         any number, the same one everywhere; a number that only the canonical side has is a stack:
+    {i}         any number, the same everywhere; a number on the canonical side only means a stack:
                 `experts.gate: experts.{e}.w1` is one `[E, out, in]` tensor of all of them in order
     {last}      the highest number that the base has there
     {3*i+j+1}   arithmetic over the numbers listed under `ranges`
-    (a|b)       one row for each alternative, taken in step on both sides
+    (a|b)       one row for each alternative, the n-th on one side with the n-th on the other
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Bound: TypeAlias = Mapping[str, str]
 
 LAST: Final = "{last}"
 MOST_ROWS: Final = 10_000  # of one line; models have up to 100 blocks
-LONGEST_LINE: Final = 1000  # characters of both sides; the longest that is shipped has 231
+LONGEST_LINE: Final = 1000  # characters of both sides; the longest shipped line has 231
 LONGEST_SUM: Final = 60  # characters of arithmetic in braces
-DEEPEST: Final = 8  # segments down to which numbers of blocks are looked for
+DEEPEST: Final = 8  # segments of a path in which `{last}` looks for numbers
 
 _VARIABLE: Final = re.compile(r"\{([a-z])\}")
 _BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
@@ -66,33 +66,33 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row, its arithmetic and alternatives worked out; equal to itself alone, as it is looked up by the million."""
+    """One row without arithmetic and alternatives. Rows are compared by identity: they are keys of millions of lookups."""
 
     name: Path
     parts: tuple[Part, ...]
-    stack: str | None = None  # the variable that counts a stack
-    block: int = 0  # rows that the parts take in turn; 0: each has all of its rows together
+    stack: str | None = None  # the variable that numbers the matrices of a stack
+    block: int = 0  # rows of each part in turn; 0: the rows of each part are consecutive
 
     @property
     def renames(self) -> bool:
-        """Whether it calls one whole weight otherwise, whatever the numbers are."""
+        """Whether the row only renames whole weights, for any numbers."""
         (part, *others) = self.parts
         whole = not others and part.half is None and not (part.sized or part.transposed or self.stack or self.block)
         return whole and _even(self.name) and _even(part.path)
 
     def renamed(self, path: Path) -> Path:
-        """Return the canonical path of a path that begins with this row's name."""
+        """Return the canonical path of a path that starts with this row's name."""
         bound = {s[1]: have for s, have in zip(self.name, path, strict=False) if s[0] == "{"}
         return fill(self.parts[0].path, bound) + path[len(self.name) :]
 
 
 Lookup: TypeAlias = Mapping[Path, Sequence[tuple[Path, Row, int]]]
-"""Path with `#` for numbers → its rows, each with the path as it is written and which part that is."""
+"""Path with `#` for numbers → (path as written, row, index of the part) of its rows."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A row that covers a name: the numbers bound, what follows the row's path, and which part it is."""
+    """A row that covers a name: its numbers, the rest of the name behind the row's path, the index of the part."""
 
     row: Row
     bound: dict[str, str]
@@ -101,7 +101,7 @@ class Hit:
 
 
 def parse(name: str, canonical: str, ranges: Mapping[str, int]) -> Iterator[Row]:
-    """Yield the rows that one line of a table stands for; BadRow."""
+    """Yield the rows of one line of a table; BadRow if the line cannot be read."""
     if len(name) + len(canonical) > LONGEST_LINE:
         raise BadRow(f"too long, more than {LONGEST_LINE} characters")
     for left, right in _alternatives(name, canonical):
@@ -122,7 +122,7 @@ def _alternatives(name: str, canonical: str) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(text: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield all values of the variables that occur in arithmetic; one empty choice where there is none."""
+    """Yield all values of the variables in arithmetic; one empty mapping without arithmetic."""
     sums = [b for b in _BRACES.findall(text) if not re.fullmatch("[a-z]", b)]
     names = sorted(set(re.findall("[a-z]", " ".join(sums))))
     if missing := [n for n in names if n not in ranges]:
@@ -153,32 +153,32 @@ def _evaluate(text: str, numbers: Mapping[str, int]) -> int:
                 return of(a) - of(b)
             case ast.BinOp(left=a, op=ast.Mult(), right=b):
                 return of(a) * of(b)
-        raise BadRow(f"{{{text}}} is no arithmetic with + - *")
+        raise BadRow(f"{{{text}}} is not arithmetic with + - *")
 
     if len(text) > LONGEST_SUM:
         raise BadRow(f"{{{text[:20]}…}} is too long")
     try:
         return of(ast.parse(text, mode="eval").body)
     except SyntaxError as e:
-        raise BadRow(f"{{{text}}} is no arithmetic with + - *") from e
+        raise BadRow(f"{{{text}}} is not arithmetic with + - *") from e
 
 
 def _row(name: str, canonical: str) -> Row:
     if not re.fullmatch(r"[\w.{}-]+", name):
-        raise BadRow(f"{name!r} is no path")
+        raise BadRow(f"{name!r} is not a path")
     parts = tuple(_parts(canonical))
     if not all(name.split(".")) or not all(all(p.path) for p in parts):
         raise BadRow("a path with nothing between two dots")
-    own = set(_VARIABLE.findall(name))
-    theirs = {v for p in parts for v in _VARIABLE.findall(".".join(p.path))}
-    if own - theirs or len(theirs - own) > 1:
+    left = set(_VARIABLE.findall(name))
+    right = {v for p in parts for v in _VARIABLE.findall(".".join(p.path))}
+    if left - right or len(right - left) > 1:
         raise BadRow("the numbers in braces differ between the two sides")
     if any(p.transposed for p in parts) and len(parts) > 1:
         raise BadRow("only a whole weight can be transposed")
     block = int(m[1]) if (m := _BLOCK.search(canonical)) else 0
-    if block and (theirs - own or any(p.half is not None or p.sized or p.transposed for p in parts)):
+    if block and (right - left or any(p.half is not None or p.sized or p.transposed for p in parts)):
         raise BadRow("only whole parts can take turns")
-    return Row(tuple(name.split(".")), parts, next(iter(theirs - own), None), block)
+    return Row(tuple(name.split(".")), parts, next(iter(right - left), None), block)
 
 
 def _parts(canonical: str) -> Iterator[Part]:
@@ -188,7 +188,7 @@ def _parts(canonical: str) -> Iterator[Part]:
     for item in inner.split(","):
         m = _PART.fullmatch(item.strip())
         if m is None or (sign and m[1]):
-            raise BadRow(f"{item.strip()!r} is no path")
+            raise BadRow(f"{item.strip()!r} is not a path")
         path = tuple(f"{before}{m[2]}{after}".split("."))
         mark, sized = sign or m[1], m[4] is not None
         if mark == "~":
@@ -198,7 +198,7 @@ def _parts(canonical: str) -> Iterator[Part]:
 
 
 class Table:
-    """Rows, looked up from both sides. A lookup costs one dict access per path segment."""
+    """Rows with lookups from both sides. A lookup costs one dict access per path segment."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._names: dict[Path, list[tuple[Path, Row, int]]] = {}
@@ -212,7 +212,7 @@ class Table:
         self._longest = max((len(path) for path in (*self._names, *self._parts)), default=0)
 
     def settled(self, names: Iterable[str]) -> Table:
-        """Return the same table for a base of these names: `{last}` has become a number."""
+        """Return the table with `{last}` replaced by the highest number in these names."""
         open_rows = [row for row in self._rows if LAST in row.name]
         if not open_rows:
             return self
@@ -233,23 +233,19 @@ class Table:
         return self._lookup(self._parts, path)
 
     def names_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
-        """Yield the rows that may cover names of this form, with the forms of the canonical weights that they are cut
-        to.
-        """
+        """Yield (row, canonical form) for the rows that may cover names of this form."""
         for row, tail, _ in self._covering(self._names, form):
             yield from ((row, _template(part.path) + tail) for part in row.parts)
 
     def spellings_of(self, form: Path) -> Iterator[tuple[Row, Path]]:
-        """Yield the rows of which canonical names of this form may be parts, with the form of what they are parts
-        of.
-        """
+        """Yield (row, form of the row's name) for the rows that may have canonical names of this form as parts."""
         for row, tail, _ in self._covering(self._parts, form):
             yield row, _template(row.name) + tail
 
     def _covering(self, table: Lookup, form: Path) -> list[tuple[Row, Path, int]]:
-        """(row, what follows its path, which part) of all rows that may cover names of this form (`#` for numbers).
+        """Return (row, rest of the form, index of the part) of all rows that may cover names of this form.
 
-        Those that do, whatever the numbers are, if no row asks for certain ones or for the same one twice.
+        If no row requires certain numbers or equal ones, these are the rows that cover every such name.
         """
         found = [(template, row, form[n:], part) for n in range(1, min(len(form), self._longest) + 1)
                  for template, row, part in table.get(form[:n], ())]  # fmt: skip
@@ -276,12 +272,12 @@ class Table:
 
 
 def fill(path: Path, bound: Bound) -> Path:
-    """Return the path with its numbers put in."""
+    """Return the path with numbers in place of variables."""
     return tuple([bound[s[1]] if s[0] == "{" else s for s in path])
 
 
 def _highest(names: Iterable[str]) -> dict[Path, int]:
-    """Path → the highest number that follows it."""
+    """Return path → the highest number behind it."""
     found: dict[Path, int] = {}
     for name in names:
         path = tuple(name.split("."))
@@ -299,7 +295,7 @@ def _at(row: Row, number: str) -> Row:
 
 
 def is_number(segment: str) -> bool:
-    """Return whether a path segment counts something; keys of hostile files may hold anything."""
+    """Return whether a path segment is a number of at most nine ASCII digits; hostile files may hold any key."""
     return segment.isascii() and segment.isdigit() and len(segment) < 10
 
 
@@ -308,7 +304,7 @@ def _template(path: Path) -> Path:
 
 
 def _even(template: Path) -> bool:
-    """Return whether it fits any numbers: none is written out, no two have to be the same."""
+    """Return whether a path fits any numbers: it has no fixed number and no variable twice."""
     variables = [s for s in template if s[0] == "{"]
     return len(set(variables)) == len(variables) and not any(map(is_number, template))
 
