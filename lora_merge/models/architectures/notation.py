@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row without arithmetic and alternatives. Rows are compared by identity: they are keys of millions of lookups."""
+    """One row without arithmetic and alternatives. Rows are compared by identity: millions of lookups hash them."""
 
     name: Path
     parts: tuple[Part, ...]
