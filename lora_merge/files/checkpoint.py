@@ -1,6 +1,6 @@
-"""Opens checkpoints: one file, shards, folders, whole pipelines; as one table of tensors, from headers alone.
+"""Opens a checkpoint (a file, shards, a folder, a whole pipeline) as one table of tensors.
 
-No torch here (but for pickled files, see pickles.py): plans and `inspect` work from headers.
+Only headers are read, so plans and `inspect` need no torch, except for pickled files (pickles.py).
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ from .layouts import PEFT, Weights, choose, components, entries, require_all, sh
 from .safetensors import parse_file
 
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
-MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; as it was in the middle of the training, with a number before it
-CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that is there
+MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
+CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that exists is read
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
-"""Where LLaVA's and LongLoRA's trainers put what else they trained, beside the adapter: whole parameters."""
+"""Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
 
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""How files of torch.save begin: a zip archive, or before torch 1.6 a bare pickle."""
+"""First bytes of files of torch.save: a zip archive, or before torch 1.6 a bare pickle."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """All tensors of one checkpoint, in the order of their bytes; the headers of all its files."""
+    """All tensors of one checkpoint in the order of their bytes, and the headers of its files."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
-    """Of all its files; of an entry that several have, the first file's."""
+    """The entries of all files; if several files have an entry, that of the first file."""
     files: tuple[Path, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, adapter_config.json or model_index.json beside the files."""
+    """Content of the config.json, adapter_config.json or model_index.json beside the files."""
     headers: Mapping[Path, Header] = field(default_factory=dict, repr=False)
     index_files: tuple[Path, ...] = ()
     """The `*.index.json` of each sharded set."""
     components: Mapping[str, Index] = field(default_factory=dict)
-    """Sub-folder → its own checkpoint, for a pipeline; `tensors` then says `<component>.<stored name>`."""
+    """Sub-folder → its checkpoint, for a pipeline; the names in `tensors` are then `<component>.<stored name>`."""
     notes: tuple[str, ...] = ()
-    """What the user should know: a variant that was passed over, entries that are no tensors …"""
+    """Messages for the user: variants that are not used, entries that are not tensors …"""
     unnamed: tuple[Path, ...] = ()
-    """Shards of this model that its index does not name: copied, never changed."""
+    """Shards of this model that its index does not name; they are copied and never changed."""
 
     @cached_property
     def quantised(self) -> Quantised:
-        """What of it is quantised."""
+        """Return the quantised parts of this checkpoint that no codec reads."""
         if self.components:
             return together({name: part.quantised for name, part in self.components.items()})
         return quantised(self.tensors, self.metadata, self.config, self.packed)
 
     @cached_property
     def packed(self) -> Mapping[str, Packing]:
-        """Name → how a weight is stored, of those that are not plain numbers."""
+        """Return name → packing of the weights that are not stored as plain numbers."""
         if not self.components:
             return packed(self.tensors, self.metadata)
         return {
             f"{name}.{key}": Packing(
-                one.encoding,
-                {role: self.tensors[f"{name}.{info.name}"] for role, info in one.sides.items()},
-                frozenset(f"{name}.{other}" for other in one.beside),
+                packing.encoding,
+                {role: self.tensors[f"{name}.{info.name}"] for role, info in packing.sides.items()},
+                frozenset(f"{name}.{other}" for other in packing.beside),
             )
             for name, part in self.components.items()
-            for key, one in part.packed.items()
+            for key, packing in part.packed.items()
         }
 
 
 def open_checkpoint(path: Path) -> Index:
     """Return the checkpoint at `path`: a file, an `*.index.json`, or a folder of any usual layout.
 
-    InputError for what is missing, damaged, malicious or of no known kind. Links are followed, as model
-    caches are made of them; text inside files (index entries, component names) is never used as a path.
+    Raises InputError for files that are missing, damaged, malicious or unknown. Links are followed, since model caches
+    consist of links. Text inside files (index entries, component names) is never used as a path.
     """
     try:
         return _opened(path)
@@ -104,7 +104,7 @@ def _opened(path: Path) -> Index:
         notes = (f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model",)
     if path.name in PEFT_FILES and (whole := _trained_whole(path.parent)):
         raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
-                         f"give the folder, {path.parent}, which is all of it")  # fmt: skip
+                         f"give the folder {path.parent}, which holds all of it")  # fmt: skip
     beside = configuration(path)
     if beside and not _is_called_trained(path):
         notes = (*notes, f"read with the {beside.name} beside it")
@@ -112,9 +112,10 @@ def _opened(path: Path) -> Index:
 
 
 def configuration(path: Path) -> Path | None:
-    """Return the configuration that is read with the folder or PEFT file at `path`; None where there is none.
+    """Return the path of the configuration of the folder or PEFT file at `path`; None where there is none.
 
-    PEFT's tensors tell no alpha, whatever their file is called: DeepSpeed's zero_to_fp32 writes pytorch_model.bin.
+    Any file with PEFT's tensors needs its configuration, which holds alpha. DeepSpeed's zero_to_fp32 writes such
+    tensors to pytorch_model.bin.
     """
     folder = path if path.is_dir() else path.parent
     found = [folder / name for name in (CONFIGS if path.is_dir() else CONFIGS[:1]) if (folder / name).exists()]
@@ -125,9 +126,7 @@ def configuration(path: Path) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _holds_peft(path: Path, _: FileState | None) -> bool:
-    """Return whether some name in a file is one of PEFT's; asked several times a merge, and pickles are slow to
-    open.
-    """
+    """Return whether a file holds a tensor with PEFT's prefix; cached, since pickles are slow to open."""
     return any(PEFT in key for key in _header(path).tensors)
 
 
@@ -140,7 +139,7 @@ def _trained_whole(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a side file; InputError if it is anything else, or absurdly long or deep."""
+    """Return the JSON object in a side file; InputError as `json_value`, or if it is not an object."""
     value = json_value(path)
     if not isinstance(value, dict):
         raise InputError("not a JSON object", str(path), "download or write it again")
@@ -148,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(path: Path) -> Any:
-    """Return the JSON in a side file; InputError if it is none, or absurdly long or deep."""
+    """Return the JSON value in a side file; InputError if it is invalid, or too long or too deep."""
     with open_regular(path) as f:
         if FileState.of(f.fileno()).size > JSON_LIMIT:
             raise InputError("JSON file of absurd length", str(path), "download it again")
@@ -203,13 +202,13 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
         if (path / name).exists():
             return _of_files(path, [path / name, *_trained_whole(path)], config=config)
     others = listed(weights.label for weights in weights_in(path))
-    fix = f"if {others} is the adapter, name that file; if it is a whole model, take adapter_config.json away"
+    fix = f"if {others} is the adapter, name that file; if it is a whole model, move adapter_config.json away"
     fix = fix if others else "download the folder again"
     raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
 
 
 def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
-    """Return a diffusers pipeline: every component with weights, its tensors as `<component>.<stored name>`."""
+    """Return a diffusers pipeline: all components with weights; tensors are named `<component>.<stored name>`."""
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
         raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
@@ -255,7 +254,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
     homes = {n: info.file for n, info in index.tensors.items()}
     wrong = [n for n, file in table.items() if (home := homes.get(n)) is not present[file] and home != present[file]]
     if wrong:
-        raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not where it says")
+        raise _bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not in the file that it names")
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
         index = replace(index, notes=(*index.notes, f"{weights.index.name} does not list {listed(unlisted, 3)}"))
@@ -280,7 +279,7 @@ def _of_files(
     config: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Index:
-    """Return the union of some files; InputError where two hold the same name."""
+    """Return the tensors of several files as one checkpoint; InputError if two files hold the same name."""
     headers: dict[Path, Header] = {}
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -296,20 +295,20 @@ def _of_files(
 
 
 def _of_first(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return all entries; of one that several have, the first."""
+    """Return the union of all entries; the first value of a key wins."""
     found: dict[str, str] = {}
-    for one in metadata:
-        found |= {key: text for key, text in one.items() if key not in found}
+    for of_file in metadata:
+        found |= {key: text for key, text in of_file.items() if key not in found}
     return found
 
 
 def _header(path: Path) -> Header:
-    """Return the header of one file of either kind; what it is, its first bytes say, not its name."""
+    """Return the header of a pickle or a .safetensors file; the first bytes decide, not the name."""
     with open_regular(path) as f:
         start = f.read(9)
-    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after the length tells.
+    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length tells them apart.
     if start.startswith(PICKLED) and start[4:] != b"\0\0\0\0{":
-        from .pickles import read_pickled  # it needs torch
+        from .pickles import read_pickled  # imports torch
 
         return read_pickled(path)
     return parse_file(path)

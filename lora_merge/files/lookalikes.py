@@ -1,4 +1,4 @@
-"""What people pass instead of a .safetensors file, told by its first bytes, or instead of an adapter, by its keys."""
+"""Recognises files that people pass by mistake: other formats by their first bytes, other networks by their keys."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ MAGIC: Final = (
     (b"\xff\xd8\xff", "a picture", "give a .safetensors checkpoint"),
     (b"{", "a JSON file", "give the .safetensors file or its folder"),
 )  # fmt: skip
-"""What people pass instead of a checkpoint. Asked only after the bytes failed to be a header."""
-
+"""Formats that people pass instead of a checkpoint; used only for files without a valid header."""
 
 BESIDE: Final = (
     "load it beside the model when that runs; it changes none of the model's weights, so nothing can be merged"
@@ -47,9 +46,9 @@ BY_NUMBERS: Final = (
     "take a version of it with names"
 )
 
-TELLING: Final = 20_000  # names of what is no state dict that are looked at
+TELLING: Final = 20_000  # names that are compared, at most, of a file that is not a state dict
 
-LONGEST: Final = 200  # characters of each
+LONGEST: Final = 200  # characters of such a name
 
 FOREIGN: Final = tuple(
     (re.compile(pattern), what)
@@ -68,29 +67,31 @@ FOREIGN: Final = tuple(
         (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
     )
 )  # fmt: skip
-"""What people take for an adapter though it is a network of its own or no change of weights, the surer first. Asked
-only of a file in which nothing is an adapter's."""
+"""Key pattern → what the file is: networks and embeddings that people take for adapters, the surest patterns first.
+Used only for files without adapter tensors."""
 
 
 def foreign(keys: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a file without adapter tensors is, if its keys tell, and what to do with it."""
+    """Return what a file without adapter tensors is and what to do with it; None if its keys do not show it."""
     keys = [*keys]
     what = next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), None)
     if what is None and keys and not any("." in key for key in keys):
-        what = EMBEDDING  # by its token's or its encoder's name alone
+        what = EMBEDDING  # its only keys are names of tokens or encoders
     return (what, BY_NUMBERS if what == CLONEOFSIMO else BESIDE) if what else None
 
 
 def are_factors(loaded: Sequence[object]) -> bool:
-    """Return whether a list of tensors is up, down, up, down …, as cloneofsimo's first files are."""
+    """Return whether a list of tensors is up, down, up, down …, as in the first files of cloneofsimo/lora."""
     shapes = [tuple(getattr(t, "shape", ())) for t in loaded]
     pairs = [*zip(shapes[::2], shapes[1::2], strict=False)]
     return len(shapes) == 2 * len(pairs) > 0 and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in pairs)
 
 
 def nested(value: object, depth: int = 3) -> Iterator[str]:
-    """Return the names of what lies in dicts and lists, as far down as what is no state dict keeps its tensors; what
-    lies there more than once by one of its names, and no more names than tell what a file is."""
+    """Yield the names of values in nested dicts and lists, `depth` levels deep and at most `TELLING` names.
+
+    A container that occurs several times is searched once.
+    """
     seen: set[int] = set()
     return islice(_nested(value, "", depth, seen), TELLING)
 
@@ -113,6 +114,6 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     if not any(start):
         return InputError("the file holds zeros", str(path), "download it again; it was never completed")
     for magic, what, fix in MAGIC:
-        if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # those are a damaged header's
+        if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")

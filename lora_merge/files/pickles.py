@@ -1,9 +1,9 @@
-"""Reads `.pt .pth .bin .ckpt` files as headers: where each tensor's bytes lie, without loading them.
+"""Reads `.pt .pth .bin .ckpt` files as headers: the byte range of each tensor, without loading it.
 
-Always `weights_only=True`: torch's unpickler then builds tensors and containers and calls nothing a file
-names. It runs under FakeTensorMode, so storages get an offset into the zip archive and no memory. What no
-file holds as consecutive bytes (transposed tensors, files from before torch 1.6) is made in memory; all of it
-together is never more than the file's size.
+`weights_only=True` is always set: torch's unpickler then builds tensors and containers and calls only the functions on
+its list. It runs under FakeTensorMode, so storages get an offset in the zip archive and no memory. Tensors whose bytes
+are not consecutive in the file (transposed tensors, files from before torch 1.6) are made in memory; together they
+take at most the size of the file.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ WRAPPERS: Final = (
     "net",
     "weights",
 )
-"""Keys that training programs put a state dict under; the preferred first."""
+"""Keys under which training programs store a state dict, the preferred one first."""
 
 FAILURES: Final = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, ValueError,
     AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError,
     OSError, NotImplementedError, BufferError, Warning,
 )  # fmt: skip
-"""What the unpickler raises on malformed input: a damaged stream can break any of its steps."""
+"""Errors that the unpickler raises for malformed input: a damaged stream can break any of its steps."""
 
 TELLS_PLACES: Final = (2, 7)
-"""The first torch that tells where a storage's bytes lie in the archive; up to 2.5 `weights_only` runs code
+"""The first torch that reports the place of a storage in the archive. Up to 2.5, `weights_only` can run code
 (CVE-2025-32434)."""
 
 PICKLES: Final = 5
-"""At the start of a file without an archive: a magic number, a version, the machine, the content, names of storages."""
+"""Pickles at the start of a file without an archive: magic number, version, machine, content, names of storages."""
 
 NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
-"""Names of numbers that scale a module; some programs store them as plain ones beside its tensors."""
+"""Names of numbers that scale a module; some programs store them as Python numbers beside its tensors."""
 
 FORMAT_NAMES: Final = {row.library: name for name, row in TABLE.items() if row.bits >= 8}
-"""torch's dtype → the format's."""
+"""torch's name of a dtype → its name in .safetensors."""
 
 
 @dataclass
@@ -74,20 +74,20 @@ class _Loading:
 
     path: Path
     size: int
-    records: Mapping[int, int] | None  # start of a record → its bytes; None: no archive
+    records: Mapping[int, int] | None  # start of a record → its size in bytes; None without an archive
     memory: int = 0  # bytes of tensors made so far
 
 
 def read_pickled(path: Path) -> Header:
     """Return the tensors of a torch file; InputError for code in it, damage, or tensors that cannot be stored."""
-    import torch  # what fails here is no fault of the file
+    import torch  # outside the try: an error here is not the fault of the file
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < TELLS_PLACES:
-        raise InputError(f"torch {torch.__version__} is too old to read torch files as they are read here", str(path),
+        raise InputError(f"torch {torch.__version__} is too old to read torch files safely", str(path),
                          "update torch to 2.7 or later, or take the .safetensors version of this file")  # fmt: skip
     try:
         return _read(path)
-    except FAILURES as e:  # the objects it made are odd enough to break what looks at them
+    except FAILURES as e:  # a damaged file can make objects that fail when they are used
         raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 
 
@@ -99,7 +99,7 @@ def _read(path: Path) -> Header:
     table, notes = _state_dict(_load(path, fake=True), path)
     values = dict(_tensors(table, path))
     if loading.records is None:
-        storages = [v.untyped_storage() for v in values.values()]  # one object per storage, however often shared
+        storages = [v.untyped_storage() for v in values.values()]  # tensors that share a storage share this object
         if sum({id(s): s.nbytes() for s in storages}.values()) > state.size:
             raise _damaged(path, "it describes more data than it holds")
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
@@ -110,12 +110,12 @@ def _read(path: Path) -> Header:
         raise InputError(f"not a state dict but {what[0]}", str(path), what[1])
     left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
     if left:
-        notes = (*notes, f"{path.name}: left out what is no tensor: {listed(left)}")
+        notes = (*notes, f"{path.name}: left out entries that are not tensors: {listed(left)}")
     return Header(found, {}, 0, state, notes)
 
 
 def _reason(e: BaseException) -> str:
-    """Return what was found wrong. What Python, zipfile and torch say is about their own insides: --debug shows it."""
+    """Return the reason for the user. Messages of Python, zipfile and torch name their internals; --debug has them."""
     if isinstance(e, NotRun):
         return str(e)
     archive = isinstance(e, zipfile.BadZipFile) or "PytorchStreamReader" in str(e)
@@ -127,9 +127,9 @@ def _load(path: Path, *, fake: bool) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        if fake:  # the first time
-            _look_through(path)
-        # An open file, for torch chooses another loader by the name.
+        if fake:  # the first of two loads
+            _scan(path)
+        # torch gets an open file: it would choose another loader by the suffix of a path.
         with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
             return torch.load(f, map_location="cpu", weights_only=True)
     except FAILURES as e:
@@ -140,15 +140,17 @@ def _load(path: Path, *, fake: bool) -> Any:
                 f"{path}: it names {found[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
-        if "quantized" in str(e):  # torch has no empty ones to load them as
+        if "quantized" in str(e):  # FakeTensorMode has no quantised tensors
             what = "the file holds quantised tensors, whose numbers are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
         raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 
 
-def _look_through(path: Path) -> None:
-    """NotRun, or another of FAILURES, for pickles that are not to be run: that of an archive, or the five that a file
-    from before torch 1.6 begins with."""
+def _scan(path: Path) -> None:
+    """Raise NotRun, or another of FAILURES, for a file whose pickles must not be loaded.
+
+    An archive holds one pickle; a file from before torch 1.6 begins with five.
+    """
     import torch
 
     with path.open("rb") as f:
@@ -168,8 +170,10 @@ def _look_through(path: Path) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """FakeTensorMode logs what it raises, with a traceback; this thread's records are dropped, and a remark of torch's
-    on pickles that it did not write: an error says more."""
+    """Drop the tracebacks that FakeTensorMode logs in this thread, and torch's warning about foreign pickles.
+
+    The typed error says more than both.
+    """
     thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -185,7 +189,7 @@ def _silent() -> Iterator[None]:
 
 
 def _records(path: Path) -> Mapping[int, int]:
-    """Start of the data → its bytes, for every record of the archive."""
+    """Return start of the data → its size in bytes, for every record of the archive."""
     records = {}
     with zipfile.ZipFile(path) as z, open_regular(path) as f:
         _refuse_other_archives(path, z)
@@ -194,11 +198,11 @@ def _records(path: Path) -> Mapping[int, int]:
                 raise InputError(  # torch.save never compresses; a small record could unpack to any size
                     "a torch file whose records are compressed", str(path), "save it again with torch.save"
                 )
-            f.seek(entry.header_offset + 26)  # of the local header: the lengths of name and extra field
+            f.seek(entry.header_offset + 26)  # in the local header: the lengths of the name and the extra field
             name, extra = struct.unpack("<HH", f.read(4))
             records[entry.header_offset + 30 + name + extra] = entry.file_size
             if entry.filename.endswith("byteorder") and (entry.file_size > 16 or z.read(entry) != b"little"):
-                raise InputError(  # torch 2.13 crashes on these when it loads no values
+                raise InputError(  # torch 2.13 crashes on these under FakeTensorMode
                     "a torch file from a big-endian machine", str(path), "save it again on a usual machine"
                 )
     return records
@@ -214,7 +218,7 @@ def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
 
 
 def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...]]:
-    """Return the dict that holds the tensors, out of the wrappers it came in, and what to tell the user."""
+    """Return the dict that holds the tensors, without its wrappers, and notes for the user."""
     unwrapped: list[str] = []
     while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
         inner = next((w for w in WRAPPERS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None)
@@ -234,7 +238,7 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[str, ...
 
 
 def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors; InputError for those that a .safetensors file cannot hold."""
+    """Yield name and tensor; InputError for a tensor that a .safetensors file cannot hold."""
     import torch
 
     for name, value in dict.items(table):  # not table.items: a file can give its dicts attributes
@@ -254,7 +258,7 @@ def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[StoredTensor]:
-    """Plain numbers that belong to a module of these tensors (sorted names), such as its α, as doubles of no axis."""
+    """Yield the Python numbers that scale a module of these tensors (sorted names), such as α, as 0-d doubles."""
     for name, value in dict.items(table):
         match = NUMBER.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
         if match is None or not name.isprintable():
@@ -266,7 +270,7 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
 
 
 def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
-    """Return where the bytes of one tensor lie; what lies nowhere in one piece is made."""
+    """Return the byte range of one tensor; if its bytes are not consecutive in the file, make them in memory."""
     dtype, item = FORMAT_NAMES[str(value.dtype).removeprefix("torch.")], value.element_size()
     shape, nbytes = tuple(value.shape), value.numel() * value.element_size()
     assert ITEM_BITS[dtype] == 8 * item, "the two libraries agree on dtypes"
@@ -277,7 +281,9 @@ def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
         span = item * (
             value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, value.stride(), strict=True))
         )
-        if start is None or span > loading.records.get(start, -1) or backwards:  # torch 2.7 errs about storage.nbytes()
+        if (
+            start is None or span > loading.records.get(start, -1) or backwards
+        ):  # storage.nbytes() is wrong in torch 2.7
             raise _damaged(loading.path, f"the bytes of {quoted(name)} are not in it")
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             offset = start + item * value.storage_offset()
@@ -290,7 +296,7 @@ def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:
 
 
 def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
-    """Return the bytes of a tensor that is strewn over its storage, which is read from the archive."""
+    """Return the bytes of a tensor that is not contiguous; its whole storage is read from the archive."""
     import torch
 
     if not value.numel() or start is None or loading.records is None:
@@ -303,7 +309,7 @@ def _gather(loading: _Loading, value: Tensor, start: int | None) -> memoryview:
 
 
 def raw_bytes(value: Tensor) -> memoryview:
-    """Return the elements in order, as bytes; they share memory with the tensor where it is in order."""
+    """Return the elements in order, as bytes; a contiguous tensor shares its memory with them."""
     import torch
 
     plain = value.detach().resolve_conj().resolve_neg().contiguous()

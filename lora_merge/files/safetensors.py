@@ -1,12 +1,12 @@
 """The safetensors header: a little-endian u64 length, that many bytes of JSON, then the data.
 
-Format: https://github.com/huggingface/safetensors#format. What is accepted here the `safetensors` library
-accepts, and the reverse; a test compares them on generated headers. The differences, all deliberate:
+Format: https://github.com/huggingface/safetensors#format. This module accepts the same headers as the `safetensors`
+library; a test compares both on generated headers. The differences are deliberate:
 
-* A name, a metadata key or a field given twice is refused; the library keeps the last one and loses data.
-* An entry must be a JSON object with the dtype as a string; the library's decoder also takes the array
-  `["F32", [1], [0, 4]]` and the dtype `{"F32": null}`, which no writer produces.
-* Unknown fields of an entry are ignored by both; nested deeper than 128 levels, only the library minds.
+* A name, a metadata key or a field that is given twice is refused; the library keeps the last one and loses data.
+* An entry must be a JSON object with the dtype as a string; the library also accepts the array
+  `["F32", [1], [0, 4]]` and the dtype `{"F32": null}`, which no program writes.
+* Both ignore unknown fields of an entry, but the library refuses those that are nested deeper than 128 levels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ U64: Final = 1 << 64
 
 
 class _Malformed(ValueError):
-    """Why a header is refused; becomes an InputError with the path."""
+    """The reason why a header is refused; `parse_file` turns it into an InputError with the path."""
 
 
 def parse_file(path: Path) -> Header:
-    """Return the header of one file; InputError for anything malformed, saying what the file is where that shows."""
+    """Return the header of one file; InputError if it is malformed, with the format of the file if that is known."""
     with open_regular(path) as f:
         state, start = FileState.of(f.fileno()), b""
         try:
@@ -67,9 +67,7 @@ def _raw(f: BinaryIO, start: bytes, size: int) -> bytes:
 
 
 def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if
-    malformed.
-    """
+    """Return tensors in byte order and metadata from the JSON of a file of `size` bytes; ValueError if malformed."""
     try:
         return _checked(_json(raw), path, 8 + len(raw), size)
     except RecursionError as e:
@@ -78,7 +76,7 @@ def parse(raw: bytes, path: Path, size: int) -> tuple[dict[str, StoredTensor], d
 
 def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(table, dict):
-        raise _Malformed("its header is no JSON object")
+        raise _Malformed("its header is not a JSON object")
     metadata = table.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -100,11 +98,11 @@ def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, St
 
 
 _MINUS_ZERO: Final = re.compile(r"[\s:,\[]-0")
-"""Where JSON may have one; `model-00001-of-00200` in a text is none."""
+"""A -0 in JSON. The character before it keeps texts such as `model-00001-of-00200` out."""
 
 
 def _json(raw: bytes) -> Any:
-    """As serde_json reads it: strict UTF-8, no NaN, no lone surrogates, no number beyond a double."""
+    """Parse JSON as serde_json does: strict UTF-8, no NaN, no lone surrogates, no number beyond a double."""
     try:
         text = raw.decode("utf-8")
         value = json.loads(
@@ -115,7 +113,7 @@ def _json(raw: bytes) -> Any:
             parse_int=_int if _MINUS_ZERO.search(text) else int,
         )
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no UTF-8
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for a lone surrogate
     except _Malformed:
         raise
     except ValueError as e:  # includes JSONDecodeError and UnicodeError
@@ -143,15 +141,13 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int | float:
-    return -0.0 if text == "-0" else int(text)  # "-0" is no unsigned integer
+    return -0.0 if text == "-0" else int(text)  # a float: "-0" is not an unsigned integer
 
 
 def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) -> StoredTensor:
-    """Return one tensor. `known`: dtypes and shapes, which are the same object wherever they are equal: 20 MiB of 200
-    000.
-    """
+    """Return one tensor. Equal dtypes and shapes share one object in `known`: this saves 20 MiB for 200 000 tensors."""
     if not isinstance(entry, dict):
-        raise _Malformed(f"the entry of {quoted(name)} is no JSON object")
+        raise _Malformed(f"the entry of {quoted(name)} is not a JSON object")
     try:
         dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as e:
@@ -172,14 +168,14 @@ def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) 
 
 
 def _all_u64(numbers: list[Any]) -> bool:
-    for n in numbers:  # noqa: SIM110  thousands of times a file, and a generator takes twice as long
-        if type(n) is not int or not 0 <= n < U64:  # type(): true is no 1
+    for n in numbers:  # noqa: SIM110  called thousands of times per file; a generator takes twice as long
+        if type(n) is not int or not 0 <= n < U64:  # type(): isinstance accepts true as 1
             return False
     return True
 
 
 def _nbytes(shape: list[int], bits: int) -> int | None:
-    """Return the bytes of the tensor; None where 64 bits overflow on the way, or where they are no whole number."""
+    """Return the bytes of a tensor; None if 64 bits overflow, or if its bits are not whole bytes."""
     count = 1
     for n in shape:
         count *= n

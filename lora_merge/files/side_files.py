@@ -1,4 +1,4 @@
-"""What an output folder holds beside the weights, so that it loads like the one it came from."""
+"""Files of an output folder beside the weights: configuration, index, tokenizer and the others that a model needs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .checkpoint import Index, json_value, read_json
 from .layouts import entries
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
-"""Names of what belongs to other programs, or to a merge that is under way."""
+"""Names of files that belong to other programs or to a running merge; they are not copied."""
 
 MODULES: Final = "modules.json"
-"""Where sentence-transformers lists the parts of a model: its transformer, a pooling, perhaps dense layers."""
+"""File in which sentence-transformers lists the parts of a model: its transformer, pooling, dense layers."""
 
 TOKENIZER: Final = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
-"""Files that a trainer puts beside an adapter, changed where it added tokens or a chat template."""
+"""Files that a trainer puts beside an adapter; they differ from the base's if it added tokens or a chat template."""
 
 EMBEDDING: Final = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|shared|tok_embeddings|tokens_embed|(?:input_)?embeddings?|w)"
@@ -38,23 +38,22 @@ EMBEDDING: Final = re.compile(
 PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embedding|\w+_embed)(?:\.proj)?\.weight")
 
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
-"""Tensors whose size a configuration tells: a row per token, a column per channel, a row per label."""
+"""EMBEDDING, PATCHES, HEAD: tensors whose size config.json holds: rows = tokens, columns = channels, rows = labels."""
 
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
-"""Tensor → its shape in the base, () if that tied it to another, and in the output."""
+"""Tensor → its shape in the base, () if it was tied to another tensor there, and its shape in the output."""
 
 CONFIG_DTYPES: Final = {name: TABLE[name].library for name in ("F32", "F16", "BF16")}
-"""Dtype → what transformers calls it in a config.json."""
+"""Dtype → its name in a config.json of transformers."""
 
 
 def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what of the base folder is copied as it is, and which sub-folders are not: those with weights of their
-    own.
+    """Return the files of the base folder that are copied unchanged, and the sub-folders that are not copied.
 
-    Of these, layers that sentence-transformers put behind the model are copied too. The others are another model, an
-    earlier output, a checkpoint of the training: what this one needs of them, if anything, only the user knows. All
-    names are relative to the base folder, with forward slashes. InputError for what cannot be copied: pipes, devices,
-    links that point nowhere, and links to folders without weights of the base, which may lead anywhere.
+    Sub-folders with weights are not copied: they are another model, an earlier output or a training checkpoint. Layers
+    that sentence-transformers puts behind the model are copied. All names are relative to the base folder, with forward
+    slashes. Raises InputError for pipes, devices, links that point nowhere, and links to folders that hold no weights
+    of the base, since such a link may lead anywhere.
     """
     written = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
@@ -80,7 +79,7 @@ def side_files(base: Index) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
-    """`name -> target` for each of these files of a folder whose links lead out of it, and of the cache that it is in.
+    """Return `name -> target` for each file whose link leads out of the folder and out of its model cache.
 
     huggingface_hub keeps files in `blobs` beside `snapshots`; each snapshot is a folder of links to them.
     """
@@ -91,11 +90,10 @@ def led_outside(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def other_tokenizers(base: Path, adapters: Sequence[Path]) -> Iterator[str]:
-    """Yield a note for every adapter folder with a tokenizer of another size than that of the base folder, which is
-    what the output has; nothing is read."""
+    """Yield a note for every adapter folder whose tokenizer files differ in size from the base's; no file is read."""
     for folder in adapters if base.is_dir() else ():
         if other := [name for name in TOKENIZER if _size(folder / name) not in (None, _size(base / name))]:
-            yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: take it where the "
+            yield (f"the output has the base's tokenizer; {folder} has another {listed(other)}: use that one if the "
                    "training added tokens or a chat template")  # fmt: skip
 
 
@@ -111,8 +109,10 @@ def _relative(paths: Sequence[Path], base: Index) -> tuple[str, ...]:
 
 
 def _behind(folder: Path) -> frozenset[Path]:
-    """Return the sub-folders that `modules.json` names; its text is never used as a path. They hold layers that no
-    adapter of the transformer changes."""
+    """Return the sub-folders that `modules.json` names: layers behind the transformer, which no adapter changes.
+
+    Its text is never used as a path.
+    """
     file = folder / MODULES
     rows = json_value(file) if file.exists() else []
     named = [row.get("path") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -120,7 +120,7 @@ def _behind(folder: Path) -> frozenset[Path]:
 
 
 def _stale(name: str) -> bool:
-    """Return whether a file of this name beside the merged weights would be wrong."""
+    """Return whether a file of this name is outdated beside merged weights: a weight file or an index."""
     return Path(name).suffix in WEIGHTS or ".index." in name
 
 
@@ -139,11 +139,13 @@ def _require_file(path: Path) -> None:
         what = "a link that points nowhere" if path.is_symlink() else f"file cannot be read: {e.strerror}"
         raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
     if not regular:
-        raise InputError("the model folder holds what is no file", f"{path}: a device, a pipe or the like", "remove it")
+        raise InputError(
+            "the model folder holds an entry that is not a file", f"{path}: a device, a pipe or the like", "remove it"
+        )
 
 
 def output_name(file: Path, base: Index) -> str:
-    """Return the name of the output file for one of the base's, relative to the folder; pickles become .safetensors."""
+    """Return the output's name for a file of the base, relative to the folder; pickles become .safetensors."""
     relative = file.relative_to(base.path)
     if relative.suffix == ".safetensors":
         return relative.as_posix()
@@ -151,7 +153,7 @@ def output_name(file: Path, base: Index) -> str:
 
 
 def _renamed(name: str) -> str:
-    """transformers' name for pickled weights → its name for safetensors; diffusers has one name for both."""
+    """Return transformers' .safetensors name for its name of a pickle; diffusers has one name for both."""
     return "model" + name.removeprefix("pytorch_model") if name.startswith("pytorch_model") else name
 
 
@@ -167,9 +169,9 @@ class Written(Protocol):
 
 
 def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of every `*.index.json`: as the base's, with the output's file names and totals.
+    """Yield (name, content) of every `*.index.json`: that of the base, with the file names and totals of the output.
 
-    `written`: base file → what its counterpart in the output holds.
+    `written`: base file → the tensors of its output file.
     """
     for path in base.index_files:
         content = read_json(path)
@@ -182,10 +184,12 @@ def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Itera
         metadata = content["metadata"] = content.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise InputError(
-                "the index file is damaged", f"{path}: its metadata is no JSON object", "download it again"
+                "the index file is damaged", f"{path}: its metadata is not a JSON object", "download it again"
             )
         metadata["total_size"] = sum(t.nbytes for t in members.values())
-        if isinstance(metadata.get("total_parameters"), int):  # tied ones may be counted twice: only what is new
+        if isinstance(
+            metadata.get("total_parameters"), int
+        ):  # only the difference is added: tied tensors may be counted twice
             old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
             metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
         relative = path.relative_to(base.path)
@@ -194,7 +198,7 @@ def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Itera
 
 
 def _indented(content: Mapping[str, Any]) -> str:
-    """Return what `json.dumps(content, indent=2)` gives, with a line break behind it; the map in a third of its time.
+    """Return `json.dumps(content, indent=2)` with a final line break, but a weight map in a third of the time.
 
     Without `indent` the encoder is written in C; the separator brings the line breaks of a table of plain strings.
     """
@@ -209,9 +213,7 @@ def _indented(content: Mapping[str, Any]) -> str:
 
 
 def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
-    """Return a model's config.json, saying the dtype and sizes that the weights now have; as it was if those are its
-    own.
-    """
+    """Return a model's config.json with the new dtype and sizes of the weights; unchanged bytes if neither changed."""
     if dtype not in CONFIG_DTYPES and not resized:
         return content
     try:
@@ -226,15 +228,15 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
     for name, (old, new) in resized.items():
         if old:
             _resize(config, name, old, new)
-        else:  # a head that was tied to the embeddings
+        else:  # the head was tied to the embeddings
             config["tie_word_embeddings"] = False
             if isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
-                text["tie_word_embeddings"] = False  # some models ask it there too
+                text["tie_word_embeddings"] = False  # some models read it there too
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
-    """Correct the entry of a configuration that tells the size of this tensor, if any does."""
+    """Correct the entries of a configuration that hold the size of this tensor."""
     if EMBEDDING.fullmatch(name):
         for part in (config, config.get("text_config")):  # of a vision-language model
             if isinstance(part, dict) and part.get("vocab_size") == old[0]:
@@ -242,7 +244,7 @@ def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
     elif PATCHES.fullmatch(name) and config.get("in_channels") == old[1]:
         config["in_channels"] = new[1]
         if config.get("out_channels") is None and ("out_channels" in config or name == "x_embedder.weight"):
-            # "as many as come in", which Flux's need not say
+            # null means in_channels; Flux may leave the key out
             config["out_channels"] = old[1]
     elif HEAD.fullmatch(name) and old[0] != new[0]:
         labels = [f"LABEL_{i}" for i in range(new[0])]
@@ -253,5 +255,5 @@ def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:
 
 
 def stored_name(info: StoredTensor) -> str:
-    """Return the tensor's name inside its file; in a pipeline the plan's name has the component in front."""
+    """Return the tensor's name inside its file; in a pipeline, `name` begins with the component."""
     return info.stored or info.name

@@ -50,9 +50,9 @@ def bind(path: Path) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pipe": (os.mkfifo, "what is no file"),
-    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "what is no file"),
-    "a socket": (bind, "what is no file"),
+    "a pipe": (os.mkfifo, "an entry that is not a file"),
+    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "an entry that is not a file"),
+    "a socket": (bind, "an entry that is not a file"),
     "a link to nowhere": (lambda path: path.symlink_to("gone"), "points nowhere"),
     "a link to itself": (lambda path: path.symlink_to(path.name), "points nowhere"),
     "a link to a folder": (lambda path: path.symlink_to("/usr"), "link to a folder"),
