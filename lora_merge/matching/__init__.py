@@ -1,1 +1,1 @@
-"""Adapter meets base."""
+"""Matching of one adapter with one base."""

@@ -36,7 +36,7 @@ class AdapterContext:
     model: str = ""  # architecture or model type of the base
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that the user states
     base: Base = NOTHING  # layers of the base
-    residual: Collection[str] = frozenset()  # tensors read from the adapter's copy, without its start
+    residual: Collection[str] = frozenset()  # tensors with the values of the adapter's copy, without the start
     widest: tuple[int, int] = (0, 0)  # most rows and columns of the weights whose formula needs it
     _trained: dict[str, Trained] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache
 

@@ -1,4 +1,4 @@
-"""Which way round the weight of each of an adapter's layers is, [out, in] or [in, out], on one base. No torch."""
+"""Orientation, [out, in] or [in, out], of the weights that one adapter changes in one base. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..models.weights import WeightView, transposed
 
 
 class Undecided(ValueError):
-    """Signs contradict each other, so that only the user knows which way round a weight is."""
+    """The signs contradict each other, so that only the user knows a weight's orientation."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module's weight lies, and the layer's bias if it has one."""
+    """A module with its weight in the base, and the layer's bias if it has one."""
 
     module: Module
     view: WeightView
@@ -31,21 +31,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Base:
-    """What a base tells of its layers."""
+    """The facts about a base that decide the orientation of its layers."""
 
     types: Collection[str]  # model types in its config.json
-    recognised: Callable[[str], bool]  # whether a table knows the model that a tensor is of
+    recognised: Callable[[str], bool]  # whether a table knows the model of a tensor
     places: Callable[[], Iterable[Place]]  # of the adapter's modules
 
 
 NOTHING: Final = Base((), lambda _: False, tuple)
-"""What is told of layers of which only the adapter is known."""
+"""The empty facts, where only the adapter is known."""
 
 
 class Orientation:
-    """One adapter's layers on one base.
+    """Orientation of one adapter's layers on one base.
 
-    `fits` says whether the tensors of a module are for a weight that is seen so, `given` what the user states.
+    `fits`: whether a module's tensors fit a view of its weight. `given`: the orientation that the user states.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Orientation:
         self._rules, self._modules, self._fits, self._base, self._given = rules, modules, fits, base, given
 
     def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
-        """(the weight as a formula may see it, the likeliest way first, whether what the user states settled that).
+        """Return (views of the weight to try, the likeliest first; whether the user's setting decided).
 
-        Undecided if nothing settles which is right.
+        Undecided if nothing decides which view is right.
         """
         if not _may_turn(view):
             return [view], False
         if ALGORITHMS[row].in_out:  # mlx-lm's
             return ([transposed(view), view] if _leaf(module) in TABLES else [view]), False
         if ALGORITHMS[row].as_stored or ALGORITHMS[row].of_table or not self._is_pefts(module):
-            return [view], False  # of embeddings PEFT asks no flag
+            return [view], False  # PEFT has no flag for embeddings
         turned = self._is_turned(module, view)
         if turned is None:
             turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._given))
@@ -79,7 +79,7 @@ class Orientation:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
 
     def _is_turned(self, module: Module, view: WeightView) -> bool | None:
-        """Return whether the weight is [in, out]; None where only the user knows, who states it."""
+        """Return whether the weight is [in, out]; None where the user's setting decides."""
         rules, name = self._rules.of(module.name), _leaf(module)
         known = conv1d_by_base(
             name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind
@@ -89,9 +89,8 @@ class Orientation:
         upright, turned = (self._fits(module, seen) for seen in (view, transposed(view)))
         if not (upright and turned):
             return turned
-        lie = self._lies.get(module.name)
-        if lie is not None:
-            return lie
+        if (by_shape := self._by_shape.get(module.name)) is not None:
+            return by_shape
         if self._given is not None:
             return None
         flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
@@ -101,17 +100,17 @@ class Orientation:
         return decided
 
     @cached_property
-    def _lies(self) -> Mapping[str, bool | None]:
-        """Module → whether shapes say that its weight is [in, out]; None where they do not tell."""
-        places = {place.module.name: self._lie(place) for place in self._base.places()}
+    def _by_shape(self) -> Mapping[str, bool | None]:
+        """Module → whether its weight is [in, out] by the shapes; None where they fit both ways."""
+        places = {place.module.name: self._is_in_out(place) for place in self._base.places()}
         return {module.name: None for module in self._modules} | places
 
     @cached_property
     def _layers(self) -> tuple[Layer, ...]:
-        return tuple(Layer(name.rpartition(".")[2], lie) for name, lie in self._lies.items())
+        return tuple(Layer(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
 
-    def _lie(self, place: Place) -> bool | None:
-        """By the length of the bias, which is that of the output, else by what the adapter's tensors fit."""
+    def _is_in_out(self, place: Place) -> bool | None:
+        """Return the orientation by the length of the bias, which is the output's, else by the adapter's tensors."""
         shape, bias = place.view.shape, place.bias.shape if place.bias else ()
         if not _may_turn(place.view) or shape[0] == shape[1]:
             return None

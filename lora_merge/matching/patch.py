@@ -1,4 +1,4 @@
-"""What became of an adapter: where each of its patches meets the base, and what has no place. No torch."""
+"""The result of matching: the patches of an adapter on the base, and the modules without a place. No torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OFF: Final = "its strength is 0"
 COPY: Final = "the adapter holds it a second time; it is applied once"
 ZEROS: Final = "zeros for a bias that the layer does not have"
 REPLACED: Final = "an adapter after it replaces the same parameter"
-"""Why a tensor that has its place changes nothing. The proof looks whether that is so."""
+"""Reasons why a placed tensor changes nothing. The proof checks them."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One formula with its tensors, and the weight it was trained on as pieces of the base."""
+    """One formula with its tensors on one view of the base's weights."""
 
     adapter: int
     module: Module
     algorithm: str
-    shapes: Mapping[str, Shape]  # per slot, as the formula wants it
+    shapes: Mapping[str, Shape]  # slot → shape as the formula needs it
     numbers: Mapping[str, float]
     settings: tuple[tuple[str, Any], ...]
     view: WeightView
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
-    beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → where its values lie in the base
+    beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → weight of the base that fills it
 
     @cached_property
     def row_group(self) -> int:
@@ -61,7 +61,7 @@ class Patch:
 
 
 class PatchPart(NamedTuple):
-    """A patch where it meets one stored tensor: piece `piece` of its view starts at view row `start`."""
+    """The part of a patch on one stored tensor: piece `piece` of its view, which starts at view row `start`."""
 
     patch: Patch
     piece: RowSlice
@@ -71,24 +71,24 @@ class PatchPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """What one adapter does to the base."""
+    """The changes that one adapter makes to the base."""
 
     adapter: AdapterFile
-    uses: Mapping[str, Sequence[PatchPart]]  # base key → what changes it
+    uses: Mapping[str, Sequence[PatchPart]]  # base key → patches on it
     replaced: Mapping[str, StoredTensor]  # output key → the tensor that takes its place
-    copies: Mapping[str, StoredTensor]  # base key → the tensor as the adapter stores it
-    bases: Mapping[str, StoredTensor]  # those of them that differ, and stand for the base's
-    created: Mapping[str, tuple[Shape, str]]  # tensors the base lacks → shape, sibling
+    copies: Mapping[str, StoredTensor]  # base key → copy of the tensor in the adapter
+    bases: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
+    created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor beside which it is stored
     grown: Mapping[str, Shape]  # base key → its larger shape
-    placed: Sequence[str]  # modules that found their place
+    placed: Sequence[str]  # modules with a place in the base
     unmatched: Mapping[str, str]  # module → reason
     components: Mapping[str, int]  # component → modules
     unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
     notes: tuple[str, ...]
-    settings: frozenset[str]  # those that the user states and a formula asked for
-    applied: Mapping[tuple[str, float], int]  # (component, strength) → modules that are applied with it
-    parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # head the base lacks → its embeddings
-    untied: str = ""  # head of its own that was a copy of the embeddings, and is none any more
+    settings: frozenset[str]  # the user's settings that a formula needed
+    applied: Mapping[tuple[str, float], int]  # (component, strength) → number of modules
+    parted: Mapping[str, StoredTensor] = field(default_factory=dict)  # new head → the embeddings that it starts from
+    untied: str = ""  # stored head that was equal to the embeddings and now differs
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Match:
 
     @property
     def strengths(self) -> Mapping[str, Mapping[float, int]]:
-        """Component → strength → modules that are applied with it; 0 for those that are left out."""
+        """Component → strength → number of modules; strength 0 for modules that are left out."""
         found: dict[str, dict[float, int]] = {}
         for (component, strength), count in sorted(self.applied.items(), key=lambda item: -item[0][1]):
             found.setdefault(component, {})[strength] = count
@@ -106,10 +106,10 @@ class Match:
 
     @property
     def modules(self) -> int:
-        """How many modules found their place."""
+        """Number of modules with a place."""
         return len(self.placed)
 
     @property
     def total(self) -> int:
-        """Modules in the adapter."""
+        """Number of modules in the adapter."""
         return self.modules + len(self.unmatched)

@@ -1,4 +1,4 @@
-"""Where the layers that an adapter names lie in the base, by every name that its files may mean. No torch."""
+"""Finds an adapter's layers in the base, by all names that the files allow. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tied_heads import AdapterPair
 
 
 class Places:
-    """Finds the weights of one adapter's modules; `lone` is what names begin with that speak of one expert of two."""
+    """The places of one adapter's modules in the base. `lone`: prefix of the one expert of two in the base."""
 
     def __init__(self, names: Names, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str) -> None:
         self.names, self.stored, self.pair = names, stored, pair
@@ -39,7 +39,7 @@ class Places:
         return self.stored.view(next((view for view in found if view is not None), None))
 
     def named(self, name: str, parameter: str) -> WeightView | None:
-        """Return the parameter of a module, by any of the names that the configuration may mean."""
+        """Return the parameter of a module by any name that the configuration allows."""
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name.endswith(WRAPPED):  # the base is the model before its layers were wrapped
             targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
@@ -47,9 +47,7 @@ class Places:
         return next((view for view in found if view is not None), None) or self._of_head(name, parameter)
 
     def find(self, module: Module) -> WeightView | None:
-        """Return the weight that the module changes, for a part of a module its rows of that; ShapeMismatch if it has
-        none.
-        """
+        """Return the weight that the module changes, for a part of a module its rows; ShapeMismatch if it has none."""
         name, number = split_row_part(module.name)
         view = self.named(name, module.parameter)
         if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
@@ -63,22 +61,22 @@ class Places:
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
     def of(self, modules: Iterable[Module]) -> Iterator[Place]:
-        """Yield where weights and biases of the modules lie, of those that have a place."""
+        """Yield the places of the modules that change a weight of the base."""
         for module in (m for m in modules if m.parameter == "weight"):
-            with suppress(MergeError):  # which is raised when the module is placed
+            with suppress(MergeError):  # `find` raises this again when the module is placed
                 view = self.find(module)
                 if view is not None:
                     yield Place(module, view, self.look(module.name, "bias"))
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
-        """Return the module's other parameters as far as a formula asks for them, and the weights of its relatives."""
+        """Return the module's other parameters that its formulas read, and the weights of its relatives."""
         wanted = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
         found = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in wanted}
         found |= {f"{LAYER}{n}": self.named(name, "weight") for n, name in enumerate(relatives)}
         return {parameter: view for parameter, view in found.items() if view is not None}
 
     def widest(self, modules: Iterable[Module]) -> tuple[int, int]:
-        """(rows, columns), each the largest of the weights whose formula wants to know."""
+        """Return (rows, columns), each the largest over the weights whose formula has the setting `widest`."""
         rows = {a for a, row in ALGORITHMS.items() if "widest" in row.settings}
         asking = [m for m in modules if not rows.isdisjoint(m.complete)]
         sizes = [flat(view.shape) for m in asking if (view := self.named(m.name, m.parameter)) is not None]
@@ -90,19 +88,17 @@ class Places:
         return self.base[view.pieces[0].key].dtype if view is not None else ""
 
     def embeddings(self) -> WeightView | None:
-        """Return the table whose weight a head uses that the base does not have."""
+        """Return the embeddings whose weight is also the head's."""
         if self.pair.tied is not None:
             return whole(self.pair.shared, self.pair.tied.info.shape)
         return next((view for view in map(self.look, EMBEDDINGS) if view is not None), None)
 
     def lacks_head(self, name: str) -> bool:
-        """Return whether this is the name of a head that the base does not have."""
+        """Return whether this is the name of a head that the base does not store."""
         return self.pair.is_head(name) and self.look(name) is None
 
     def _of_head(self, name: str, parameter: str) -> WeightView | None:
-        """Return the weight of a head that the base does not have: its own if it can be given one, else the
-        embeddings.
-        """
+        """Return the weight of a head that the base does not store: a new one if possible, else the embeddings."""
         if parameter != "weight" or not self.pair.is_head(name):
             return None
         return self.pair.own_weight if self.pair.parts(name) else self.embeddings()

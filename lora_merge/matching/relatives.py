@@ -1,8 +1,8 @@
-"""Which layers share what FRoD makes of the base, and in which order (`save_projection=False`). No torch.
+"""Layers that share a basis which FRoD computes from the base, in order (`save_projection=False`). No torch.
 
-PEFT files every layer that it wraps under the number of its block and under its kind, the end of its name; of two with
-both alike the later one in the order of the model's code counts. A layer outside of all blocks has its place in that
-order for a number. Source: PEFT 0.21.2, tuners/frod/model.py.
+PEFT sorts every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with
+the same kind and number it uses the later one in the order of the model's code. The number of a layer outside all
+blocks is its position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .patch import Patch
 def related(
     rules: PeftRules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext
 ) -> PeftRules:
-    """Return the rules with what is to be known of every layer whose basis the file lacks.
+    """Return the rules with the relatives and settings of every layer whose basis the file lacks.
 
-    `dtype`: a module's weight's. InputError where several orders of the layers would give several bases.
+    `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
     layers = {bare(m.name): m for m in modules if FROD.name in m.algorithms}
     if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
@@ -57,20 +57,18 @@ def related(
 
 
 def kin(patch: Patch) -> tuple[WeightView, ...]:
-    """Return the weights of all layers that share what is rebuilt from them; empty where nothing is shared."""
+    """Return the weights of all layers from which the patch's basis is computed; empty for other formulas."""
     return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
 
 
 def _width(module: Module) -> int:
-    """Return how many inputs a layer has."""
+    """Return the number of a layer's inputs."""
     shape = module.shapes.get("diagonal", ())
     return shape[0] if shape else 0
 
 
 def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
-    """Return the kind → its layers by number; None where that depends on the order of the paths, and they are in
-    none.
-    """
+    """Return kind → its layers by number; None where this depends on an order that the paths do not have."""
     numbered: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     unsure = set()

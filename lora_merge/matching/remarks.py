@@ -1,4 +1,4 @@
-"""Sentences about single modules of an adapter, which the user should know though nothing is wrong."""
+"""Remarks for the user on single modules of an adapter; none of them is an error."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ REBUILT: Final[Mapping[str, str]] = MappingProxyType(
         ADAMSS.name: f"its groups of rows are clusters in the base, {SAME_MACHINE}",
     }
 )
-"""Row of ALGORITHMS that makes slots of the base (`Algorithm.rebuild`) → what to say of it."""
+"""Row of ALGORITHMS that computes slots from the base (`Algorithm.rebuild`) → the remark on it."""
 
 
 def rebuilt(name: str, shapes: Shapes) -> str:
-    """Return what the user should know of a module whose file lacks such slots; "" where it has them."""
+    """Return the remark on a module whose file lacks such slots; "" where the file has them."""
     return REBUILT[name] if ALGORITHMS[name].is_rebuilt(shapes) else ""

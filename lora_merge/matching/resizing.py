@@ -1,9 +1,9 @@
-"""Parameters of another size or another value than the base's: those that an adapter makes larger, or brings whole.
+"""Parameters that an adapter makes larger or replaces.
 
-In a weight that is made larger the base stands in the low corner of zeros. Either the file says so (`reshape_weight`;
-ComfyUI comfy/weight_adapter/base.py), or it is a control LoRA for Flux.1, of Black Forest Labs (ComfyUI
-comfy/lora_convert.py) or by diffusers' script (examples/flux-control), whose first layer takes twice the channels.
-Anything else that does not fit is refused: a wider adapter mostly is one for another model. No torch.
+A larger weight holds the base in its first rows and columns and zeros elsewhere. The size is in the file
+(`reshape_weight`; ComfyUI comfy/weight_adapter/base.py), or the file is a control LoRA for Flux.1, by Black Forest
+Labs (ComfyUI comfy/lora_convert.py) or diffusers (examples/flux-control), whose first layer has twice the channels.
+Any other adapter that does not fit is refused, because a wider one is mostly for another model. No torch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..models.weights import WeightView, whole
 from .patch import REPLACED, Match, Patch, PatchPart
 
 ADDED: Final = frozenset({LORA_BIAS.name})
-"""Rows that PEFT adds to a parameter that the same adapter trained as a whole: `lora_bias` beside `bias="all"`."""
+"""Algorithms that PEFT adds to a parameter which the same adapter replaces: `lora_bias` with `bias="all"`."""
 
 
 def with_values(
     modules: Sequence[Module], strange: Sequence[StoredTensor], rules: PeftRules
 ) -> tuple[list[Module], list[StoredTensor]]:
-    """Return the modules, with the trained value of their parameter as one more tensor where their formula works on
-    that; and what is left of the strange tensors."""
-    asking = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
-    told = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if asking else []
-    found = {meant.target: info for info, meant in told if meant and meant.kind == "value" and meant.rows is None}
-    taken = {target: info for target, info in found.items() if target in asking}
+    """Return the modules, with the trained value of their parameter as one more tensor where the formula needs it, and
+    the strange tensors that are left."""
+    wanted = {f"{m.name}.{m.parameter}" for m in modules if any(ALGORITHMS[name].value for name in m.algorithms)}
+    stored = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if wanted else []
+    found = {value.target: info for info, value in stored if value and value.kind == "value" and value.rows is None}
+    taken = {target: info for target, info in found.items() if target in wanted}
     names = {info.name for info in taken.values()}
     left = [info for info in strange if info.name not in names]
     return [_with_value(m, taken.get(f"{m.name}.{m.parameter}")) for m in modules], left
@@ -52,7 +52,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
 
 
 def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
-    """Return whether this is a difference of 0 to whole numbers, a counter or positions, which cannot be merged."""
+    """Return whether the module adds zeros to a tensor of whole numbers, such as a counter."""
     info = module.slots.get("diff")
     if info is None or own is None or own.dtype not in WHOLE:
         return False
@@ -60,12 +60,12 @@ def is_idle(module: Module, own: StoredTensor | None, values: Values) -> bool:
 
 
 def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
-    """Return whether a tensor is the base's own."""
+    """Return whether a tensor equals the base's tensor."""
     return info.shape == own.shape and not values.differing(info, own)
 
 
 def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
-    """Return a value or difference of all stacked experts `[E, out, in]`, both as the `E·out` rows that are stored."""
+    """Return module and view as `E·out` rows, where a value or difference is of all stacked experts `[E, out, in]`."""
     info = module.slots.get("diff")
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
         return module, view
@@ -79,8 +79,8 @@ IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that t
 def sizes(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[str]]:
-    """Return what does not fit, and notes: a value may have more rows or fewer, as a table of tokens or a head does,
-    and its bias with it. Whole numbers take the place of the same kind alone: any others may be quantised."""
+    """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as
+    embeddings and heads do. Whole numbers replace only the same dtype, because others may be quantised."""
     unfit: list[MergeError] = []
     notes = []
     for key, info in replaced.items():
@@ -100,23 +100,23 @@ def sizes(
 
 
 def _one_base(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
-    """Raise FitError if what two adapters store of the base is not the same."""
+    """Raise FitError if two adapters store different values of a tensor of the base."""
     for number, one in enumerate(matched):
         for key, info in one.bases.items():
             for other, ref in zip(matched, refs, strict=True):
-                theirs = other.copies.get(key, info)
-                if other is not one and (theirs.shape != info.shape or values.differing(theirs, info)):
+                copy = other.copies.get(key, info)
+                if other is not one and (copy.shape != info.shape or values.differing(copy, info)):
                     raise FitError("two adapters were trained on different values of a tensor",
-                                   f"{key}: {refs[number].path}: {info.name}, {ref.path}: {theirs.name}",
+                                   f"{key}: {refs[number].path}: {info.name}, {ref.path}: {copy.name}",
                                    "merge one of them, or remove that tensor from the one whose values shall not count"
                                    )  # fmt: skip
 
 
 def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) -> list[Match]:
-    """Compose what several adapters replace or change, each on what those before it have made of the parameter.
+    """Return the matches for adapters in turn, each applied to the result of the adapters before it.
 
-    A value that nothing but another value follows is left out. Any other becomes a change to it, W' = W + (V − W),
-    because formulas read what stands there before and after.
+    A value is left out if later adapters only replace it. If an adapter also changes the parameter, the value becomes
+    a change, W' = W + (V − W), because formulas read the weight before and after it.
     """
     read = [{*one.uses, *_beside(one)} for one in matched]
     made = []
@@ -133,22 +133,20 @@ def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) 
 
 
 def _beside(one: Match) -> Iterator[str]:
-    """Return the keys of what formulas of an adapter read beside the weights that they change."""
+    """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
     views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
     return (piece.key for view in views for piece in view.pieces)
 
 
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
-    """Return the difference that puts a whole value in the place of what is there."""
+    """Return the patch that replaces a parameter by a value."""
     view = whole(key, info.shape)
     module = Module.of_value(*split_parameter(key), info)
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
 
 
 def clashes(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
-    """Raise FitError if two adapters replace the same parameter, or stand on different values of one: there is no
-    sum.
-    """
+    """Raise FitError if adapters cannot be added: they replace one parameter, or were trained on different values."""
     _one_base(refs, matched, values)
     seen: dict[str, int] = {}
     for number, one in enumerate(matched):
@@ -184,9 +182,9 @@ FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
 
 
 def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
-    """Return the weight at the size that the adapter gives it; `view` itself where that is its own.
+    """Return the weight at the adapter's size; `view` itself where the size stays.
 
-    `model` is the base's architecture. FitError if it would shrink, or if it is no whole tensor of the base.
+    `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
     """
     shape = _wanted(module, view, adapter, values, model)
     if shape == view.shape:

@@ -1,8 +1,8 @@
-"""Parts of a split module: which rows of the weight each part of `path/0`, `path/1`, … writes. No torch.
+"""Parts of a split module: which rows of the weight each part of `path/0`, `path/1`, … changes. No torch.
 
 Trainers that split a fused layer (sd-scripts' `split_qkv`, its OFT for Flux, forks of musubi-tuner) train one adapter
-for the rows of each layer that is fused in it: q, k and v, and for single blocks of Flux also the MLP. What is fused,
-and in which order, is the base's to tell, because a pruned or partly trained adapter lacks some of the parts.
+for the rows of each layer in it: q, k and v, and for single blocks of Flux also the MLP. The base decides which layers
+are fused, and in which order, because a pruned or partly trained adapter lacks some of the parts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ TURNED: Final = "the weight is stored [in, out] and cannot be cut into rows"
 
 
 class NoPlace(ValueError):
-    """Why a part has no place in its weight."""
+    """A part has no place in its weight."""
 
 
 def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
-    """Return the module that was trained in parts → number of the part → rows that its tensors write, 0 where they do
-    not tell.
-    """
+    """Return split module → number of the part → rows that it changes, 0 where its tensors do not show them."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = split_row_part(module.name)
@@ -45,15 +43,15 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
 
 
 def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping[str, Split]) -> WeightView:
-    """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or does not fill it.
+    """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
-    `parts`: the rows that each of the adapter's parts writes. `told`: who tells of the base → the rows of every layer
-    that is fused in the weight, in order. Where nobody does, parts that fill the weight follow each other.
+    `parts`: number of rows of each part. `told`: source in the base → the rows of every fused layer, in order. Without
+    a source, the parts follow each other and must fill the weight.
     """
     if any(piece.transposed for piece in view.pieces):
         raise NoPlace(TURNED)
     rows, height = view.shape[0], parts.get(number, 0)
-    if parts.keys() == {0} and height == rows:  # kohya's OFT numbers the parts of layers that it does not split, too
+    if parts.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split
         return view
     fused = agreed(told)
     if told and not fused:
@@ -63,13 +61,13 @@ def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping
         if number not in parts or [*parts] != [*range(len(parts))] or 0 in fused or sum(fused) != rows:
             raise NoPlace(UNKNOWN)
     starts = [0, *accumulate(fused)]
-    if number >= len(fused) or height not in (0, fused[number]):  # where it is not told the formula finds out
+    if number >= len(fused) or height not in (0, fused[number]):  # the formula checks an unknown height
         has = f"part {number} has {height} rows" if height else f"there is no layer for part {number}"
         raise NoPlace(f"{has}; by {next(iter(told))} {_layers(fused)}")
     return rows_of(view, starts[number], starts[number + 1])
 
 
 def _layers(split: Split) -> str:
-    """`the weight holds 3 layers, of 8, 4 and 4 rows`."""
+    """Return a text such as `the weight holds 3 layers, of 8, 4 and 4 rows`."""
     *most, last = map(str, split)
     return f"the weight holds {len(split)} layers, of {', '.join(most)} and {last} rows"

@@ -1,9 +1,9 @@
-"""LoRAs of q, k and v (and of a single block's MLP) that a trainer wrote as one: factors side by side. No torch.
+"""LoRAs of q, k and v (and of a single block's MLP) that a trainer saved as one LoRA. No torch.
 
-With `split_qkv` sd-scripts trains a LoRA for each layer that is fused in a weight, every one with α / r, and saves one
-of rank n · r whose `up` is block-diagonal; α stays what it was. Read as one LoRA that is α / (n · r), a third or a
-quarter of what was trained, and what programs apply that look at the tensors alone, sd-scripts' own inference among
-them. Source: sd-scripts 48d368f, networks/{lora_flux,lora_sd3,lora_lumina,lora_hunyuan_image}.py, state_dict.
+With `split_qkv` sd-scripts trains n LoRAs of rank r, one for each fused layer, at scale α / r. It saves them as one
+LoRA of rank n · r with the same α and a block-diagonal `up`. Programs that read only the tensors, sd-scripts' own
+inference among them, apply α / (n · r): a third or a quarter of what was trained. Source: sd-scripts 48d368f,
+networks/{lora_flux,lora_sd3,lora_lumina,lora_hunyuan_image}.py, state_dict.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ NOT_SPLIT: Final = (
 def as_trained(
     patch: Patch, fused_in: Callable[[WeightView], Mapping[str, Split]], context: AdapterContext
 ) -> tuple[Patch, tuple[str, ...]]:
-    """(the patch with the scale that it was trained with, remarks).
+    """Return (the patch with the scale of the training, remarks).
 
-    `fused_in`: a weight → who tells which layers are fused in it, and the rows of each, in order.
+    `fused_in`: weight → source in the base → the rows of every fused layer, in order.
     """
     blocks = patch.algorithm == LORA.name and context.dylora and not context.trained(LORA.name).has_arguments
     dylora = (DYLORA,) if blocks else ()
@@ -66,7 +66,7 @@ def as_trained(
 
 
 def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """Return a cheap look: whether the first row and the last have numbers in their own layer's columns alone."""
+    """Return whether the first and the last row have numbers only in their own layer's columns; a cheap test."""
     rows, rank = up.shape[0], prod(up.shape[1:])
     r = rank // len(fused)
     ends = ((0, (0, r)), (rows - 1, (rank - r, rank)))
@@ -77,7 +77,7 @@ def _may_be(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
 
 
 def _is_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
-    """Return whether every layer's rows have numbers in its own columns alone."""
+    """Return whether the rows of every layer have numbers only in its own columns."""
     r = prod(up.shape[1:]) // len(fused)
     bounds = pairwise([0, *accumulate(fused)])
     return all(values.zero_outside(up, rows, (k * r, (k + 1) * r)) for k, rows in enumerate(bounds))

@@ -1,11 +1,11 @@
-"""Tensors of the base that PEFT stores beside an adapter: what it was trained on, which may not be what the base holds.
+"""Tensors of the base that PEFT stores beside an adapter: the values of the training, which the base may not hold.
 
-PEFT saves the embeddings and the head from under its own layer (`base_layer`) whenever one of them is trained or the
-vocabulary was resized, and loads them over the base's, also where the two differ: new tokens are given their first
-values before training. So does a merge; what stands on them is added to the copy. PEFT 0.21, utils/save_and_load.py.
+PEFT saves the embeddings and the head below its own layer (`base_layer`) whenever one of them is trained or the
+vocabulary was resized, and on loading replaces the base's, also where the two differ: new tokens get their first
+values before training. A merge does the same and applies changes to the copy. PEFT 0.21, utils/save_and_load.py.
 
-Methods that take their start out of the weight (PiSSA) store what is left. At strength 1 that is the place to stand on
-too; at another it would lack the start whole, so there the base's own stays, and the formula takes its part out.
+Methods that subtract their start from the weight (PiSSA) store the rest. At strength 1 the merge uses this rest too. At
+other strengths the rest would lack all of the start, so the base's weight stays and the formula subtracts its share.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class StoredBase:
     path: Path  # of the adapter
     base: Mapping[str, StoredTensor]  # in the shapes that the tensors have for the adapter
     tied: TiedPair | None
-    copies: Mapping[str, StoredTensor]  # base key → what the adapter stores of it
-    other: Mapping[str, StoredTensor]  # those that are no copies, and take the base's place
-    idle: Collection[str]  # those that stay as they are in the output, for the strength is 0
-    residual: Collection[str]  # those that were compared: what a start was taken out of, in the place of the base's
-    notes: Mapping[str, str]  # name in the adapter → what became of it
+    copies: Mapping[str, StoredTensor]  # base key → its copy in the adapter
+    other: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
+    idle: Collection[str]  # tensors that the output keeps from the base, because the strength is 0
+    residual: Collection[str]  # tensors with the values of the adapter's copy, without the start
+    notes: Mapping[str, str]  # name in the adapter → sentence on how it is used
 
     @property
     def bases(self) -> dict[str, StoredTensor]:
-        """What takes the base's place in the output."""
+        """Copies that replace the base's tensors in the output."""
         return {key: info for key, info in self.other.items() if key not in self.idle}
 
     def view(self, view: WeightView | None) -> WeightView | None:
-        """Return a place in the base, in the shape that it has for the adapter."""
+        """Return a view of the base in the shape that the adapter's copy has."""
         key = view.pieces[0].key if view else ""
         return whole(key, self.other[key].shape) if key in self.other else view
 
     def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
-        """Of embeddings and head, what keeps its rows while the adapter holds more of the other."""
+        """Return the errors for embeddings or heads that keep their rows while the adapter resizes the other end."""
         views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
         old = {view.pieces[0].key: view.shape[0] for view in views}
         new = {key: replaced.get(key, self.base[key]).shape[0] for key in old}
@@ -63,7 +63,7 @@ class StoredBase:
         }
 
     def lacking(self, patch: Patch) -> MergeError | None:
-        """Return the error for a start that was taken out of tied ends, where what is left of these is not at hand."""
+        """Return the error for a start that was subtracted from tied ends whose rest the adapter does not store."""
         key = patch.view.pieces[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
         if patch.algorithm not in STARTED or key not in ends - {*self.residual}:
@@ -73,7 +73,7 @@ class StoredBase:
                         "save it with save_embedding_layers=True, and merge it at strength 1")  # fmt: skip
 
     def resized(self, where: str) -> MergeError:
-        """Return the error for what the adapter does not tell of a base with another vocabulary."""
+        """Return the error for a base whose vocabulary was resized before training."""
         return ShapeMismatch("the base was resized before training", f"{self.path}: {where}",
                              "resize the base's embeddings to the vocabulary of the training first")  # fmt: skip
 
@@ -81,7 +81,7 @@ class StoredBase:
 def stored_base(
     context: AdapterContext, ref: Strengths, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
 ) -> StoredBase:
-    """Return the base with what the adapter stores of it; every copy is compared with the base's own."""
+    """Return the base as the adapter sees it; every copy in the adapter is compared with the base's tensor."""
     stored = [*_stored(context, names, base, tied)]
     started = {own.name for info, own in stored if _takes_start(context, info)}
     copies: dict[str, StoredTensor] = {}
@@ -109,7 +109,7 @@ def stored_base(
 
 
 def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:
-    """Return whether this is a copy from under a layer out of whose weight a start was taken."""
+    """Return whether this is a copy of a weight from which a start was subtracted."""
     name = info.name.partition(".base_layer.")[0]
     complete = next((m.complete for m in context.adapter.modules if m.name == name), ())
     return bool(complete) and context.rules.of(name).algorithm(name, complete) in STARTED
@@ -118,24 +118,24 @@ def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:
 def _stored(
     context: AdapterContext, names: Names, base: Mapping[str, StoredTensor], tied: TiedPair | None
 ) -> Iterator[tuple[StoredTensor, StoredTensor]]:
-    """Copies of whole tensors of the base, of as many rows or not, and what they are copies of."""
+    """Yield (copy in the adapter, tensor of the base) for whole tensors; the numbers of rows may differ."""
     for info in context.adapter.strange:
-        meant = context.rules.of(info.name).stored_value(info.name)
-        if meant is None or meant.kind != "copy":
+        value = context.rules.of(info.name).stored_value(info.name)
+        if value is None or value.kind != "copy":
             continue
-        view = names.find(*split_parameter(meant.target))
-        if view is None and tied is not None and f".{meant.target}".endswith(f".{tied.head}.weight"):
+        view = names.find(*split_parameter(value.target))
+        if view is None and tied is not None and f".{value.target}".endswith(f".{tied.head}.weight"):
             view = whole(tied.info.name, tied.info.shape)
         own = base[view.pieces[0].key] if view else None
         if own is None or view != whole(own.name, own.shape):
             continue
-        loaded = meant.why == BASE_LAYER or info.shape != own.shape  # others PEFT does not load over the base's
+        loaded = value.why == BASE_LAYER or info.shape != own.shape  # PEFT does not load other copies
         if loaded and len(info.shape) == len(own.shape) and info.shape[1:] == own.shape[1:]:
             yield info, own
 
 
 def _difference(info: StoredTensor, own: StoredTensor, values: Values) -> str:
-    """In what a copy differs from the base's own; "" if it is one."""
+    """Return the sentence on how a copy differs from the base's tensor; "" if it is equal."""
     if info.shape != own.shape:
         return f"{own.name}: {own.shape[0]} rows become {info.shape[0]}"
     rows = values.differing(info, own)

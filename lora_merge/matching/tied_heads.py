@@ -1,10 +1,10 @@
-"""Heads that share the weight of the input embeddings, and what becomes of an adapter that trained one of the two.
+"""Heads tied to the input embeddings, and adapters that trained one of these two ends.
 
-PEFT wraps a layer, or a copy of it, at one end, and the forward pass of the other end keeps the old weight: the two
-are tied no more. The output then holds the head as a tensor of its own, and its config.json says
-`tie_word_embeddings: false`. Not so with `ensure_weight_tying` and for trained tokens: both ends are trained as one,
-and what is saved for the head is a copy. merge_and_unload adds the change of one end to both, and the copy a second
-time; the forward pass is right. PEFT 0.21, utils/other.py, tuners/{tuners_utils,lora/model,trainable_tokens/model}.py.
+PEFT wraps one end, and the forward pass of the other end keeps the old weight: the two are no longer tied. The output
+then holds the head as a tensor of its own, and its config.json says `tie_word_embeddings: false`. With
+`ensure_weight_tying` and for trained tokens both ends are trained as one, and the tensors saved for the head are a
+copy. PEFT's merge_and_unload adds the change of one end to both, and adds the copy a second time; its forward pass is
+right, and a merge follows it. PEFT 0.21, utils/other.py, tuners/{tuners_utils,lora/model,trainable_tokens/model}.py.
 """
 
 from __future__ import annotations
@@ -41,32 +41,30 @@ APART: Final = (
 
 
 class AdapterPair:
-    """The tied pair of a base as one adapter means it. It tells, and changes nothing; `separate` does."""
+    """The tied pair of a base, as one adapter uses it. It only answers questions; `separate` makes the changes."""
 
     def __init__(self, tied: TiedPair | None, context: AdapterContext) -> None:
         self.context = context
-        self.stored = tied.stored if tied else ""  # the head's own tensor: what changes one end misses the other
+        self.stored = tied.stored if tied else ""  # the head's own tensor, if the base stores one
         self.tied = None if self.stored else tied
         self._head, self.shared = (tied.head, tied.info.name) if tied else (LM_HEAD, "")
         self.sources = tied.sources if tied else {}
-        self.weight = next(iter(self.sources), "")  # of a head of its own
+        self.weight = next(iter(self.sources), "")  # name of a new head
         self.own = {key: replace(info, name=key) for key, info in self.sources.items()}
         named = {part for key in context.adapter.index.tensors for part in key.split(".")}
         self._has_both = self._head == LM_HEAD and LM_HEAD in named and not named.isdisjoint(EMBEDDING_NAMES)
 
     def is_head(self, name: str) -> bool:
-        """Return whether a module is the head."""
+        """Return whether a module's name is that of the head."""
         return f".{name}".endswith(f".{self._head}")
 
     @property
     def own_weight(self) -> WeightView | None:
-        """The head's own tensor; None where it can have none."""
+        """The new tensor of the head; None where it can have none."""
         return whole(self.weight, self.own[self.weight].shape) if self.own else None
 
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Return where a value of the head, or of rows of it, goes that the base does not have; None if it can go
-        nowhere.
-        """
+        """Return the place of a value, or of rows, for a head that the base does not store; None without a place."""
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
         if self.tied is None or not self.is_head(name) or (parameter != "weight" and key not in self.own):
             return None
@@ -82,38 +80,37 @@ class AdapterPair:
         return whole(key, shared.shape)
 
     def trained(self, rows: Sequence[int]) -> list[str]:
-        """Return the modules of which the adapter trained these tokens."""
+        """Return the modules for which the adapter trained these tokens."""
         values = (self.context.rules.of(t.name).stored_value(t.name) for t in self.context.adapter.strange)
         return [p.target.rpartition(".")[0] for p in values if p and p.rows == rows]
 
     def origin(self, view: WeightView) -> WeightView:
-        """Return where the values are that a place starts from: for a head those of the embeddings."""
+        """Return the view with the values that a place starts from: for a new head the embeddings."""
         source = self.sources.get(self.key(view))
         return whole(source.name, source.shape) if source else view
 
     def key(self, view: WeightView) -> str:
-        """Return the name of a head's tensor that the base does not have; "" for all other places."""
+        """Return the name of a new tensor of the head; "" for all other places."""
         return view.pieces[0].key if view.pieces[0].key in self.own else ""
 
     def as_one(self, name: str) -> bool:
-        """Return whether both ends have the same change: as PEFT was told, and did if both are saved (GPT-2: not
-        always).
+        """Return whether both ends change as one: PEFT was configured so, and the saved changes of both ends are equal.
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
         rules = self.context.rules.of(name)
-        if rules.kind == MLX:  # its model has but one
+        if rules.kind == MLX:  # mlx-lm's model has one tensor for both
             return True
         flag = rules.fields.flag("ensure_weight_tying", default=False)
         return flag and self._has_both and name not in self._unlike
 
     def parts(self, name: str) -> bool:
-        """Return whether what has this name in the adapter changes one end alone, and the other can keep its weight."""
+        """Return whether a module of the adapter changes one end alone, and the two ends can be stored separately."""
         return bool(self.own and self.context.rules.of(name).kind) and not self.as_one(name)
 
     @cached_property
     def _unlike(self) -> frozenset[str]:
-        """Modules of both ends whose changes differ: with DoRA, in scale, where PEFT tied other tensors alone."""
+        """Modules of both ends whose changes differ: by DoRA, by scale, or where PEFT tied only other tensors."""
         modules = [m for m in self.context.adapter.modules if {"up", "down"} <= set(m.slots)]
         heads = [m for m in modules if self.is_head(m.name)]
         tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
@@ -122,23 +119,23 @@ class AdapterPair:
         return frozenset(m.name for m in (*heads, *tables)) - same
 
     def _scale(self, module: Module) -> float:
-        """Return what PEFT multiplies the factors with: each end has its own, whether they share these or not."""
+        """Return the scale in PEFT, which each end has for itself, also where both share the factors."""
         return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, head: Module, table: Module) -> bool:
-        """Return whether the head's A is the transpose of the embeddings' B, the smaller two factors."""
+        """Return whether the head's A is the transpose of the embeddings' B, the smaller two of the four factors."""
         a, b = head.slots["down"], table.slots["up"]
         if a.shape != b.shape[::-1] or "magnitude" in {**head.shared, **table.shared}:
             return False
-        (ours, theirs), columns = map(self.context.values.numbers, (a, b)), b.shape[1]
-        return ours == tuple(v for k in range(columns) for v in theirs[k::columns])
+        (head_a, table_b), columns = map(self.context.values.numbers, (a, b)), b.shape[1]
+        return head_a == tuple(v for k in range(columns) for v in table_b[k::columns])
 
 
 def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Strengths, unmatched: Unmatched) -> Match:
-    """Return the match with the head apart from the embeddings, where the adapter changes one of the two alone.
+    """Return the match with a separate head, where the adapter changes only one of embeddings and head.
 
-    `ends`: module of the adapter that changes one end → the tensor that it changes. FitError where PEFT trained one end
-    and the two cannot be stored apart, unless `unmatched` is "skip": then both change.
+    `ends`: module that changes one end → the tensor that it changes. FitError where PEFT trained one end and the two
+    cannot be stored separately, unless `unmatched` is "skip": then both change.
     """
     changed = {name: key for name, key in ends.items() if ref.factor(key, "model")}
     both = {name: key for name, key in changed.items() if key not in pair.own and not pair.parts(name)}
@@ -157,7 +154,7 @@ def separate(pair: AdapterPair, ends: Mapping[str, str], match: Match, ref: Stre
 
 
 def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
-    """Return the error for a head that cannot be stored apart, where PEFT trained one end alone."""
+    """Return the error where PEFT trained one end alone and the head cannot be stored separately."""
     names = [name for name in both if pair.context.rules.of(name).kind]
     if not names or (
         pair.tied is None and not pair.context.by_config
@@ -171,10 +168,9 @@ def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
 
 
 def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, list[str]]:
-    """(the match with what the head takes from the embeddings, notes).
+    """Return (the match with the changes that the head takes from the embeddings, notes).
 
-    Trained tokens are those of both ends, also where these differ; unless the head has tokens of its own. A bias is
-    the head's too, unless that has its own.
+    Trained tokens change both ends, unless the head has trained tokens of its own. The same holds for a bias.
     """
     uses, replaced, notes = dict(match.uses), dict(match.replaced), []
     head = next((key for key in match.parted if key.endswith(".weight")), pair.stored)
@@ -197,7 +193,7 @@ def _followed(pair: AdapterPair, match: Match, ref: Strengths) -> tuple[Match, l
 
 
 def _differ(pair: AdapterPair, match: Match) -> bool:
-    """Return whether the two tensors that a base stores for tied ends change, and not as one."""
+    """Return whether the two tensors that a base stores for tied ends change differently."""
     ends = pair.stored, pair.shared
     tokens = [{u.piece.start for u in match.uses.get(end, ()) if _trains_tokens(u)} for end in ends]
     names = [u.patch.module.name for end in ends for u in match.uses.get(end, ()) if not _trains_tokens(u)]
@@ -210,16 +206,14 @@ def _trains_tokens(use: PatchPart) -> bool:
 
 
 def _moved(use: PatchPart, key: str, strength: float) -> PatchPart:
-    """Return the same rows of another tensor of this shape."""
+    """Return the patch part on the same rows of another tensor of this shape."""
     pieces = tuple(piece._replace(key=key) for piece in use.patch.view.pieces)
     patch = replace(use.patch, view=use.patch.view._replace(pieces=pieces))
     return PatchPart(patch, use.piece._replace(key=key), use.start, strength)
 
 
 def shared_layers(context: AdapterContext) -> MergeError | None:
-    """Return the error for an adapter of layers that two parts of the model share: it changes the one or both, not as
-    one.
-    """
+    """Return the error for an adapter of layers that encoder and decoder share but PEFT trained separately."""
     shared = SHARED_LAYERS.get(context.model)
     names = [
         m.name for m in context.adapter.modules if shared and shared.match(m.name) and context.rules.of(m.name).kind
@@ -230,7 +224,7 @@ def shared_layers(context: AdapterContext) -> MergeError | None:
 
 
 def check_alone(refs: Sequence[Adapter], matched: Sequence[Match]) -> None:
-    """Raise FitError if one adapter parts the head from the embeddings and another changes both as one."""
+    """Raise FitError if one adapter separates the head from the embeddings and another changes both as one."""
     for number, one in enumerate(matched):
         for head, info in one.parted.items():
             for other, ref in zip(matched, refs, strict=True):

@@ -1,8 +1,8 @@
-"""Layers of an adapter that its file does not name: Uni-LoRA stores one vector, and which layers take their factors
-from it only by the patterns of its configuration (`save_indices=False`). No torch.
+"""Layers of an adapter that its file does not name. Uni-LoRA with `save_indices=False` stores one vector; only the
+patterns of its configuration say which layers take their factors from it. No torch.
 
-PEFT gives the layers their numbers in the order of the model's code (tuners/unilora/model.py), so all of them have to
-be known, and no other. They are looked for in the base's own names, which must be those of its class.
+PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py), so exactly the trained layers must
+be found. They are searched among the base's names, which must be those of its model class.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ AGAIN: Final = "save it again with save_indices=True, or " + CONVERT
 def unstored(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[PeftRules, list[Module]]:
-    """Return the rules, with where each layer's numbers begin, and the modules, with those that the file does not name;
-    InputError where nothing tells them."""
+    """Return the rules with the offset of each layer's numbers, and the modules with those that the file does not name;
+    InputError where the layers cannot be determined."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
         return rules, modules
     found = _targets(rules, base)
@@ -47,7 +47,7 @@ def unstored(
 
 
 def _targets(rules: PeftRules, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the paths of the layers that the configuration means → their weights."""
+    """Return path → weight of the layers that the configuration selects."""
     paths = {key.removesuffix(".weight"): info for key, info in base.items() if key.endswith(".weight")}
     saved = rules.fields.texts("modules_to_save")
     return {
@@ -59,15 +59,15 @@ def _targets(rules: PeftRules, base: Mapping[str, StoredTensor]) -> dict[str, St
 
 
 def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str:
-    """Return why these may be other layers than those that were trained; "" if they are the same.
+    """Return why these may not be the layers that were trained; "" if they are.
 
-    Every class of a type of model has its one stack of layers whole. What lies outside, such as a head, and a second
-    stack, only the class that was trained has for sure.
+    Every class of a model type has all of its one stack of layers. Only the trained class is sure to have the layers
+    outside, such as a head, or a second stack.
     """
     if type_of(config) not in tables():
         return UNKNOWN_ORDER
     if not paths or rules.fields.get("target_modules") == "all-linear":
-        return "which layers it was trained on, neither its file nor the base's names tell"
+        return "neither its file nor the base's names show which layers it was trained on"
     if rules.fields.get("layers_to_transform") not in (None, []):
         return "which layers it was trained on follows from layers_to_transform, which is not known here"
     mapping = rules.fields.get("auto_mapping")
@@ -82,7 +82,7 @@ def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str
 
 
 def _before_number(path: str) -> str:
-    """Return what a path begins with up to the first number; "" where it has none."""
+    """Return the start of a path before the first number; "" where it has none."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0]]) or "." if numbers else ""
