@@ -24,7 +24,7 @@ from .habits import ASKED, check_command, check_options, completed, expanded, wi
 from .parameters import read, take_text, with_options
 from .proof import add_to
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
-from .values import named_adapter, named_parts
+from .values import named_adapter, named_parts, with_strengths
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -121,9 +121,11 @@ def merge(
     from .streams import reporting
 
     base = completed(base)
-    named, parts = named_parts([named_adapter(a) for a in expanded(adapters)], options.pop("strength_for") or ())
+    given = [named_adapter(adapter) for adapter in expanded(adapters)]
+    strength_for, found = options.pop("strength_for") or (), read(options, len(given))
+    named, parts = named_parts(with_strengths(given, found), strength_for)
     with reporting(report) as told:
-        job = make_job(base, named, with_ending(output, base), strength_for=parts, **read(options, len(named)))
+        job = make_job(base, named, with_ending(output, base), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
         _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)

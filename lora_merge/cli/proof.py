@@ -10,7 +10,7 @@ import typer
 from ..options import OPTIONS
 from .parameters import read, with_options
 from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
-from .values import named_adapter, named_parts
+from .values import named_adapter, named_parts, with_strengths
 
 
 def add_to(app: typer.Typer) -> None:
@@ -38,8 +38,9 @@ def verify(
     from ..paths import expand
     from ..proof.replay import prove
 
-    pairs, parts = named_parts([named_adapter(a) for a in adapter or []], options.pop("strength_for") or ())
-    given = {name: value for name, value in ({"strength_for": parts} | read(options, len(pairs))).items() if value}
+    strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
+    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
+    given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
     proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)
     if as_json:
         echo(json.dumps(proof, ensure_ascii=False))

@@ -41,6 +41,18 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     return found
 
 
+def with_strengths(
+    adapters: Sequence[str | tuple[str, float] | Adapter], options: dict[str, Any]
+) -> Sequence[str | tuple[str, float] | Adapter]:
+    """Return the adapters with the strengths of `--strength`, taken out of `options`, so that parts of one may follow.
+
+    Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
+    """
+    if "strength" not in options or not all(isinstance(adapter, str) for adapter in adapters):
+        return adapters
+    return [(str(path), value) for path, value in zip(adapters, options.pop("strength"), strict=True)]
+
+
 def named_parts(
     adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
 ) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:

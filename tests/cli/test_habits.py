@@ -118,6 +118,20 @@ def test_several_strengths(run: Run, words: list[str]) -> None:
     assert "0.8×" in out and "0.5×" in out
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_strength_and_a_part_of_one_adapter_go_together(run: Run, at: int) -> None:
+    both = ("base.safetensors", "lora.safetensors", "loras/ink.safetensors")
+    part = ("--strength-for", f"{at}:re:.*=0.5")
+    own = [f"{path}:{s}" for path, s in zip(both[1:], ("0.8", "0.4"), strict=True)]
+    assert run(both[0], *own, *part, "-o", "a.safetensors")[0] == 0
+    assert run(*both, "-s", "0.8,0.4", *part, "-o", "b.safetensors")[0] == 0
+    assert all((load("a.safetensors")[k] == v).all() for k, v in load("b.safetensors").items())
+    code, _, err = run(*both, "-s", "0.8", *part)
+    assert code == 2
+    assert "1 strength for 2 adapters" in err
+    assert run(both[0], own[0], both[2], "-s", "0.8,0.4", *part)[0] == 2  # one of its own, and another
+
+
 def test_too_few_strengths_are_answered_with_what_to_type(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", "-s", "0.8")
     assert code == 2
