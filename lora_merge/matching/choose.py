@@ -60,7 +60,7 @@ class _Chooser:
 
     def __init__(self, module: Module, context: AdapterContext) -> None:
         self.module, self.context = module, context
-        self.told = context.rules.of(module.name)
+        self.rules = context.rules.of(module.name)
         self.path = context.adapter.path
         self.remarks: list[str] = []
         self.settings: set[str] = set()
@@ -72,26 +72,26 @@ class _Chooser:
             self.remarks.append(SHARED_TWICE.format(slot=slot))
         candidates, chosen = context.candidates(module, view, near)
         reasons = []
-        for name, seen in ((n, s) for n in candidates for s in self._ways(n, view)):
-            if ALGORITHMS[name].stacked and len(candidates) > 1 and len(seen.shape) != 3:
+        for name, tried in ((n, s) for n in candidates for s in self._ways(n, view)):
+            if ALGORITHMS[name].stacked and len(candidates) > 1 and len(tried.shape) != 3:
                 continue
             full = context.with_shared(module, name)
             beside = {slot: near[of] for slot, of in ALGORITHMS[name].beside.items() if of in near}
-            beside |= {slot: turned(seen, of) for slot, of in near.items() if slot.startswith(LAYER)}
+            beside |= {slot: turned(tried, of) for slot, of in near.items() if slot.startswith(LAYER)}
             stored = {**full.shapes, **{slot: of.matrix for slot, of in beside.items()}}
             settings = self._settings(name)
             try:
-                shapes = fit(name, tuple(stored.items()), seen.shape, seen.matrix)
-                magnitude = self._magnitude(name, seen.shape)
-                self._check(name, settings, shapes, seen.shape)
-                numbers = self._numbers(name, shapes, seen.shape)
+                shapes = fit(name, tuple(stored.items()), tried.shape, tried.matrix)
+                magnitude = self._magnitude(name, tried.shape)
+                self._check(name, settings, shapes, tried.shape)
+                numbers = self._numbers(name, shapes, tried.shape)
             except DoesNotFit as e:
                 reasons.append(str(e))
                 continue
             self._check_factors(full, name)
-            self._remember(name, shapes, seen.shape)
-            told_in_order = tuple(sorted(settings.items()))
-            patch = Patch(context.number, full, name, shapes, numbers, told_in_order, seen, magnitude, beside)
+            self._remember(name, shapes, tried.shape)
+            in_order = tuple(sorted(settings.items()))
+            patch = Patch(context.number, full, name, shapes, numbers, in_order, tried, magnitude, beside)
             return Choice(patch, tuple(self.remarks), frozenset(self.settings))
         if not candidates or (chosen is None and module.algorithms[0] not in candidates):
             raise incomplete(lacks(module), self.path)
@@ -130,15 +130,15 @@ class _Chooser:
             self.remarks.append(text)
         if any(0 in stored for stored in self.module.shapes.values()):
             self.remarks.append(EMPTY)
-        if doubt := self.told.doubt(name, self.module.name, shapes):
+        if doubt := self.rules.doubt(name, self.module.name, shapes):
             self.remarks.append(doubt)
         if text := rebuilt(name, shapes):
             self.remarks.append(text)
         self.settings |= self.context.given.keys() & row.settings.keys()
-        told = {"alpha", "scale_override"} & self.module.shared.keys() or self._told_by(name, shapes)
-        if told and self.told.borrowed and "alpha" not in self.module.shared:
+        known = {"alpha", "scale_override"} & self.module.shared.keys() or self._configured(name, shapes)
+        if known and self.rules.borrowed and "alpha" not in self.module.shared:
             self.remarks.append(BORROWED)
-        if told or "scale" not in row.scalars or not _matters(row, shapes, shape):
+        if known or "scale" not in row.scalars or not _matters(row, shapes, shape):
             return  # the scale is known, or no alpha would change it
         if ALPHA in self.context.given:
             self.settings.add(ALPHA)
@@ -157,23 +157,23 @@ class _Chooser:
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         if "scale" in found:
             found["scale"] *= self.context.trained(name).factor
-        told = self._told_by(name, shapes)
-        if row.scale_from_config and not told:
+        configured = self._configured(name, shapes)
+        if row.scale_from_config and not configured:
             raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
-        if "alpha" in self.module.shared and "scale" in told and told["scale"] != found["scale"]:
+        if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != found["scale"]:
             self.remarks.append(OTHER_ALPHA)
-        found |= told
+        found |= configured
         override = self._number("scale_override")
         if override is not None and "scale" in row.scalars:
             found["scale"] = override
-        elif alpha == 0 and not told and "scale" in row.scalars and _matters(row, shapes, shape):
+        elif alpha == 0 and not configured and "scale" in row.scalars and _matters(row, shapes, shape):
             self.remarks.append(ZERO_ALPHA)
         return found
 
-    def _told_by(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
+    def _configured(self, name: str, shapes: Mapping[str, Shape]) -> Mapping[str, float]:
         """Return the configuration's numbers; none if it is borrowed and the file has the module's own α."""
-        better = self.told.borrowed and "alpha" in self.module.shared
-        return {} if better else self.told.numbers(name, self.module.name, shapes)
+        better = self.rules.borrowed and "alpha" in self.module.shared
+        return {} if better else self.rules.numbers(name, self.module.name, shapes)
 
     def _number(self, slot: str) -> float | None:
         info = self.module.shared.get(slot)
@@ -194,7 +194,7 @@ class _Chooser:
         stated = {k: v for k, v in self.context.given.items() if k in row.settings}
         return {
             **self.context.trained(name).settings,
-            **self.told.settings(name, self.module.name),
+            **self.rules.settings(name, self.module.name),
             **stated,
             **({"widest": self.context.widest} if "widest" in row.settings else {}),
         }
@@ -211,8 +211,8 @@ class _Chooser:
         info = self.module.shared.get("magnitude")
         if info is None:
             return None
-        told = self.told
-        if told.kind == "LORA" and told.fields.get("use_dora") is False and not told.borrowed:
+        rules = self.rules
+        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
             self.remarks.append(NO_DORA)
             return None
         row = ALGORITHMS[name]

@@ -285,21 +285,21 @@ class MatchBuilder:
 
     def replace(self, info: StoredTensor) -> None:
         """Place a tensor without a known suffix: a new value of a parameter or of some rows, else unmatched."""
-        meant = self.context.rules.of(info.name).stored_value(info.name)
-        name, parameter = split_parameter(meant.target if meant else info.name)
+        value = self.context.rules.of(info.name).stored_value(info.name)
+        name, parameter = split_parameter(value.target if value else info.name)
         view = self.places.look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
             bare = self.places.look(info.name)
             view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
-        if meant is not None and meant.kind != "value":
-            self._leave(info, meant, view)
-        elif meant is not None and meant.rows is not None and self._repeats(name, self.pair.trained(meant.rows)):
+        if value is not None and value.kind != "value":
+            self._leave(info, value, view)
+        elif value is not None and value.rows is not None and self._repeats(name, self.pair.trained(value.rows)):
             self.unused[info.name] = COPY
             self._count(info.name, {"model"})
-        elif (view := view or self._of_head(info, name, parameter, rows=bool(meant and meant.rows))) is None:
+        elif (view := view or self._of_head(info, name, parameter, rows=bool(value and value.rows))) is None:
             self.unmatched[info.name] = STRANGE
-        elif meant is not None and meant.rows is not None:
-            self._replace_rows(info, view, meant.rows)
+        elif value is not None and value.rows is not None:
+            self._replace_rows(info, view, value.rows)
         elif (first := self.set.setdefault(view.pieces, info)) is info:
             if info.shape == view.shape:
                 self._untie(name, view)
@@ -339,10 +339,10 @@ class MatchBuilder:
         if (patch := self._patch(module, WeightView(pieces, (len(rows), table.cols)))) is not None:
             self._add(patch, key)
 
-    def _leave(self, info: StoredTensor, meant: StoredValue, view: WeightView | None) -> None:
+    def _leave(self, info: StoredTensor, value: StoredValue, view: WeightView | None) -> None:
         """Record a tensor that the merge does not need; a copy of the base must have the base's shape."""
-        if meant.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
+        if value.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
             self.odd[view.pieces] = self.stored.resized(where)
-        self.unused[info.name] = self.stored.notes.get(info.name, meant.why)
+        self.unused[info.name] = self.stored.notes.get(info.name, value.why)
         self.notes.append(f"{info.name}: {self.unused[info.name]}")

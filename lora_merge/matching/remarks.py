@@ -17,12 +17,14 @@ NO_ALPHA: Final = (
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
     "--setting lora_alpha=VALUE"
 )
-ZERO_ALPHA: Final = "the stored alpha is 0, which counts as alpha = rank (scale 1), as trainers have it"
+ZERO_ALPHA: Final = "the stored alpha is 0, which means alpha = rank (scale 1), as in the trainers"
 BORROWED: Final = "its alpha is from the file's header, which calls this part of the model by another name"
-OTHER_ALPHA: Final = "its configuration says another scale than the alpha beside it, and counts, as PEFT has it"
-NO_DORA: Final = "its configuration says that it is without DoRA, so its magnitude is left out, as PEFT has it"
+OTHER_ALPHA: Final = (
+    "its configuration gives another scale than the stored alpha; the configuration is used, as in PEFT"
+)
+NO_DORA: Final = "its configuration turns DoRA off, so its magnitude is left out, as in PEFT"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
-EMPTY: Final = "it has a tensor without elements (rank 0), of which no change comes"
+EMPTY: Final = "it has a tensor without elements (rank 0), which changes nothing"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
 TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"

@@ -96,7 +96,7 @@ def stored_base(
                 residual.add(own.name)
                 if how := _difference(info, own, context.values):
                     other[own.name] = info
-                    notes[info.name] = f"{how}; what the adapter was trained on takes their place, as PEFT has it"
+                    notes[info.name] = f"{how}; the values that the adapter was trained on replace them, as in PEFT"
             if not strength:
                 idle.add(own.name)
     if tied is not None and tied.stored and len(ends := {tied.info.name, tied.stored} - copies.keys()) == 1:
