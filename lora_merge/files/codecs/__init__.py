@@ -1,4 +1,4 @@
-"""Codecs: how the numbers of a weight are stored, one file for each way. Headers only, torch inside functions."""
+"""Codecs: the ways in which files store the numbers of a weight, one module each. torch is imported in functions."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 from .fp8_scaled import FP8_SCALED
 
 CODECS: Final = (FP8_SCALED,)
-"""All but the plain one, which every tensor is that none of them claims. A new way to store weights is a row."""
+"""All codecs except `PLAIN`, which applies to every tensor that no other codec claims."""

@@ -1,7 +1,7 @@
-"""What a codec is: how the numbers of one weight lie in a file, and how they become numbers and bytes again.
+"""The interface of a codec: it decodes the stored numbers of a weight, and encodes new ones.
 
-A weight is stored as a group: one tensor with its numbers, row after row, and perhaps small tensors beside it, such as
-a scale, which lie anywhere in the file. Windows carry the numbers; the small tensors are read and written whole.
+A weight is stored as a group: one tensor with its numbers, row after row, and perhaps small tensors, such as a scale,
+anywhere in the file. Windows carry the numbers; the small tensors are read and written whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 
 Sides: TypeAlias = "Mapping[str, Tensor]"
-"""Role → the small tensor beside the numbers, whole, as stored."""
+"""Role → the small tensor beside the numbers, as stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,42 +29,43 @@ class Codec:
 
     name: str
     decode: Callable[[Tensor, Sides, int], Tensor]
-    """Stored numbers [rows, stored cols], and the number of their first row → the weight's [rows, cols], as floats."""
+    """(stored numbers [rows, stored cols], small tensors, index of the first row) → weight [rows, cols], as floats."""
     encode: Callable[[Tensor, Sides, int], Tensor]
-    """The weight's [rows, cols], in the dtype of the arithmetic → [rows, stored cols], not yet rounded to theirs."""
+    """(weight [rows, cols] in the dtype of the arithmetic, small tensors, index of the first row) → numbers
+    [rows, stored cols], not yet rounded to the stored dtype."""
     claim: Callable[[Tensors, Mapping[str, str]], Iterable[tuple[str, Packing]]] = lambda _, __: ()
-    """All tensors of a checkpoint and its metadata → those whose numbers are a weight's in this codec, by name."""
+    """(all tensors of a checkpoint, its metadata) → name and packing of each weight that this codec reads."""
     fault: Callable[[str, Sequence[float]], str] = lambda _, __: ""
-    """A role and the numbers of its tensor → what is wrong with them, "" for nothing."""
+    """(role, numbers of its tensor) → the reason why they are invalid; "" if they are valid."""
     refit: Callable[[Encoding, float], Mapping[str, bytes]] | None = None
-    """The largest magnitude of a weight → the small tensors that cover it, where those of the file may not."""
+    """(encoding, largest magnitude of a new weight) → small tensors, by role, whose range covers it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A codec with what it needs to know of a weight. One object for all weights that are stored alike."""
+    """A codec with the dtype and unit of stored numbers. Weights that are stored alike share one object."""
 
     codec: Codec
     dtype: str  # of the stored numbers
-    unit: tuple[int, int]  # so many consecutive numbers of the weight take so many bytes
+    unit: tuple[int, int]  # (n, bytes): n consecutive numbers of the weight take so many bytes
     row_group: int = 1  # rows that are encoded together; blocks are cut between such groups
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of so many consecutive numbers: whole units."""
+        """Return the bytes of `count` consecutive numbers, a multiple of the unit."""
         numbers, size = self.unit
         return count // numbers * size
 
     def stored(self, count: int) -> int:
-        """Return how many stored numbers so many consecutive ones of the weight are."""
+        """Return the number of stored numbers for `count` consecutive numbers of the weight."""
         return self.nbytes(count) // ITEM_BYTES[self.dtype]
 
     def count(self, nbytes: int) -> int:
-        """Return how many consecutive numbers have room in so many bytes."""
+        """Return how many consecutive numbers of the weight `nbytes` bytes hold."""
         numbers, size = self.unit
         return nbytes // size * numbers
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape that the container tells of a weight of this one: rows as they are, the last axis packed."""
+        """Return the shape in the container of a weight with this shape: only the last axis is packed."""
         numbers, size = self.unit
         width = ITEM_BYTES.get(self.dtype, 0)
         return shape if numbers * width in (0, size) else (*shape[:-1], shape[-1] // numbers * size // width)
@@ -75,9 +76,9 @@ class Packing(NamedTuple):
 
     encoding: Encoding
     sides: Mapping[str, StoredTensor]
-    beside: frozenset[str] = frozenset()  # names of tensors that mean nothing without it: marks, scales of activations
+    beside: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors that a weight of plain numbers does not have beside it."""
+        """Return the names of all tensors beside the numbers, which a weight of plain numbers does not have."""
         return self.beside.union(side.name for side in self.sides.values())

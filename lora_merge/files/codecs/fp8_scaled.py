@@ -1,4 +1,4 @@
-"""fp8 with one scale for a weight, W = q · s, as ComfyUI stores it in two styles.
+"""The codec of fp8 with one scale for a weight, W = q · s, in the two styles of ComfyUI.
 
 Old: `l.weight` and `l.scale_weight`, under a prefix with a tensor `scaled_fp8`. New: `l.weight` and `l.weight_scale`,
 and for each layer a JSON, in a tensor `l.comfy_quant` or in the metadata entry `_quantization_metadata`.
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-"""What the JSON of a layer calls its numbers → their dtype."""
+"""Name of a format in the JSON of a layer → dtype."""
 
 ENTRY: Final = "_quantization_metadata"
 PREFIX: Final = "model.diffusion_model."
-"""What some converters leave out in front of the layers that the metadata names."""
+"""Prefix of layers that some converters omit in the metadata."""
 
 NOTE_LIMIT: Final = 4096  # bytes of the JSON of one layer; writers need about fifty
 SCALE: Final = "scale"
 
 
 def decode(numbers: Tensor, sides: Sides, _: int) -> Tensor:
-    """q · s in fp32."""
+    """Return q · s in fp32."""
     import torch
 
     values = torch.empty(numbers.shape, dtype=torch.float32, device=numbers.device)
@@ -46,19 +46,17 @@ def encode(values: Tensor, sides: Sides, _: int) -> Tensor:
 
 
 def fault(_: str, numbers: Sequence[float]) -> str:
-    """Return what is wrong with a scale."""
+    """Return the reason why a scale is invalid; "" if it is valid."""
     return "" if all(0 < n < inf for n in numbers) else f"its scale is no positive number: {numbers[0]:g}"
 
 
 def refit(encoding: Encoding, largest: float) -> Mapping[str, bytes]:
-    """Return the scale that just covers a weight, as ComfyUI computes it: the largest magnitude becomes the largest
-    number.
-    """
+    """Return the scale at which the largest magnitude becomes the largest number of the dtype, as in ComfyUI."""
     return {SCALE: struct.pack("<f", largest / TABLE[encoding.dtype].largest)}
 
 
 def claim(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, Packing]]:
-    """(name, how it is stored) of every weight that is stored so."""
+    """Yield name and packing of every weight that is stored in one of the two styles."""
     marks = [name.removesuffix("scaled_fp8") for name in tensors if name.rpartition(".")[2] == "scaled_fp8"]
     for name in tensors if marks else ():
         stem, _, last = name.rpartition(".")
@@ -72,7 +70,7 @@ def claim(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _packed(tensors: Tensors, stem: str, scale: str, more: tuple[str, ...]) -> Iterator[tuple[str, Packing]]:
-    """Yield the weight of a layer, if its tensors are as this codec reads them."""
+    """Yield name and packing of the weight of a layer, if this codec can read its dtype and scale."""
     weight, side = tensors.get(f"{stem}.weight"), tensors.get(f"{stem}.{scale}")
     if weight is None or side is None or weight.dtype not in FORMATS.values():
         return
@@ -82,19 +80,19 @@ def _packed(tensors: Tensors, stem: str, scale: str, more: tuple[str, ...]) -> I
 
 
 def _layers(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, dtype of its numbers) of the layers that a new-style file calls fp8."""
+    """Yield name and dtype of the layers that a new-style file marks as fp8."""
     try:
-        told = from_json(metadata[ENTRY].encode()) if ENTRY in metadata else {}
+        entry = from_json(metadata[ENTRY].encode()) if ENTRY in metadata else {}
     except ValueError:
-        told = {}
-    layers = told.get("layers") if isinstance(told, dict) else None
+        entry = {}
+    layers = entry.get("layers") if isinstance(entry, dict) else None
     found: dict[str, Any] = dict(layers) if isinstance(layers, dict) else {}
     for name, info in tensors.items():
         if name.endswith(".comfy_quant") and info.dtype == "U8" and info.nbytes <= NOTE_LIMIT:
             try:
                 found[name.removesuffix(".comfy_quant")] = from_json(read_bytes(info))
             except ValueError:
-                continue  # it is no layer of this codec: what shows that it is quantised stays a reason to refuse
+                continue  # not a layer of this codec: `quantised` then refuses it by its mark
     for name, layer in found.items():
         form = layer.get("format") if isinstance(layer, dict) else layer
         if isinstance(form, str) and form in FORMATS:

@@ -1,4 +1,4 @@
-"""The numbers themselves, in a dtype of the container, with nothing beside them."""
+"""The codec of plain numbers: a dtype of the container, without small tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN: Final = Codec("plain", decode=_as_they_are, encode=_as_they_are)
 
 @cache
 def plain(dtype: str) -> Packing:
-    """Return how a weight is stored that is nothing but numbers of a dtype; the same object every time."""
+    """Return the packing of a weight of plain numbers; one object for each dtype."""
     bits = ITEM_BITS[dtype]
     shared = gcd(bits, 8)
     return Packing(Encoding(PLAIN, dtype, (8 // shared, bits // shared)), MappingProxyType({}))

@@ -1,7 +1,7 @@
-"""Recognises quantised checkpoints, whose stored numbers are not the weights; plain fp8 is not one of them.
+"""Recognises quantised checkpoints, whose stored numbers are not the weights; plain fp8 does not count as quantised.
 
-Often that is a part of the model only: the experts of gpt-oss, a text encoder. Such a part stays as it is, and an
-adapter of the others can be merged.
+Often only a part of the model is quantised: the experts of gpt-oss, a text encoder. Such a part stays unchanged, and
+an adapter of the other parts can be merged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import CODECS
 from .base import Packing, Tensors
 
 SIGNS: Final = (
-    # a tensor's last name    what stores it so
+    # a tensor's last name    format that has it
     ("scaled_fp8",            "scaled fp8 (ComfyUI)"),
     ("scale_weight",          "scaled fp8 (ComfyUI, musubi)"),
     ("comfy_quant",           "ComfyUI's per-layer quantisation"),
@@ -44,7 +44,7 @@ transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
 CODES: Final = frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))
 SCALE: Final = "scale"
-"""What SDNQ calls the scales beside a `weight` of such numbers; https://github.com/Disty0/sdnq. Norms have one too."""
+"""SDNQ's name of the scales beside a `weight` of these dtypes (https://github.com/Disty0/sdnq); norms use it too."""
 
 METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
@@ -54,14 +54,14 @@ METADATA: Final = {
 
 @dataclass(frozen=True)
 class Quantised:
-    """What is quantised in a checkpoint, if anything is."""
+    """The quantised parts of a checkpoint that no codec reads."""
 
-    how: str = ""  # in words, with what shows it
+    how: str = ""  # format and the tensor that shows it, for messages
     parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know where it is a part."""
+        """Return a note for the user if a part is quantised."""
         return (f"a part of the base is quantised and stays as it is: {self.how}",) if self.parts else ()
 
     def holds(self, key: str) -> bool:
@@ -71,9 +71,7 @@ class Quantised:
         return key in self.parts
 
     def check(self, path: Path, dtype: str, changed: Iterable[str]) -> None:
-        """Raise InputError for a merge that changes quantised tensors: by an adapter, or by their conversion to a
-        dtype.
-        """
+        """Raise InputError if the merge changes quantised tensors, by an adapter or by another dtype."""
         if not self.parts:
             return
         if any(map(self.holds, changed)):
@@ -83,7 +81,7 @@ class Quantised:
 
     @contextmanager
     def blamed(self, path: Path) -> Iterator[None]:
-        """An adapter that does not fit meant what is quantised, for all we know."""
+        """Re-raise FitError as "the base is quantised": the adapter probably names a quantised module."""
         try:
             yield
         except FitError as e:
@@ -98,23 +96,23 @@ class Quantised:
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
-    """Return what is quantised in any component of a pipeline."""
-    inside = {f"{name}.{part}".removesuffix(".") for name, one in parts.items() for part in one.parts}
-    how = (f"{one.how}, in {name}" for name, one in parts.items() if one.parts)
+    """Return the quantised parts of all components of a pipeline."""
+    inside = {f"{name}.{part}".removesuffix(".") for name, found in parts.items() for part in found.parts}
+    how = (f"{found.how}, in {name}" for name, found in parts.items() if found.parts)
     return Quantised(next(how, ""), frozenset(inside))
 
 
 def packed(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Packing]:
-    """Return the weights of one checkpoint that a codec reads, by the name of their numbers; all others are plain."""
+    """Return name → packing of the weights that a codec reads; all other weights are plain numbers."""
     return {name: packing for codec in CODECS for name, packing in codec.claim(tensors, metadata)}
 
 
 def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
-    """Return what of one checkpoint is quantised, other than by a codec."""
+    """Return the quantised parts of one checkpoint that no codec reads."""
     signs = dict(SIGNS)
-    read = {name for one in packed.values() for name in one.names}
+    read = {name for packing in packed.values() for name in packing.names}
     found: dict[str, str] = {}
     for name, info in tensors.items():
         path, _, last = name.rpartition(".")
