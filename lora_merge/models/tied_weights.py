@@ -92,7 +92,7 @@ class TiedPair:
 
 
 def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> TiedPair | None:
-    """Return the tied pair of a base; None if its head has its own weight, if it has no head, or if that is unknown."""
+    """Return the tied pair of a base; None if its head is not tied, if it has no head, or if that is unknown."""
     classes = config.get("architectures")
     named = [c for c in classes if isinstance(c, str)] if isinstance(classes, list) else []
     if any(c.endswith(COUPLE) for c in named):
