@@ -42,10 +42,10 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
     return {name: dict(sorted(parts.items())) for name, parts in found.items()}
 
 
-def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping[str, Split]) -> WeightView:
+def place(view: WeightView, number: int, parts: Mapping[int, int], splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
-    `parts`: number of rows of each part. `told`: source in the base → the rows of every fused layer, in order. Without
+    `parts`: number of rows of each part. `splits`: source in the base → the rows of every fused layer, in order. Without
     a source, the parts follow each other and must fill the weight.
     """
     if any(piece.transposed for piece in view.pieces):
@@ -53,9 +53,9 @@ def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping
     rows, height = view.shape[0], parts.get(number, 0)
     if parts.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split
         return view
-    fused = agreed(told)
-    if told and not fused:
-        raise NoPlace("; ".join(f"by {who} {_layers(split)}" for who, split in told.items()))
+    fused = agreed(splits)
+    if splits and not fused:
+        raise NoPlace("; ".join(f"by {source} {_layers(split)}" for source, split in splits.items()))
     if not fused:
         fused = tuple(parts.values())
         if number not in parts or [*parts] != [*range(len(parts))] or 0 in fused or sum(fused) != rows:
@@ -63,7 +63,7 @@ def place(view: WeightView, number: int, parts: Mapping[int, int], told: Mapping
     starts = [0, *accumulate(fused)]
     if number >= len(fused) or height not in (0, fused[number]):  # the formula checks an unknown height
         has = f"part {number} has {height} rows" if height else f"there is no layer for part {number}"
-        raise NoPlace(f"{has}; by {next(iter(told))} {_layers(fused)}")
+        raise NoPlace(f"{has}; by {next(iter(splits))} {_layers(fused)}")
     return rows_of(view, starts[number], starts[number + 1])
 
 
