@@ -45,7 +45,7 @@ def heights(modules: Iterable[Module]) -> Mapping[str, Mapping[int, int]]:
 def place(view: WeightView, number: int, parts: Mapping[int, int], splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
-    `parts`: number of rows of each part. `splits`: source in the base → the rows of every fused layer, in order. Without
+    `parts`: number of rows of each part. `splits`: source in the base → rows of every fused layer, in order. Without
     a source, the parts follow each other and must fill the weight.
     """
     if any(piece.transposed for piece in view.pieces):
