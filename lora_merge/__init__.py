@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if not (Path(__file__).parent / "algorithms").is_dir():
-    # Where git makes no symbolic links, as on Windows, the link to that folder is a text file: look beside the package.
+    # A checkout without symbolic links, as on Windows, holds a text file in place of the link: search the parent folder.
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # for type checkers, names that are not above do not exist
+if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a `__getattr__`
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

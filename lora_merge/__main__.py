@@ -1,22 +1,23 @@
-"""The process of `lora-merge` and `python -m lora_merge`."""
+"""The entry point of `lora-merge` and of `python -m lora_merge`."""
 
 import atexit
 import os
 import sys
 from types import FrameType
 
-from .process import deaf, on_stop
+from .process import ignore_signals, on_stop
 
-ANSWERS = frozenset({"inspect", "verify", "doctor"})
-"""Commands that only say something: they fail where nobody can hear it. What others have made is there all the same."""
+READ_ONLY = frozenset({"inspect", "verify", "doctor"})
+"""Commands whose only result is what they print: they fail if that cannot be written. Other commands have made their
+output even then."""
 
 
 def start() -> None:
     """Run the program, then end the process at once.
 
-    Taking torch apart object by object takes a third of a second, when there is nothing left to do.
+    A normal exit would free the objects of torch one by one, which takes a third of a second.
     """
-    on_stop(_quit)  # until `main` has a better answer
+    on_stop(_quit)  # until `main` sets a handler that cleans up
     from .cli.main import main
     from .cli.streams import SafeStream, open_descriptors
 
@@ -30,18 +31,20 @@ def start() -> None:
         if not isinstance(end.code, int | None):
             raise
         code = end.code or 0
-    deaf()
+    ignore_signals()
+    # Python has no public name for this. A normal exit, from which a first callback could end the process, waits for
+    # all threads before it calls any.
     atexit._run_exitfuncs()
     out.flush()
     if out.lost:
-        print(f"warning: not all could be written to the standard output: {out.lost.strerror}", file=err)
-        code = code or int(sys.argv[1] in ANSWERS)
+        print(f"warning: part of the standard output could not be written: {out.lost.strerror}", file=err)
+        code = code or int(sys.argv[1] in READ_ONLY)
     err.flush()
     os._exit(code)
 
 
 def _quit(number: int, _frame: FrameType | None) -> None:
-    os._exit(128 + number)  # nothing was begun
+    os._exit(128 + number)  # there is nothing to clean up yet
 
 
 if __name__ == "__main__":

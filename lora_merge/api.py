@@ -1,4 +1,4 @@
-"""The Python API for files: merge, plan. That for tensors in memory is in engine/in_memory.py."""
+"""The Python API for files: `merge` and `plan`. The API for tensors in memory is in engine/in_memory.py."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def merge(
     output: str | Path | None = None,
     **options: Unpack[MergeOptions],
 ) -> Report:
-    """Merge adapters into a base model, write the result, prove it, and return a report.
+    """Merge adapters into a base model, write the result, verify it, and return a report.
 
-    W' = W + Σᵢ sᵢ · (Fᵢ(W) − W): every adapter's formula Fᵢ is taken on the untouched weight W, and the sum is rounded
-    once to the dtype of the output. Options have the names of the command line's. The output appears under its name
-    when it is complete, or not at all; Ctrl-C leaves nothing behind.
+    W' = W + Σᵢ sᵢ · (Fᵢ(W) − W): every adapter's formula Fᵢ is applied to the unchanged weight W, and the sum is
+    rounded once to the dtype of the output. The options have the same names as on the command line. The output appears
+    under its name when it is complete, or not at all; Ctrl-C leaves nothing behind.
 
     Parameters:
         base: The model: a checkpoint file, or a model folder (diffusers, transformers).
@@ -37,26 +37,27 @@ def merge(
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
             "fp8_e5m2"; or a torch dtype.
         compute_dtype: "fp32", "fp64", "bf16" or "fp16": the dtype that formulas compute in.
-        device: "auto" (the fastest that is there), "cpu", "cuda", "cuda:1", "mps", "xpu", or several: "cuda:0,cuda:1".
+        device: "auto" (the fastest one of this machine), "cpu", "cuda", "cuda:1", "mps", "xpu", or several:
+            "cuda:0,cuda:1".
         strength: One number for each adapter, in order, where `adapters` are paths. Default: 1 for each.
         strength_for: Part of the model → factor that multiplies the strengths: `{"te": 0.5, "IN04-IN08": 0,
             "re:attn2": 0.8}`; parts are components, blocks, or regular expressions over the base's keys.
-        unmatched: "error", or "skip": leave out modules that have no place in the base, and name them in the report.
-        on_overflow: "error", or "saturate": write the largest finite number in place of one that is too large for the
-            dtype of the output, and count them in the report.
+        unmatched: "error", or "skip": leave out modules that match no weight of the base, and list them in the report.
+        on_overflow: "error", or "saturate": replace numbers that are too large for the dtype of the output by its
+            largest finite number, and count them in the report.
         method: "sum" (the rule above), or "compose": adapters one after the other, in the order given.
-        setting: What a file does not tell, such as `{"lora_alpha": 16}`.
+        setting: Values that the adapter's file lacks, such as `{"lora_alpha": 16}`.
         map: A table of names (YAML) for a model that is not known.
-        overwrite: Whether an output that exists is replaced. Default: False.
-        max_memory: Bound on the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
-        max_vram: The same for the memory of a GPU. Default: what a batched call needs at most, 5 GiB.
-        verify: Whether the written file is opened again and proven. Default: True.
+        overwrite: Whether an existing output is replaced. Default: False.
+        max_memory: Limit of the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
+        max_vram: The same for the memory of a GPU. Default: 5 GiB, the most that a batched call needs.
+        verify: Whether the written file is read again and verified. Default: True.
 
     Returns:
         A `Report`: `coverage` for each adapter, `written` bytes, `seconds`, `verified`, `to_json()`.
 
     Raises:
-        MergeError: All failures are of a subclass of it, with `what`, `where`, `fix` and `exit_code`: UsageError,
+        MergeError: Every failure is one of its subclasses, with `what`, `where`, `fix` and `exit_code`: UsageError,
             InputError (missing, damaged or unsupported), FitError (adapter and base do not fit), ResourceError (disk,
             memory, device) and VerificationFailed.
 
@@ -86,10 +87,10 @@ def plan(
     output: str | Path | None = None,
     **options: Unpack[MergeOptions],
 ) -> Plan:
-    """Plan what `merge` would do, from headers alone; reads no weight and writes nothing.
+    """Plan what `merge` would do, from headers alone: no weight is read and nothing is written.
 
     Parameters:
-        base: As of `merge`, like all other parameters and options.
+        base: As for `merge`, like all other parameters and options.
         adapters: One adapter or a list of them.
         output: The file or folder that `merge` would write.
 
@@ -97,7 +98,7 @@ def plan(
         A `Plan`: what every adapter matches, and every output tensor with its place and its size.
 
     Raises:
-        MergeError: What `merge` would raise before it reads weights.
+        MergeError: Every error that `merge` would raise before it reads weights.
 
     Example:
         >>> lora_merge.plan("base.safetensors", "style.safetensors").changed

@@ -1,4 +1,4 @@
-"""Every dtype that a checkpoint stores, in one table: its names, its size, its range. No torch and no numpy here."""
+"""The table of all dtypes that a checkpoint stores: names, size and range. This module imports no torch and no numpy."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ if TYPE_CHECKING:
 
 
 class Dtype(NamedTuple):
-    """One dtype. The last three columns are of floating-point numbers alone."""
+    """One dtype. Only floating-point dtypes have the last three columns."""
 
     name: str  # in the header of .safetensors
     bits: int  # of one element
-    library: str  # in torch, and in numpy or ml_dtypes; torch lacks some of those below a byte
-    code: str = ""  # of struct and of numpy; "" where only ml_dtypes knows the format
-    option: str = ""  # on the command line
+    library: str  # name in torch, and in numpy or ml_dtypes; torch lacks some dtypes of less than a byte
+    code: str = ""  # character in struct and numpy; "" for a format that only ml_dtypes has
+    option: str = ""  # name on the command line
     significand: int = 0  # bits of the significand, with the leading one that is not stored
     smallest: int = 0  # exponent of two of the smallest step
-    largest: float = 0.0  # finite number
+    largest: float = 0.0  # the largest finite number
 
     @property
     def room(self) -> float:
-        """The largest number that rounds to a finite one: half a step above the largest finite number, itself included
-        where that is even, as the tie goes to the even neighbour. 448 of e4m3 is, the others are odd."""
+        """The largest number that rounds to a finite one.
+
+        It lies half a step above the largest finite number. That midpoint itself rounds down only where the largest
+        finite number is even, as a tie goes to the even neighbour: 448 of e4m3 is even, the others are odd.
+        """
         if self.name == "F64":
             return inf
         step = 2.0 ** (frexp(self.largest)[1] - self.significand)
@@ -61,25 +64,25 @@ TABLE: Final = MappingProxyType({
         Dtype("BOOL",        8,  "bool",              "?"),
     )
 })  # fmt: skip
-"""Name in files → its row. https://github.com/huggingface/safetensors, safetensors/src/tensor.rs; numbers of 8 bits:
-the OCP specification of microscaling formats, and for those called fnuz Noune et al. 2022, arXiv:2206.02915."""
+"""Name in files → its row. Sources: https://github.com/huggingface/safetensors, safetensors/src/tensor.rs; for 8 bits
+the OCP specification of microscaling formats, and for the fnuz formats Noune et al. 2022, arXiv:2206.02915."""
 
 ITEM_BITS: Final = {name: row.bits for name, row in TABLE.items()}
 ITEM_BYTES: Final = {name: row.bits // 8 for name, row in TABLE.items() if row.bits >= 8}
 
 FLOATS: Final = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-"""Dtypes of weights: an adapter may change such numbers, and `--dtype` converts them."""
+"""Dtypes of weights: an adapter may change such tensors, and `--dtype` converts them."""
 
 WHOLE: Final = frozenset(name for name, row in TABLE.items() if row.code and name not in FLOATS)
-"""Dtypes of whole numbers, and of switches."""
+"""Dtypes of whole numbers, and of truth values."""
 
 _NAMES: Final = {row.option: name for name, row in TABLE.items() if row.option}
 
 DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")}
-"""`--dtype` → name in files; `keep` is none of them."""
+"""Value of `--dtype` → name in files; `keep` stands for no dtype."""
 
 COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}
-"""`--compute-dtype` → name in files."""
+"""Value of `--compute-dtype` → name in files."""
 
 
 def bytes_of(dtype: str, shape: Shape) -> int:

@@ -1,4 +1,4 @@
-"""Every failure a user can meet, with what, where, how to fix it, and the exit code."""
+"""The errors that users see: each says what is wrong, where, and how to fix it, and has an exit code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Final
 from .lines import Lines, shown
 
 LONGEST: Final = 2000
-"""Characters of a line of a message; names and values of strangers may be as long as their file."""
+"""Characters of a line of a message; names and values from untrusted files may be as long as the file."""
 
 
 class MergeError(Exception):
-    """Base class; the command line prints it and exits with `exit_code`."""
+    """Base class of all errors; the command line prints the error and exits with `exit_code`."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class MergeError(Exception):
         self.what, self.where, self.fix = what, where, fix
 
     def rename(self, old: str, new: str) -> None:
-        """Call a path by the name that the user knows it by, wherever it is named."""
+        """Replace a path in the message, such as a temporary one, by the path that the user knows."""
         texts = (self.what, self.where, self.fix)
         self.what, self.where, self.fix = (type(text)(text.replace(old, new)) for text in texts)
         self.args = (self.what, self.where, self.fix)
@@ -39,7 +39,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(MergeError):
-    """The request itself makes no sense: contradicting options, an output that is an input."""
+    """The request itself is wrong: contradicting options, an output that is an input."""
 
     exit_code = 2
 
@@ -51,10 +51,10 @@ class InputError(MergeError):
 
 
 class TooLarge(InputError):
-    """A finite number has no room in the dtype that it is to be written or computed in."""
+    """A finite number is too large for the dtype of the output or of the computation."""
 
     def locate(self, output: str) -> None:
-        """Say which output the tensor belongs to."""
+        """Put the path of the output before the name of the tensor."""
         self.where = f"{output}: {self.where}"
         self.args = (self.what, self.where, self.fix)
 
@@ -66,15 +66,15 @@ class FitError(MergeError):
 
 
 class UnmatchedModules(FitError):
-    """Some adapter modules have no place in the base."""
+    """Some adapter modules match no weight of the base."""
 
 
 class ShapeMismatch(FitError):
-    """An adapter tensor does not fit its partners or the base tensor it names."""
+    """The shape of an adapter tensor fits neither its module's other tensors nor the base tensor that it names."""
 
 
 class AmbiguousName(FitError):
-    """A name fits two tensors; guessing is not an option."""
+    """A name matches two tensors, and nothing tells which one is right."""
 
 
 class ResourceError(MergeError):
@@ -84,7 +84,7 @@ class ResourceError(MergeError):
 
 
 class VerificationFailed(MergeError):
-    """What was written is not what was asked for; the file did not get its name."""
+    """The written output is wrong; it was removed before it got its name."""
 
     exit_code = 6
 
@@ -96,10 +96,10 @@ class BatchFailed(MergeError):
 
 
 def error_dict(e: BaseException) -> dict[str, Any]:
-    """Kind, what, where, fix and exit code of a failure, as reports have them; also of one that is none of ours."""
-    told = {name: getattr(e, name, "") for name in ("what", "where", "fix")}
-    told["what"] = told["what"] or str(e)
-    return {"kind": type(e).__name__.lstrip("_"), **told, "exit_code": getattr(e, "exit_code", 1)}
+    """Return kind, what, where, fix and exit code of an error for reports; the error may also be another exception."""
+    texts = {name: getattr(e, name, "") for name in ("what", "where", "fix")}
+    texts["what"] = texts["what"] or str(e)
+    return {"kind": type(e).__name__.lstrip("_"), **texts, "exit_code": getattr(e, "exit_code", 1)}
 
 
 SCARCE: Final = (
@@ -107,36 +107,36 @@ SCARCE: Final = (
     (MemoryError,       ""),
     (RuntimeError,      "bad_alloc"),
     (RuntimeError,      "can't allocate memory"),
-    (ImportError,       "failed to map segment from shared object"),  # torch's: they take a GB of addresses
+    (ImportError,       "failed to map segment from shared object"),  # torch's libraries take a GB of addresses
     (OSError,           "failed to map segment from shared object"),
 )  # fmt: skip
-"""How Python, torch, C++ and the loader of libraries each tell of too little memory."""
+"""Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
 
 
-FULL: Final = "end what else uses the device, or use --device cpu"
-"""What to do about a device without memory."""
+FULL: Final = "end other programs that use the device, or use --device cpu"
+"""How to fix a device that is out of memory."""
 
 DEVICE_SIGNS: Final = (
     "out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "BLAS_STATUS_NOT_INITIALIZED", "cusolverDnCreate",
     "OUT_OF_DEVICE_MEMORY", "OUT_OF_RESOURCES",
 )  # fmt: skip
-"""What errors of devices say of too little of their memory: torch's allocators, drivers, the libraries of CUDA and ROCm
-(BLAS and cuSOLVER say so where there is no memory for a handle or its workspace, cuFFT for a plan), Level Zero of XPUs.
-Not all of them are torch's OutOfMemoryError."""
+"""Texts of errors that report too little memory of a device: of torch's allocators, of drivers, of the libraries of
+CUDA and ROCm (BLAS and cuSOLVER without memory for a handle or its workspace, cuFFT for a plan), and of Level Zero on
+XPUs. Not all of them are torch's OutOfMemoryError."""
 
 
 def device_full(e: Exception) -> str:
-    """Return what an error says of too little memory on a device; nothing where it is another."""
+    """Return the text of an error that reports too little memory on a device; "" for any other error."""
     text = next(iter(str(e).splitlines()), "")
     return text if isinstance(e, RuntimeError) and any(sign in text for sign in DEVICE_SIGNS) else ""
 
 
 def as_resource_error(e: Exception) -> ResourceError | None:
-    """Return what to say where the system gave no memory, thread or descriptor; None for any other failure."""
+    """Return the error for a failure to get memory, a thread or a file descriptor; None for any other failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
         found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
-    elif os.strerror(errno.EMFILE) in str(e):  # also of all the system: "… in system"
+    elif os.strerror(errno.EMFILE) in str(e):  # also the limit of the whole system: "… in system"
         found = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
     elif device_full(e):
         found = ResourceError("the device is out of memory", text, FULL)

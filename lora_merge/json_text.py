@@ -1,18 +1,18 @@
-"""`from_json(text)`: JSON of strangers, bounded."""
+"""`from_json(text)`: parses JSON from untrusted files, with a limit on its depth."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Final
 
-DEEPEST: Final = 100  # levels of lists and objects; what is walked level by level elsewhere must not exhaust the stack
+DEEPEST: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
 TOO_DEEP: Final = "nested too deeply"
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return the value; ValueError for what is no JSON, and for what is nested absurdly deep.
+    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply.
 
-    How deep the library itself goes depends on the version of Python: 990 levels in 3.11, thousands from 3.12 on.
+    The library's own limit depends on the version of Python: 990 levels in 3.11, thousands from 3.12 on.
     """
     try:
         value = json.loads(text)

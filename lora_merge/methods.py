@@ -1,14 +1,14 @@
-"""How several adapters meet on one weight: what `--method` may be. A table; no torch.
+"""The table of the values of `--method`: the rules by which several adapters change one weight.
 
-The arithmetic of each row is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
+The arithmetic of each rule is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
 
-A strength multiplies the change of its formula, F(W) − W, in all of them, also where the library that trains the
-formula has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or puts it elsewhere (LyCORIS's BOFT, into every stage).
+In every rule a strength multiplies the change of its formula, F(W) − W, also where the library that trains the formula
+has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or applies it elsewhere (LyCORIS's BOFT, in every stage).
 
-What PEFT 0.21.2 does with several adapters at once depends on the formula. OFT, BOFT, HRA, RoAd and (IA)³ are composed
-in the order given, but OFT's forward pass takes them the other way round than its merge does. Forward passes of HiRA
-and GLoRA add differences. DoRA's are composed with the norms of the untouched weight, which is neither rule. One
-adapter merged into the result of another is `compose` for all of them.
+PEFT 0.21.2 treats several adapters at once differently for each formula. It composes OFT, BOFT, HRA, RoAd and (IA)³ in
+the order given, but OFT's forward pass uses the reverse order of its merge. Forward passes of HiRA and GLoRA add the
+changes. DoRA adapters are composed with the norms of the unchanged weight, which is neither rule. If one adapter is
+merged into the result of another, `compose` is the rule for all formulas.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Method:
     """One value of `--method`."""
 
     name: str
-    rule: str  # the new weight, as a formula
-    in_turn: bool  # whether a formula reads the weight as the adapters before it have left it
+    rule: str  # the formula of the new weight
+    in_turn: bool  # whether a formula reads the weight that the adapters before it have changed
 
 
 SUM: Final = "sum"
-"""The default. Recipes say nothing of it, so that files made before there were others stay as they are."""
+"""The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
 
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {

@@ -1,11 +1,11 @@
-"""The tables of a PEFT configuration whose keys are regular expressions for the ends of module paths (`alpha_pattern`,
-`rank_pattern`): which key comes first, without asking each of them about each module.
+"""Finds the key of a module in tables of a PEFT configuration whose keys are regular expressions for the ends of module
+paths (`alpha_pattern`, `rank_pattern`), without matching every key with every module.
 
 PEFT takes the first key for which `(.*\\.)?(key)$` matches the module's path (0.21.2, utils/other.py,
 get_pattern_key). Most keys are plain names, and a table may have one for each of a model's thousands of modules. A
-plain key of n characters means the last n characters of a path, from the start or from behind a dot on, if they are
-equal but for what stands where the key has its dots, which mean any character unless a backslash stands before them.
-So there is one look-up for each place where the dots of some keys are, and of these a model's names have few.
+plain key of n characters matches a path if it equals the last n characters, which begin at the start of the path or
+behind a dot. A dot in the key matches any character, unless a backslash stands before it. So the plain keys of one
+length with dots at the same positions take one look-up, and the names of a model have few such sets of positions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .patterns import STEPS_A_NAME, Steps
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END: Final = r"(.*\.)?(%s)$"
-EXACT: Final = "\0"  # stands for a dot of a key that means a dot
+EXACT: Final = "\0"  # stands for an escaped dot of a key, which matches only a dot
 Dots: TypeAlias = tuple[int, ...]
 
 
 class Ends:
-    """The keys of one table."""
+    """The keys of one table, indexed for look-ups of module paths."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self.keys = tuple(keys)
@@ -40,7 +40,7 @@ class Ends:
                 dotted.setdefault(wild.replace(EXACT, "."), []).append(at)
 
     def first(self, path: str, steps: Steps) -> str | None:
-        """Return the first key that means the module; None where none does. Refused where that takes too many steps."""
+        """Return the first key that matches the path of a module, or None; Refused if that takes too many steps."""
         if path not in self._found:
             steps.left += STEPS_A_NAME
             best = min(self._of_plain(path, steps), default=len(self.keys))
@@ -49,8 +49,8 @@ class Ends:
         return self._found[path]
 
     def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
-        """Yield the positions of plain keys that mean the path, the first among them."""
-        if "\n" in path:  # which no dot means, and before which `$` may match
+        """Yield the positions of plain keys that match the path, the first one among them."""
+        if "\n" in path:  # a dot does not match a line feed, and `$` may match before one
             yield from (at for at, key in enumerate(self.keys) if PLAIN.fullmatch(key) and _matches(key, path, steps))
             return
         for start in (0, *(at + 1 for at in _dots(path))):
@@ -68,7 +68,7 @@ def _dots(name: str) -> Dots:
 
 
 def _dotted(text: str, dots: Dots) -> str:
-    """Return the text with dots at these places."""
+    """Return the text with dots at these positions."""
     for at in dots:
         if text[at] != ".":
             text = f"{text[:at]}.{text[at + 1 :]}"
@@ -81,13 +81,13 @@ def _matches(key: str, path: str, steps: Steps) -> bool:
 
 @dataclass
 class Matching:
-    """What is kept of one configuration's patterns: its tables, and how many steps they may still take."""
+    """The parsed patterns of one configuration, and the number of steps that they may still take."""
 
     steps: Steps = field(default_factory=Steps)
     tables: dict[str, Ends] = field(default_factory=dict)
     ends: dict[tuple[str, str], tuple[frozenset[str], list[int]]] = field(default_factory=dict)
-    """Lists of ends of names, with how long these are."""
+    """Lists of ends of names, as sets, with the lengths of the ends."""
     rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Lists of row numbers that were checked, by the identity of the configuration's."""
+    """`id` of a list in the configuration → its row numbers, checked."""
     parameters: tuple[Mapping[str, list[tuple[int, str]]], list[str]] | None = None
-    """`target_parameters`, as target_parameters.py looks them up."""
+    """The index of `target_parameters` that target_parameters.py uses."""

@@ -1,23 +1,25 @@
-"""Regular expressions of strangers (PEFT configurations, recipes, jobs files): matched in a bounded number of steps.
+"""Matches regular expressions from untrusted files (PEFT configurations, recipes, jobs files) in a bounded number of
+steps.
 
-Python's engine tries every way to share a text among the loops, options and alternatives of a pattern, one after the
-other: `(?:a|a)` forty-five times takes 2^45 tries. Here all ways are followed at once. A set of positions in the text
-(a whole number, bit p for position p) goes through the pattern, and each of its nodes turns the positions where it may
-begin into those where it may end:
+Python's engine tries all ways to divide a text among the loops, options and alternatives of a pattern, one after the
+other: `(?:a|a)` forty-five times takes 2^45 tries. This module follows all ways at once. A set of positions in the text
+(a whole number, bit p for position p) goes through the pattern, and each node of the pattern turns the positions where
+it may begin into the positions where it may end:
 
-* a text or a class of characters is an `and` and a shift;
-* alternatives are an `or`; what comes one after the other is applied one after the other;
-* a loop is applied to what is new, until nothing is. Each round adds a position, and there are n + 1 of them in a text
-  of n characters, so it ends after n + 1 rounds, whatever the numbers in its braces are: a repetition that the pattern
-  demands more often than that can only go on by matching nothing, and that it can do any number of times.
+* a character or a class of characters is an `and` and a shift;
+* alternatives are an `or` of their results; nodes of a sequence are applied one after the other;
+* a loop is applied to the new positions until there are none. Each round adds a position, and a text of n characters
+  has n + 1 of them, so the loop ends after n + 1 rounds, whatever the numbers in its braces are: further repetitions
+  can only match the empty text, and can do so any number of times.
 
-So a pattern of m nodes of which d loops are nested takes at most m · (n + 1)^d steps, and usually some dozens. `Steps`
-counts them, over all texts that one file's patterns are asked about, and refuses what would take seconds. This says
-whether there is a match, which is all that PEFT asks. What a group has matched is not known: backreferences and
-possessive loops, which need it, are run by Python's engine where few ways are possible (`_ways`), else refused.
+So a pattern of m nodes with d nested loops takes at most m · (n + 1)^d steps, and usually some dozens. `Steps` counts
+them over all names that the patterns of one file are matched with, and refuses patterns that would take seconds. The
+result is whether there is a match, and PEFT needs no more. It is not known which text a group has matched:
+backreferences and possessive loops need that, so Python's engine runs them if few ways are possible (`_ways`), and
+they are refused otherwise.
 
-Python's parser makes the tree, so the syntax is Python's. Its engine also runs plain patterns on short texts: the
-product of their choices, counted by `_ways`, bounds how long that takes.
+Python's parser makes the tree, so the syntax is Python's. Python's engine also runs simple patterns on short texts: the
+product of the choices in a pattern, counted by `_ways`, limits how long that takes.
 """
 
 from __future__ import annotations
@@ -35,42 +37,42 @@ PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11
 
 LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
-STEPS: Final = 1_000_000  # of all patterns of one file; one takes two to four microseconds
-STEPS_A_NAME: Final = 100  # more of them for each name that is asked about: large models have 200 000
+STEPS: Final = 1_000_000  # for all patterns of one file; one step takes two to four microseconds
+STEPS_A_NAME: Final = 100  # further steps for each name that is looked up: large models have 200 000 names
 STEPS_TO_PARSE: Final = 50  # and four for each character: 0.1 ms for a short pattern
-SHORT: Final = 100  # characters of a name
-FEW: Final = 20_000  # ways to match a short name that Python's engine may try: 0.1 ms
+SHORT: Final = 100  # characters of a name that Python's engine may search
+FEW: Final = 20_000  # ways to match such a name that Python's engine may try: 0.1 ms
 LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
 LOOPS: Final = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
 
 Node: TypeAlias = tuple[str, Any]
-"""Name of an operation of Python's engine, and what it works on."""
+"""Name of an operation of Python's engine, and its arguments."""
 
 
 class Refused(ValueError):
-    """A pattern that is not run; the message says why."""
+    """The error for a pattern that is not run; the message says why."""
 
 
 class Steps:
-    """How much the patterns of one file may still take, and those of them that were parsed."""
+    """The number of steps that the patterns of one file may still take, and the patterns parsed so far."""
 
     def __init__(self, left: int = STEPS) -> None:
         self.left = left
         self._parsed: dict[tuple[str, str], Pattern] = {}
 
     def __reduce__(self) -> tuple[type[Steps], tuple[int]]:
-        """Parsed patterns stay in their process: Python's engine does not let its numbers be pickled."""
+        """Pickle the count alone: constants in the trees of Python's parser cannot be pickled."""
         return Steps, (self.left,)
 
     def take(self, count: int = 1) -> None:
-        """Use up some; Refused where there are none left."""
+        """Use up steps; Refused if none are left."""
         self.left -= count
         if self.left < 0:
             raise Refused("too complex to run safely")
 
     def pattern(self, text: str, form: str = "%s") -> Pattern:
-        """Return the pattern, put into a form and parsed once; Refused as by `pattern`, or where no steps are left."""
+        """Return the pattern for `form % text`, parsed once; Refused as by `pattern`, or if no steps are left."""
         if (form, text) not in self._parsed:
             self.take(STEPS_TO_PARSE + 4 * len(text))
             self._parsed[form, text] = pattern(form % text)
@@ -79,7 +81,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One regular expression, of Python's syntax; make it with `pattern`."""
+    """One regular expression in Python's syntax, made by `pattern`."""
 
     text: str
     tree: Sequence[Node]
@@ -87,12 +89,12 @@ class Pattern:
 
     @cached_property
     def ways(self) -> int:
-        """How many ways of matching a short name Python's engine may have to try."""
+        """The number of ways of matching a short name that Python's engine may have to try."""
         return _ways(self.tree)
 
     @cached_property
-    def _meant(self) -> dict[Any, bool]:
-        """(leaf, flags, character) → whether it means the character, as far as was asked."""
+    def _known(self) -> dict[Any, bool]:
+        """(leaf, flags, character) → whether the leaf matches the character, for those looked up so far."""
         return {}
 
     @cached_property
@@ -100,7 +102,7 @@ class Pattern:
         return re.compile(self.text)
 
     def matches(self, name: str, steps: Steps, *, anywhere: bool = False) -> bool:
-        """Return whether it matches at the start of a name, as `re.match` does, or somewhere in it, as `re.search`."""
+        """Return whether the pattern matches at the start of a name, as in `re.match`, or anywhere, as in `re.search`."""
         tries = self.ways * (SHORT if anywhere else 1)
         if len(name) <= SHORT and tries <= FEW:
             steps.take(1 + tries // 1000)
@@ -108,16 +110,16 @@ class Pattern:
         if len(name) > LONGEST_NAME:
             raise Refused(f"not run on a name of {len(name)} characters")
         start = (2 << len(name)) - 1 if anywhere else 1
-        return _Walk(name, steps, self._meant).through(self.tree, start, self.flags) != 0
+        return _Walk(name, steps, self._known).through(self.tree, start, self.flags) != 0
 
 
 def pattern(text: str) -> Pattern:
-    """Return the pattern; Refused for what is no regular expression, or of absurd length or depth."""
+    """Return the parsed pattern; Refused if the text is not a regular expression, or too long or nested too deeply."""
     if len(text) > LONGEST:
         raise Refused(f"longer than {LONGEST} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of syntax that a later Python may take for something else
+            warnings.simplefilter("ignore")  # about syntax that a later Python may read differently
             parsed = PARSER.parse(text)
             return Pattern(text, _nodes(parsed), parsed.state.flags)
     except (re.error, OverflowError, RecursionError) as e:
@@ -125,7 +127,7 @@ def pattern(text: str) -> Pattern:
 
 
 def _nodes(parsed: Any) -> list[Node]:
-    """Python's tree with names for its numbers, the width of what looks back, and letters in a row as one text."""
+    """Return Python's tree with operations by name, the widths of lookbehinds, and consecutive letters as one text."""
     found: list[Node] = []
     for op, value in parsed:
         if str(op) != "LITERAL":
@@ -152,9 +154,7 @@ def _inside(op: str, value: Any) -> Any:
 
 
 def _ways(nodes: Sequence[Node]) -> int:
-    """Return the product of all choices on a short name; more than FEW where a loop goes round what has choices
-    itself.
-    """
+    """Return the product of all choices on a short name; more than FEW if the body of a loop has choices itself."""
     found = 1
     for op, value in nodes:
         found = min(found * _choices(op, value), FEW + 1)
@@ -176,23 +176,23 @@ def _choices(op: str, value: Any) -> int:
 
 
 def _is_leaf(body: Sequence[Node]) -> bool:
-    """Return whether it is one character, of whatever kind."""
+    """Return whether the body of a loop matches exactly one character."""
     return len(body) == 1 and (body[0][0] in LEAVES or (body[0][0] == "TEXT" and len(body[0][1]) == 1))
 
 
 class _Walk:
-    """One name on its way through a pattern."""
+    """The match of one name with one pattern."""
 
-    def __init__(self, text: str, steps: Steps, meant: dict[Any, bool]) -> None:
-        self.text, self.steps, self.meant = text, steps, meant
+    def __init__(self, text: str, steps: Steps, known: dict[Any, bool]) -> None:
+        self.text, self.steps, self.known = text, steps, known
         self.chars: dict[str, int] = {}
         for at, char in enumerate(text):
             self.chars[char] = self.chars.get(char, 0) | 1 << at
-        self.known: dict[Any, int] = {}
+        self.places: dict[Any, int] = {}
         steps.take(len(text) // 8)
 
     def through(self, nodes: Sequence[Node], places: int, flags: int) -> int:
-        """Return where these nodes may end, one after the other, for those places to begin."""
+        """Return the places where a sequence of nodes may end if it begins at one of the given places."""
         for op, value in nodes:
             if not places:
                 return 0
@@ -206,24 +206,25 @@ class _Walk:
         return places
 
     def _where(self, op: str, value: Any, flags: int) -> int:
-        """Return the positions whose character a leaf of the pattern means."""
+        """Return the positions whose character a leaf of the pattern matches."""
         key = (op, id(value) if isinstance(value, list) else value, flags)
-        if key not in self.known:
-            self.known[key] = self._of(lambda char: self._is(key, char, op, value))
-        return self.known[key]
+        if key not in self.places:
+            self.places[key] = self._of(lambda char: self._is(key, char, op, value))
+        return self.places[key]
 
     def _is(self, key: Any, char: str, op: str, value: Any) -> bool:
-        """Return whether a leaf of the pattern means this character."""
-        if (key, char) not in self.meant:
-            self.meant[key, char] = any(_means(op, value, v, key[2]) for v in _variants(char, key[2]))
-        return self.meant[key, char]
+        """Return whether a leaf of the pattern matches this character."""
+        if (key, char) not in self.known:
+            self.known[key, char] = any(_means(op, value, v, key[2]) for v in _variants(char, key[2]))
+        return self.known[key, char]
 
     def _of(self, wanted: Callable[[str], bool]) -> int:
+        """Return the positions of all characters for which `wanted` is true."""
         self.steps.take(1 + len(self.chars) // 4)
         return sum(mask for char, mask in self.chars.items() if wanted(char))
 
     def word(self, value: str, places: int, flags: int) -> int:
-        """Return those places that this text follows, moved behind it."""
+        """Return the places behind this text, for the given places at which it stands."""
         for char in value:
             where = self._where("TEXT", char, flags) if flags & re.IGNORECASE else self.chars.get(char, 0)
             places = (places & where) << 1
@@ -232,11 +233,11 @@ class _Walk:
         return places
 
     def loop(self, value: Any, places: int, flags: int) -> int:
-        """As often as the pattern demands, then as often as it allows."""
+        """Return the places after the least number of repetitions that the pattern asks for, up to the most."""
         least, most, body = value
         if least == 0 and most > len(self.text) and _is_leaf(body):
             where = self._where(body[0][0], body[0][1], flags)
-            return ((((places & where) + where) ^ where) & (where | where << 1)) | places  # carries run through
+            return ((((places & where) + where) ^ where) & (where | where << 1)) | places  # the carry runs over matches
         for _ in range(min(least, len(self.text) + 1)):
             places = self.through(body, places, flags)
         new = places
@@ -248,7 +249,7 @@ class _Walk:
         return places
 
     def either(self, value: Any, places: int, flags: int) -> int:
-        """Return what any of the alternatives gives."""
+        """Return the places where any of the alternatives may end."""
         found = 0
         for branch in value[1]:
             self.steps.take()
@@ -256,11 +257,11 @@ class _Walk:
         return found
 
     def group(self, value: Any, places: int, flags: int) -> int:
-        """Return the inside, under its own flags."""
+        """Return the places where a group may end; a group may have its own flags."""
         return self.through(value[3], places, (flags | value[1]) & ~value[2])
 
-    def beside(self, value: Any, places: int, flags: int, *, wanted: bool = True) -> int:
-        """Return those places that something follows, or stands before."""
+    def look(self, value: Any, places: int, flags: int, *, wanted: bool = True) -> int:
+        """Return the places at which a lookahead, or a lookbehind, matches."""
         back, body = value
         kept = 0
         for at in range(places.bit_length()):
@@ -269,16 +270,16 @@ class _Walk:
                 kept |= (found == wanted) << at
         return kept
 
-    def not_beside(self, value: Any, places: int, flags: int) -> int:
-        """Return those places that it does not follow, or stand before."""
-        return self.beside(value, places, flags, wanted=False)
+    def look_not(self, value: Any, places: int, flags: int) -> int:
+        """Return the places at which a lookahead, or a lookbehind, does not match."""
+        return self.look(value, places, flags, wanted=False)
 
     def at(self, value: Any, places: int, flags: int) -> int:
-        """Return those places that are a start, an end, or the edge of a word."""
+        """Return the places that are a start, an end, or the edge of a word."""
         key = (str(value), flags)
-        if key not in self.known:
-            self.known[key] = self._edges(str(value), flags)
-        return places & self.known[key]
+        if key not in self.places:
+            self.places[key] = self._edges(str(value), flags)
+        return places & self.places[key]
 
     def _edges(self, kind: str, flags: int) -> int:
         size, lines = len(self.text), self._of(lambda c: c == "\n")
@@ -296,26 +297,26 @@ class _Walk:
         return table[kind]
 
     def nowhere(self, _value: Any, _places: int, _flags: int) -> int:
-        """`(?!)` matches nothing."""
+        """Return no place: `(?!)` never matches."""
         return 0
 
 
 STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
     "TEXT": _Walk.word,
     "MAX_REPEAT": _Walk.loop, "MIN_REPEAT": _Walk.loop, "BRANCH": _Walk.either, "SUBPATTERN": _Walk.group,
-    "ASSERT": _Walk.beside, "ASSERT_NOT": _Walk.not_beside, "AT": _Walk.at, "FAILURE": _Walk.nowhere,
+    "ASSERT": _Walk.look, "ASSERT_NOT": _Walk.look_not, "AT": _Walk.at, "FAILURE": _Walk.nowhere,
 }  # fmt: skip
 
 
 def _variants(char: str, flags: int) -> tuple[str, ...]:
-    """Return the character, and its other case where that does not matter."""
+    """Return the character, and its other case if the flags ignore case."""
     if not flags & re.IGNORECASE:
         return (char,)
     return tuple({char, *(c for c in (char.lower(), char.upper()) if len(c) == 1)})
 
 
 def _means(op: str, value: Any, char: str, flags: int) -> bool:
-    """Return whether a leaf means this character."""
+    """Return whether a leaf matches this character."""
     if op == "TEXT":
         return bool(char == value)
     if op == "NOT_LITERAL":

@@ -1,4 +1,4 @@
-"""What a process is asked and allowed: signals that stop it, when it is too late to, and its limit on memory."""
+"""Signals that stop the process, sections of code that they must not interrupt, and the process's limit on memory."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .text import size
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 
 TORCH_ROOM: Final = 768 << 20
-"""Bytes of addresses that torch and a small merge take beside torch's libraries: modules, stacks of threads, arenas."""
+"""Bytes of address space for modules, stacks of threads and arenas of torch and a small merge, without its libraries."""
 
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
 
 class _Stops:
-    """What became of the signals that arrived so far."""
+    """A signal handler that delivers the first signal once, and keeps back a signal that arrives during a commit."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.committing = False
-        self.waiting: int | None = None  # one that came too late, or too early
-        self.heard: int | None = None
+        self.waiting: int | None = None  # a signal that arrived during a commit
+        self.delivered: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
         if self.committing:
             self.waiting = number
-        elif self.heard is None:
-            self.heard = number
+        elif self.delivered is None:
+            self.delivered = number
             self.handler(number, frame)
 
 
@@ -48,11 +48,11 @@ _stops = _Stops(lambda *_: None)
 
 
 def on_stop(handler: Handler) -> None:
-    """Let the first of SIGINT, SIGTERM and SIGHUP come to the handler, which raises what unwinds everything.
+    """Set the handler of SIGINT, SIGTERM and SIGHUP, which raises an exception; it is called for the first signal.
 
-    Those after it are ignored: they would interrupt the cleaning up. SIGHUP stays ignored where it is, as nohup has it.
+    Later signals are ignored: they would interrupt the cleaning up. SIGHUP stays ignored if it is, as under nohup.
     """
-    global _stops  # signals belong to the process
+    global _stops  # a process has one handler for each signal
     _stops = _Stops(handler)
     for number in NUMBERS:
         if signal.getsignal(number) != signal.SIG_IGN or number != getattr(signal, "SIGHUP", None):
@@ -60,20 +60,23 @@ def on_stop(handler: Handler) -> None:
 
 
 def deliver_pending() -> None:
-    """Hear a signal that came too late for the last job, or while something was made whole, and let them stop the work
-    again. What one has raised is raised once more: Python drops what leaves a destructor or a callback of its own."""
-    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
+    """End a commit: deliver a signal that arrived during it, and let later signals stop the work again.
+
+    A signal that was delivered before is delivered once more: Python drops exceptions that leave a destructor or a
+    callback.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread
         return
     _stops.committing = False
-    if _stops.heard is not None:
-        _stops.handler(_stops.heard, None)
+    if _stops.delivered is not None:
+        _stops.handler(_stops.delivered, None)
     elif _stops.waiting is not None:
         _stops(_stops.waiting)
 
 
 @contextmanager
-def heeding() -> Iterator[None]:
-    """What a library made of a signal in the block (pydantic: an error of its own) is the signal all the same."""
+def signals_first() -> Iterator[None]:
+    """Raise a signal's exception in place of the error that a library made from it, as pydantic does."""
     try:
         yield
     except Exception:
@@ -83,10 +86,10 @@ def heeding() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the block of a caller's program as a signal ends the command: never half-way through making or
-    naming an output. KeyboardInterrupt leaves the block at the next moment when everything can be undone.
+    """Let Ctrl-C end the block of a caller's program only where the output is complete or can be removed.
 
-    Changes nothing outside the main thread, nor where the program has set a handler of its own.
+    KeyboardInterrupt leaves the block at the next such moment. Nothing changes outside the main thread, nor where the
+    program has set its own handler.
     """
     global _stops
     main = threading.current_thread() is threading.main_thread()
@@ -94,23 +97,23 @@ def interruptible() -> Iterator[None]:
         yield
         return
     before = _stops
-    mine = _stops = _Stops(signal.default_int_handler)
-    signal.signal(signal.SIGINT, mine)
+    stops = _stops = _Stops(signal.default_int_handler)
+    signal.signal(signal.SIGINT, stops)
     try:
-        with heeding():
+        with signals_first():
             yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _stops = before
-    if mine.waiting is not None or mine.heard is not None:  # it came too late, or was raised where Python drops it
+    if stops.waiting is not None or stops.delivered is not None:  # during a commit, or raised where Python drops it
         raise KeyboardInterrupt
 
 
 def begin_commit() -> None:
-    """From here on, up to the next `deliver_pending`, signals do not end the work: an output gets its name.
+    """Keep signals back until the next `deliver_pending`, while an output gets its name.
 
-    Either it has it and its job has succeeded, or the job was stopped and it has none. Where no job follows, nothing
-    is heard any more until the process ends.
+    So either the output has its name and its job has succeeded, or the job was stopped and there is no output. If no
+    job follows, signals are kept back until the process ends.
     """
     deliver_pending()
     if threading.current_thread() is threading.main_thread():
@@ -119,7 +122,7 @@ def begin_commit() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Return A short block that makes something and notes that it did: a signal is heard before it or after it."""
+    """Keep signals back during a short block, such as one that makes a file and records it: they come before or after."""
     begin_commit()
     try:
         yield
@@ -127,35 +130,35 @@ def uninterrupted() -> Iterator[None]:
         deliver_pending()
 
 
-def deaf() -> None:
-    """No signal stops this process any more."""
+def ignore_signals() -> None:
+    """Ignore all signals from now on."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def here() -> str:
-    """Host and process, for reports and claims."""
+    """Return the names of host and process, for reports and claims."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def command(module: str, function: str) -> list[str]:
     """Return the command that calls a function of a module.
 
-    `python -m` would put the current folder first on the path: a `typing.py` that came with a model would run. The
-    options against that are as new as Python 3.11.
+    `python -m` would put the current folder first on the path, and run a `typing.py` that came with a model. The option
+    against that exists only since Python 3.11.
     """
     path = [p for p in sys.path if isinstance(p, str)]
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!a}; from {module} import {function}; {function}()"]
 
 
 class LimitCheck:
-    """Import hook: raises ResourceError before torch is loaded where the limit on addresses (ulimit -v) is too low.
+    """Import hook that raises ResourceError before torch is loaded, if the limit on addresses (ulimit -v) is too low.
 
-    Without room its libraries hang or abort the process while they are loaded, and say nothing of memory.
+    Under such a limit, torch's libraries hang or abort the process while they are loaded, without a word on memory.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Find nothing; torch's own finder comes after this one."""
+        """Check the limit if the module is torch; return None, so that the next finder loads the module."""
         if name == "torch":
             sys.meta_path.remove(self)
             check_room()
@@ -163,7 +166,7 @@ class LimitCheck:
 
 
 def check_room() -> None:
-    """Raise ResourceError where the process may not have the addresses that torch and a small merge take."""
+    """Raise ResourceError if the process may not have the address space that torch and a small merge take."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -177,10 +180,10 @@ def check_room() -> None:
         mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
     except (OSError, MemoryError) as e:
         what = "not enough memory to load torch"
-        where = f"the limit of this process is {size(limit)}; {size(needed)} more are needed than are in use"
+        where = f"the limit of this process is {size(limit)}; {size(needed)} are needed beyond the memory now in use"
         raise ResourceError(what, where, "raise the limit (ulimit -v)") from e
 
 
 def collect_rarely() -> None:
-    """Plans of 300 000 tensors have millions of objects, all of them in use: to look through them is time lost."""
+    """Run the garbage collector rarely: plans of 300 000 tensors have millions of objects, and all are in use."""
     gc.set_threshold(10_000, 20, 50)

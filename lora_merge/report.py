@@ -1,4 +1,4 @@
-"""What a merge did: per adapter what was applied and what was not, bytes, seconds, the proof."""
+"""The report of a merge: what each adapter matched, bytes, seconds, and the result of the proof."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one merge; `to_json` is what `--json` prints."""
+    """The outcome of one merge; `--json` prints `to_json()`."""
 
     output: str
     base: str
@@ -24,12 +24,14 @@ class Report:
     dtype: str
     compute_dtype: str
     method: str
-    stages: Mapping[str, float] = field(default_factory=dict)  # stage → seconds busy; wait: beyond the busiest
-    peak_memory: int = 0  # bytes of this process, its largest so far
+    stages: Mapping[str, float] = field(
+        default_factory=dict
+    )  # stage → seconds busy; wait: total less the busiest stage
+    peak_memory: int = 0  # bytes, the most that this process has used so far
     verified: Mapping[str, Any] | None = None
     version: str = ""
     saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
-    notes: tuple[str, ...] = ()  # what happened on the way that the user should know
+    notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""
@@ -37,5 +39,5 @@ class Report:
 
     @property
     def matched(self) -> int:
-        """Modules applied, over all adapters."""
+        """The number of modules that were merged, of all adapters."""
         return sum(int(c["matched"]) for c in self.coverage.values())

@@ -1,4 +1,4 @@
-"""Names, lists and sizes as text for messages."""
+"""Formats names, lists and sizes for messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
-"""A number that counts something in a name: the 12 of `layers.12.attn1`, not its 1."""
+"""A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
 
 
 def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB")) -> str:
-    """ "6.46 GiB"; with COUNT "6.94 G"."""
+    """Return a number of bytes, or of other units, as text: "6.46 GiB", "6.94 G"."""
     value, at = float(n), 0
     while value >= step and at + 1 < len(units):
         value, at = value / step, at + 1
@@ -19,14 +19,14 @@ def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "G
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
-    """`a, b, c and 7 more`."""
+    """Return the first names and how many are left: `a, b, c and 7 more`."""
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
 
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Pattern of names, `layers.{i}.attn1.to_q` → the names that are of it, in their order."""
+    """Return pattern → its names, in their order; the numbers in a pattern are `{i}`: `layers.{i}.attn1.to_q`."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(NUMBER.sub("{i}", name), []).append(name)
@@ -34,20 +34,20 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def counted(patterns: Mapping[str, Sequence[str]], limit: int = 5) -> str:
-    """`layers.{i}.attn1.to_q × 70, e.g. layers.0.attn1.to_q; proj_out and 7 more`, of what `by_pattern` gives."""
-    every = [f"{p} × {len(of)}, e.g. {of[0]}" if len(of) > 1 else of[0] for p, of in patterns.items()]
-    several = any(len(of) > 1 for of in patterns.values())
+    """Return the result of `by_pattern` as text: `layers.{i}.to_q × 70, e.g. layers.0.to_q; proj_out and 7 more`."""
+    every = [f"{p} × {len(names)}, e.g. {names[0]}" if len(names) > 1 else names[0] for p, names in patterns.items()]
+    several = any(len(names) > 1 for names in patterns.values())
     left = sum(map(len, [*patterns.values()][limit:]))
     return ("; " if several else ", ").join(every[:limit]) + (f" and {left} more" if left else "")
 
 
-def by_reason(left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(names of one pattern, why) for every pattern of names that have this reason, of name → why."""
-    for why in dict.fromkeys(left.values()):
-        for pattern, names in by_pattern(name for name in left if left[name] == why).items():
-            yield counted({pattern: names}), why
+def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (names of one pattern as text, their reason), from a table of name → reason."""
+    for reason in dict.fromkeys(reasons.values()):
+        for pattern, names in by_pattern(name for name in reasons if reasons[name] == reason).items():
+            yield counted({pattern: names}), reason
 
 
 def quoted(name: str) -> str:
-    """Return a name out of a file, safe to print: quoted, control characters escaped, cut to 120."""
+    """Return a name from a file, safe to print: quoted, in ASCII with escapes, cut to 120 characters."""
     return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..process import collect_rarely, deliver_pending, heeding, on_stop
+from ..process import collect_rarely, deliver_pending, on_stop, signals_first
 
 if TYPE_CHECKING:
     from .groups import JobGroup
@@ -32,7 +32,7 @@ class Task:
 def main() -> None:
     """Work until stdin ends, or a signal ends it."""
     on_stop(_stop)
-    with heeding():
+    with signals_first():
         _work()
 
 

@@ -18,7 +18,7 @@ from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, err
 from ..lines import Lines, one_line
 from ..options import OPTIONS
 from ..paths import exists
-from ..process import LimitCheck, collect_rarely, heeding, on_stop
+from ..process import LimitCheck, collect_rarely, on_stop, signals_first
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .parameters import read, take_text, with_options
@@ -235,7 +235,7 @@ def main() -> None:
         sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
-        with heeding():
+        with signals_first():
             app()
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
