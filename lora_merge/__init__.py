@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if not (Path(__file__).parent / "algorithms").is_dir():
-    # A checkout without symbolic links, as on Windows, holds a text file in place of the link: search the parent folder.
+    # A checkout without symbolic links, as on Windows, has a text file instead of the link: search the parent folder.
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The table of all dtypes that a checkpoint stores: names, size and range. This module imports no torch and no numpy."""
+"""The table of all dtypes that a checkpoint stores: names, size and range. Imports no torch and no numpy."""
 
 from __future__ import annotations
 

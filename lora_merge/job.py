@@ -1,4 +1,4 @@
-"""What the user asked for: validated, frozen, without a look at any file."""
+"""The job: what the user asked for, validated and frozen. No file is read for that."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),
     *("vae", "model", "other"),
 )
-"""Components that `--strength-for` knows by name."""
+"""Components of models that `--strength-for` accepts by name."""
 
 SAME_PART: Final = {
     "clip": "te", "text_encoder": "te1", "text_encoder_2": "te2", "text_encoder_3": "te3", "dit": "transformer",
 }  # fmt: skip
-"""What other programs call a component → its name here."""
+"""Name of a component in other programs → its name here."""
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 BLOCKS: Final = re.compile(rf"{_BLOCK}(?:-{_BLOCK})?(?:\+{_BLOCK}(?:-{_BLOCK})?)*")
-"""What blocks may be called: `IN04`, a range `IN04-IN08`, a stack `IN`, several with +. The base tells which it has."""
+"""Names of blocks: `IN04`, a range `IN04-IN08`, a stack `IN`, several with +. Matching compares them with the base."""
 
 BLOCK_PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*)\.(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
-"""A layer by its path in the base, or a range of layers: `double_blocks.0-9`."""
+"""Path of a layer in the base, or of a range of layers: `double_blocks.0-9`."""
 
 MOST_ADAPTERS: Final = 1000
-"""Of one merge; each is matched with the whole base."""
+"""Limit of one merge; each adapter is matched with the whole base."""
 
 MOST_PARTS: Final = 500
-"""Of `--strength-for` for one adapter; each is asked about each tensor."""
+"""Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
 
 _UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter, how strongly, and further factors by part of the model."""
+    """One adapter, its strength, and factors that multiply the strength in parts of the model."""
 
     path: Path
     strength: float = 1.0
@@ -71,7 +71,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Job:
-    """One merge. Names equal the long options of the command line."""
+    """One merge. The fields have the names of the long options of the command line."""
 
     base: Path
     adapters: tuple[Adapter, ...]
@@ -80,25 +80,25 @@ class Job:
     compute_dtype: str = "fp32"
     device: str = "auto"
     method: str = SUM
-    """A row of METHODS: how several adapters meet on one weight."""
+    """Name of a row of METHODS: the rule by which several adapters change one weight."""
     unmatched: Unmatched = "error"
     on_overflow: OnOverflow = "error"
-    """What becomes of a finite number that the output's dtype has no room for: refused, or cut to its largest."""
+    """Whether a number that is too large for the output's dtype is an error, or is replaced by the largest number."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
     verify: bool = True
     map: Path | None = None
     setting: tuple[tuple[str, Any], ...] = ()
-    """What a formula needs and its file does not tell: name → number, flag, text or nested tuples."""
+    """Values that a formula needs and the adapter's file lacks: name → number, flag, text or nested tuples."""
 
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
-    """Return the bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes."""
+    """Return the number of bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes; UsageError for others."""
     fix = "write it like 512MiB or 4GB"
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", shown(text, None).lower())
     if match is None or match[2] == "i":
-        raise UsageError(f"{shown(text)!r} is no size", option, fix)
+        raise UsageError(f"{shown(text)!r} is not a size", option, fix)
     size = float(match[1]) * _UNITS[match[2]]
     if size >= HUGE:
         raise UsageError(f"{shown(text)} is more than any machine has", option, fix)
@@ -108,21 +108,20 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
 def make_job(
     base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
 ) -> Job:
-    """Return a Job made of loosely typed arguments, as the API and the command line pass them; UsageError if they make
-    none.
+    """Return a Job made of the arguments that the API and the command line pass; UsageError if one of them is wrong.
 
-    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: those of the
+    `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
     found = checked(options)
     single = isinstance(adapters, str | PathLike | Adapter) or is_pair(adapters)
-    wanted = "a path, or a list of them,"
+    wanted = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
     if not adapters:
         raise UsageError("no adapter was given", "the list of adapters", "name at least one adapter file or folder")
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
-                         f"give at most {MOST_ADAPTERS}, and merge the others into the result")  # fmt: skip
+                         f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
     strength, strength_for = found.pop("strength"), found.pop("strength_for")
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
     steps = Steps()
@@ -140,12 +139,12 @@ def make_job(
 
 
 def validated(job: Job) -> Job:
-    """Return a job that was not made by `make_job`, as that would have made it; UsageError where it could not."""
+    """Return the job that `make_job` makes of the fields of a given one; UsageError if a field is wrong."""
     return make_job(job.base, job.adapters, job.output, **{f.name: getattr(job, f.name) for f in fields(Job)[3:]})
 
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
-    """Return where the output goes: a file in a folder that is named gets the name that it has by default."""
+    """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
     found = expand(path)
     if exists(base) and base.is_file() and (str(path).endswith(("/", os.sep)) or (exists(found) and found.is_dir())):
         return found / _default_name(base, adapters)
@@ -161,18 +160,18 @@ def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
 
 
 def is_pair(value: object) -> bool:
-    """Return whether it is one adapter with its strength, not a list of two."""
+    """Return whether a value is a pair of one adapter and its strength, and not a list of two adapters."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
-    """Return the pairs of the adapters and their strengths; UsageError unless there is one for each, and no other."""
-    strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter,")
+    """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
+    strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
-        raise UsageError("strengths given twice", "--strength and the adapters' own", "use one of the two")
+        raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")
     if len(strengths) != len(adapters):
-        few = f"strengths for {len(adapters)} adapters: {len(strengths)}"
-        raise UsageError(few, "--strength", "give one per adapter, in order")
+        counts = f"strengths for {len(adapters)} adapters: {len(strengths)}"
+        raise UsageError(counts, "--strength", "give one per adapter, in order")
     return list(zip(adapters, strengths, strict=True))
 
 
@@ -188,9 +187,9 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
 
 
 def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
-    """Return a part of the model with its factor; UsageError for what can be none.
+    """Return a part of the model with its factor; UsageError if no model has such a part.
 
-    A list of block weights is told apart by its text, with factor 1: ("lbw:1,0,0.5", 1.0) for ("lbw", "1,0,0.5").
+    A list of block weights becomes the name of the part, with factor 1: ("lbw:1,0,0.5", 1.0) for ("lbw", "1,0,0.5").
     """
     if part == BLOCK_WEIGHTS:
         listed = value if isinstance(value, str) else ",".join(map(str, a_list(value, part, "a list of numbers")))
@@ -201,7 +200,7 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
             steps.pattern(part.removeprefix(REGEX))
         except Refused as e:
             where = f"--strength-for {part[:80]}"
-            raise UsageError(f"a regular expression that is {e}", where, "correct the pattern") from e
+            raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
     elif (
         part not in PARTS
         and not any(p.fullmatch(part) for p in (BLOCKS, BLOCK_PATH))
@@ -214,13 +213,13 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
-    """Return every setting of any formula, and of layers that are [in, out] → what it must be, whether a value is."""
+    """Return name → (what the value must be, test of a value) for all settings of formulas, and for SETTING."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
     return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool"}.items() if kind in KINDS}
 
 
 def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Sorted, with lists frozen to tuples; UsageError for a name or a value that no formula asks for."""
+    """Return the settings sorted, with tuples for lists; UsageError for a name or a value that no formula takes."""
     known = _known_settings()
     found = {name: _frozen(value) for name, value in pairs(given, "--setting")}
     for name, value in found.items():
@@ -259,6 +258,6 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType
         "tuple[tuple[int, int], ...]": ("ranges of rows such as [[0,8],[12,16]]", _are_ranges),
     }
 )
-"""Annotation of a setting → (what it must be, whether a value is)."""
+"""Annotation of a setting → (what the value must be, test of a value)."""
 
 SETTING: Final = "fan_in_fan_out"

@@ -1,7 +1,7 @@
-"""Every option of a merge, in one table, and what callers may pass for one: one error for what is none of it.
+"""The table of all options of a merge, and the checks of their values; each wrong value is a UsageError.
 
-The command line, jobs files, recipes and surveys of batches take names, defaults and meanings from the table. What
-is written out for type checkers (`MergeOptions`, `Job`, the fields of a jobs file) is compared with it by a test.
+The command line, jobs files, recipes and surveys of batches take names, defaults and help from the table. A test
+compares it with the lists that are written out for type checkers (`MergeOptions`, `Job`, the fields of a jobs file).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 REGEX: Final = "re:"
-"""A part of `--strength-for` that begins so is a regular expression over keys of the base."""
+"""The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
 
 BLOCK_WEIGHTS: Final = "lbw"
-"""The part whose value is one weight for every block, or the name of a preset; see models/blocks.py."""
+"""The part whose value is a list of one weight for each block, or the name of a preset; see models/blocks.py."""
 
 BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
-"""How a part begins that holds these weights as its own text."""
+"""The beginning of a part whose name holds these weights as text."""
 
 Unmatched: TypeAlias = Literal["error", "skip"]
 OnOverflow: TypeAlias = Literal["error", "saturate"]
 
 
 class MergeOptions(TypedDict, total=False):
-    """The options of `merge`, `plan` and `merge_state_dict`, which are those of the command line."""
+    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
 
     dtype: str | torch.dtype
     compute_dtype: str | torch.dtype
@@ -58,14 +58,14 @@ class MergeOptions(TypedDict, total=False):
 
 DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
-"""What a device may be called. Whether it is here, only torch can tell."""
+"""Names of devices, for messages. Only torch can tell which of them this machine has."""
 
 Kind: TypeAlias = Literal["dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size"]
-"""What an option's value is."""
+"""The kind of value that an option takes."""
 
 Record: TypeAlias = Literal["always", "given", "adapters", "never"]
-"""Whether an option changes a byte of an output, so that the recipe has to tell it: always, where it is not the
-default, or beside each adapter."""
+"""When a recipe records an option, as it changes bytes of the output: always, where it is not the default (given), with
+each adapter, or never."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ class Option:
     default: Any
     help: str
     recorded: Record
-    words: tuple[str, ...] = ()  # what it may be, if that is one of a few words; the first is the default
-    together: bool = False  # whether jobs for one read of their base have to agree on it
+    words: tuple[str, ...] = ()  # the allowed values, if they are a few words; the first is the default
+    together: bool = False  # whether jobs that share one read of their base must have the same value
     in_batch: bool = True  # whether it is a field of a jobs file
     in_verify: bool = False  # whether `verify` takes it, for outputs without a recipe
-    short: str = ""  # on the command line
+    short: str = ""  # short form on the command line
     metavar: str | None = None
 
     @property
     def flag(self) -> str:
-        """Its long form on the command line."""
+        """The long form on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def planned(self) -> bool:
-        """Whether a plan depends on it: all that changes a byte does, and the bounds on memory."""
+        """Whether a plan depends on the option: it changes bytes of the output, or limits memory."""
         return self.recorded != "never" or self.kind == "size"
 
 
@@ -128,45 +128,44 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("verify", "switch", default=True, help="Prove the written file.", recorded="never"),
     )
 })  # fmt: skip
-"""Name → option. A recipe holds those that it records in this order."""
+"""Name → option, in the order of recipes."""
 
-OF_THE_COMMAND: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
-"""Options of the command line that say what it prints, or that it writes nothing."""
+COMMAND_ONLY: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
+"""Options that only the command line has: they choose what is printed, or that nothing is written."""
 
-HUGE: Final = 2**63  # no number of bytes, rows or the like is as large
+HUGE: Final = 2**63  # larger than any number of bytes or rows
 
 
 def shown(value: Any, length: int | None = 40) -> str:
-    """Return the beginning of a value in a message; Python does not write out numbers of thousands of digits."""
+    """Return the beginning of a value for a message; Python refuses to write out numbers of thousands of digits."""
     return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether it is a number, no truth value, that a double can hold."""
+    """Return whether a value is a number, but not a truth value, that is finite as a double."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return False
 
 
 def number(value: float | str) -> float:
-    """Return a number, or what a text of figures says; ValueError for any other, such as 1_0, which Python alone takes
-    for ten."""
+    """Return a number, or the number that a text holds; ValueError for other text and for 1_0, Python's own 10."""
     if isinstance(value, str) and "_" in value:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return float(value)
 
 
 def factor(value: Any, where: str) -> float:
-    """Return a strength; UsageError for what is none."""
+    """Return a strength; UsageError if the value is not a finite number."""
     if not is_finite(value):
-        told = f"{value[:40]!r}" if isinstance(value, str) else shown(value)
-        raise UsageError(f"strength {told} is not a finite number", where, "use a number such as 0.8")
+        text = f"{value[:40]!r}" if isinstance(value, str) else shown(value)
+        raise UsageError(f"strength {text} is not a finite number", where, "use a number such as 0.8")
     return float(value)
 
 
 def switch(value: Any, flag: str) -> bool:
-    """Return an option that is on or off; UsageError for any other value."""
+    """Return the value of an option that is on or off; UsageError for other values."""
     if not isinstance(value, bool):
         raise unlike(value, flag, "True or False")
     return value
@@ -174,19 +173,19 @@ def switch(value: Any, flag: str) -> bool:
 
 def unlike(value: Any, where: str, wanted: str) -> UsageError:
     """Return the error for a value of a wrong type."""
-    return UsageError(f"{type(value).__name__} {shown(value)!r} where {wanted} belongs", where, f"give {wanted}")
+    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, f"give {wanted}")
 
 
 def a_list(value: Any, where: str, wanted: str) -> list[Any]:
-    """Return the items of a list or the like; UsageError for anything else."""
+    """Return the items of a list, or of any iterable that is not text or a table; UsageError for other values."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise unlike(value, where, wanted)
     return list(value)
 
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return the names with values, from a table or from pairs."""
-    wanted = "a table of names and values, or a list of pairs,"
+    """Return pairs of name and value, from a table or from pairs; UsageError for other values."""
+    wanted = "a table of names and values, or a list of pairs"
     found = [
         tuple(p) if isinstance(p, list | tuple) else (p,)
         for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, wanted))
@@ -198,9 +197,9 @@ def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the defaults of all others; UsageError for a name or a value that cannot be.
+    """Return all options, with defaults for those not given; UsageError for an unknown name or a wrong value.
 
-    Looks at names, words, dtypes, switches and devices, which need no look at anything else.
+    Checked here are names, words, dtypes, switches and devices; `make_job` checks the other kinds.
     """
     for name in options:
         _known(name)
@@ -209,12 +208,12 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(name: str) -> None:
     flag = "--" + name.replace("_", "-")
-    if name in OF_THE_COMMAND:
-        fix = "here nothing is printed: `plan` writes nothing, and the report that `merge` returns has to_json()"
-        raise UsageError(f"{name!r} is an option of the command line alone", flag, fix)
+    if name in COMMAND_ONLY:
+        fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
+        raise UsageError(f"only the command line has the option {name!r}", flag, fix)
     if name not in OPTIONS:
         near = get_close_matches(name, OPTIONS, 1)
-        raise UsageError(f"no option is called {name!r}", flag, f"use one of {', '.join(near or OPTIONS)}")
+        raise UsageError(f"there is no option {name!r}", flag, f"use one of {', '.join(near or OPTIONS)}")
 
 
 def _value(option: Option, value: Any) -> Any:
@@ -223,7 +222,7 @@ def _value(option: Option, value: Any) -> Any:
     if option.kind == "dtype":
         return dtype_name(value, option)
     if option.kind == "device":
-        if type(value).__name__ not in ("str", "device"):  # torch's, unless it is imported
+        if type(value).__name__ not in ("str", "device"):  # of torch, which is not imported for this check
             raise unlike(value, option.flag, DEVICES)
         name = str(value).lower().replace("gpu", "cuda")
         if not DEVICE.fullmatch(name):
@@ -231,21 +230,21 @@ def _value(option: Option, value: Any) -> Any:
         return name
     if option.kind == "word" and (not isinstance(value, str) or value not in option.words):
         fix = f"use one of {', '.join(option.words)}"
-        raise UsageError(f"{shown(value)!r} is no {option.flag} value", option.flag, fix)
+        raise UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
     return value
 
 
 SAME_DTYPE: Final = {"half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16"}
-"""What other programs call a dtype → its name here."""
+"""Name of a dtype in other programs → its name here."""
 
 
 def dtype_name(value: object, option: Option) -> str:
-    """Our name of a dtype, also where torch's is given; UsageError for one that the option does not take."""
+    """Return the name of a dtype on the command line, also for a torch dtype; UsageError if the option rejects it."""
     known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
     name = str(value).removeprefix("torch.").lower()
     name = known.get(name, name)
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
         fix = f"use one of {', '.join(near or option.words)}"
-        raise UsageError(f"{value!r} is no {option.flag} value", option.flag, fix)
+        raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
     return name

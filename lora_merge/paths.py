@@ -1,4 +1,4 @@
-"""Paths and adapters as people write them: `~`, file addresses, a strength behind a colon."""
+"""Reads paths and adapters as users write them: `~`, `file://` addresses, a strength behind a colon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .options import number, unlike
 
 
 def split_strength(text: str) -> tuple[str, float | None]:
-    """("style.safetensors", 0.8) for "style.safetensors:0.8"; None where no number follows the last colon."""
+    """Return ("style.safetensors", 0.8) for "style.safetensors:0.8"; None if no number follows the last colon."""
     path, colon, tail = text.rpartition(":")
     try:
         return (path, number(tail)) if colon and path else (text, None)
@@ -20,7 +20,7 @@ def split_strength(text: str) -> tuple[str, float | None]:
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether there is something at a path; at one that no disk can hold there is not."""
+    """Return whether a path exists; False for a path that no file system allows."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -33,9 +33,9 @@ def expand(path: str | Path) -> Path:
 
 
 def home(path: str | Path) -> Path:
-    """Return the path with `~` expanded; UsageError where that cannot be, or for one that no system knows."""
+    """Return the path with `~` expanded; UsageError for an unknown user, or a path that no file system allows."""
     if "\0" in str(path) or str(path) == "":
-        raise UsageError("a path that is empty, or has a NUL in it", ascii(str(path))[:200], "correct the path")
+        raise UsageError("the path is empty or contains a NUL character", ascii(str(path))[:200], "correct the path")
     if str(path).startswith("file://"):
         path = unquote(str(path).removeprefix("file://"))
     try:
@@ -44,15 +44,15 @@ def home(path: str | Path) -> Path:
     except TypeError as e:
         raise unlike(path, "a path", "a str or a Path") from e
     except UnicodeEncodeError as e:
-        raise UsageError("a path with half a character in it", ascii(str(path))[:200], "correct the path") from e
+        raise UsageError("the path contains an unpaired surrogate", ascii(str(path))[:200], "correct the path") from e
     if str(found).startswith("~") and str(path).startswith("~"):
         raise UsageError("there is no such user", str(path), "write ./~… for a name that begins so")
     return found
 
 
 def absolute(path: Path) -> Path:
-    """Return the path from the root; UsageError where there is no current folder any more."""
+    """Return the absolute path; UsageError if the current folder was deleted."""
     try:
         return path.absolute()
     except FileNotFoundError as e:
-        raise UsageError("the current folder was deleted", str(path), "change to one that exists") from e
+        raise UsageError("the current folder was deleted", str(path), "change to an existing folder") from e

@@ -102,7 +102,7 @@ class Pattern:
         return re.compile(self.text)
 
     def matches(self, name: str, steps: Steps, *, anywhere: bool = False) -> bool:
-        """Return whether the pattern matches at the start of a name, as in `re.match`, or anywhere, as in `re.search`."""
+        """Return whether the pattern matches at the start of a name, as `re.match`, or anywhere, as `re.search`."""
         tries = self.ways * (SHORT if anywhere else 1)
         if len(name) <= SHORT and tries <= FEW:
             steps.take(1 + tries // 1000)

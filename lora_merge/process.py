@@ -22,7 +22,7 @@ from .text import size
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 
 TORCH_ROOM: Final = 768 << 20
-"""Bytes of address space for modules, stacks of threads and arenas of torch and a small merge, without its libraries."""
+"""Bytes of address space that torch and a small merge take beside torch's libraries: modules, stacks, arenas."""
 
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
@@ -122,7 +122,7 @@ def begin_commit() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Keep signals back during a short block, such as one that makes a file and records it: they come before or after."""
+    """Keep signals back during a short block, such as one that makes a file and records that it did."""
     begin_commit()
     try:
         yield

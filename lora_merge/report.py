@@ -24,9 +24,7 @@ class Report:
     dtype: str
     compute_dtype: str
     method: str
-    stages: Mapping[str, float] = field(
-        default_factory=dict
-    )  # stage → seconds busy; wait: total less the busiest stage
+    stages: Mapping[str, float] = field(default_factory=dict)  # stage → seconds busy; wait: the rest of the total
     peak_memory: int = 0  # bytes, the most that this process has used so far
     verified: Mapping[str, Any] | None = None
     version: str = ""

@@ -1,4 +1,4 @@
-"""Admits a plan to its run: room in memory and on the disk, and an output path that may be written."""
+"""Checks before a plan runs: memory, disk space, and whether the output path may be written."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from .windows import unshared_bytes, window_room
 
 
 def disk_bytes(plan: Plan) -> int:
-    """Return how much space the output takes where it goes."""
+    """Return the bytes that the output takes on its disk."""
     return unshared_bytes(plan) if share_blocks(plan.job.output, plan.base.path) else plan.size
 
 
 def admit(plan: Plan) -> Plan:
-    """Return the plan, with room for its output where that goes and in memory; UsageError or ResourceError
-    otherwise.
-    """
+    """Return the plan if there is enough memory and disk space for it; UsageError or ResourceError otherwise."""
     job = plan.job
     window_room(job)
     check_output(
@@ -31,21 +29,21 @@ def admit(plan: Plan) -> Plan:
     )  # fmt: skip
     try:
         require_space(job.output, plan.size)
-    except ResourceError:  # unless it shares enough with the base, which takes a while to add up
+    except ResourceError:  # it may still fit if it shares blocks with the base; their sum takes a while
         require_space(job.output, disk_bytes(plan))
     return plan
 
 
 def plan_merge(job: Job) -> Plan:
-    """Return the plan for a job, from headers alone, admitted; raises whatever the merge would raise."""
+    """Return the admitted plan of a job, made from headers alone; raises what the merge would raise by then."""
     return admit(plan_job(job, CheckpointCache()))
 
 
 def require_device(job: Job) -> None:
-    """Raise ResourceError where the device is not here. Only torch can tell, which is imported unless it is the
-    default.
+    """Raise ResourceError if this machine lacks the device. That takes torch, which is imported unless the device is
+    "auto" or "cpu".
 
-    For plans that are not carried out: a merge finds out while it reads, when torch has been imported beside.
+    This is for plans that do not run: a merge finds out while it reads, as torch is imported at the same time.
     """
     if job.device not in {"auto", "cpu"}:
         from .devices import places

@@ -1,8 +1,8 @@
-"""Cuts changed tensors into blocks: runs of rows that are folded at once.
+"""Cuts changed tensors into blocks: ranges of rows that are folded at once.
 
-Blocks depend on the shapes alone, never on the memory bound or the number of threads, so that on CPUs of one kind
-the same merge gives the same bytes. On other devices, products of several blocks in one call may be rounded otherwise
-than those of one, and how many go together is a matter of the window, the bounds and the memory that is free.
+Blocks depend only on shapes, never on the memory limit or the number of threads, so that on CPUs of one kind the same
+merge gives the same bytes. Other devices may round the products of several blocks in one call differently from those of
+one block, and the number of blocks in a call depends on the window, the limits and the free memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any, Final
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 
-BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: both casts take a third of what 2**22 take
+BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
 
 @dataclass(frozen=True)
 class BlockPart:
-    """One use inside a block: block rows [low, high) are rows `taken` of what the formula gives, None: all of them.
+    """The part of one patch that changes rows [low, high) of a block.
 
-    It is given the factors of the view's rows `formed`, as many whole grains as the block needs.
+    The formula computes ΔW for the rows `formed` of its view, in whole row groups. `taken` are the rows of that ΔW that
+    belong to the block; None stands for all of them.
     """
 
     use: PatchPart
@@ -40,14 +41,14 @@ class BlockPart:
         return self.taken is not None and patch.reads_base and len(patch.view.pieces) > 1
 
     def entries(self, axis_length: int) -> tuple[int, int]:
-        """(first, count) of what is needed along an axis that `row_axes` names."""
+        """Return (first, count) of the needed entries along an axis that `row_axes` names."""
         row_group = self.use.patch.view.matrix[0] // axis_length
         return self.formed[0] // row_group, (self.formed[1] - self.formed[0]) // row_group
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [first, last) of a target with all that is added to them."""
+    """Rows [first, last) of a target with all patches that change them."""
 
     target: OutputTensor
     first: int
@@ -57,7 +58,7 @@ class Block:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for blocks that can be stacked into one batched call."""
+        """A key that is equal for blocks that can be stacked into one batched call."""
         return (
             self.last - self.first, self.cols, self.target.packing.encoding,
             self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
@@ -72,26 +73,26 @@ class Block:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """(first, count) of the stored elements that lie in it; all others of a padded weight are zeros."""
+        """(first, count) of the block's stored elements; all other elements of a padded weight are zeros."""
         return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
     @property
     def reads(self) -> set[str]:
         """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
         patches = [s.use.patch for s in self.slices]
-        seen = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
-        return {piece.key for view in seen for piece in view.pieces}
+        views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
+        return {piece.key for view in views for piece in view.pieces}
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return (self.last - self.first) * self.cols
 
 
 def blocks(target: OutputTensor) -> Iterator[Block]:
-    """Yield the target's rows in blocks, in order, without a gap. What a formula gives at once is never cut."""
+    """Yield the target's rows in blocks, in order, without a gap. Rows that a formula gives together stay together."""
     (rows, cols), group = target.matrix, target.row_group
-    for low, high in _uncut(target, rows, cols):
+    for low, high in _ranges(target, rows, cols):
         whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
@@ -100,23 +101,23 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
             yield Block(target, first, last, cols, found)
 
 
-def _uncut(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return the row ranges between boundaries of uses and of what their formulas give, joined where one of them spans
-    several, or where rows that are encoded together do."""
+def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:
+    """Return the row ranges between the bounds of all uses, without bounds inside rows that stay together: rows that
+    one formula gives together, or that are encoded together."""
     edges = {0, rows}
-    held: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for u in target.uses:
         bounds = list(_bounds(u, cols))
         edges.update(bounds)
         if _joined(u):
-            held += pairwise(bounds)
+            joined += pairwise(bounds)
     group = target.row_group
-    cuts = sorted(e for e in edges if e in (0, rows) or (e % group == 0 and not any(a < e < b for a, b in held)))
+    cuts = sorted(e for e in edges if e in (0, rows) or (e % group == 0 and not any(a < e < b for a, b in joined)))
     return list(pairwise(cuts))
 
 
 def _bounds(use: PatchPart, cols: int) -> Iterator[int]:
-    """Yield where the use begins and ends, and rows between them where its formula may be cut, a block's size apart."""
+    """Yield the first and the last bound of a use, and bounds of row groups between them, about a block apart."""
     piece, row_group = use.piece, _row_group(use)
     yield piece.start
     if 1 < row_group < use.patch.view.matrix[0]:
@@ -131,7 +132,7 @@ def _row_group(use: PatchPart) -> int:
 
 
 def _joined(use: PatchPart) -> bool:
-    """Return whether its formula gives more than a row of the target at once."""
+    """Return whether the formula cannot compute the rows of ΔW one by one."""
     return use.piece.transposed or use.patch.row_group > 1
 
 

@@ -1,4 +1,4 @@
-"""Windows on their way from the disk to the disk: a fixed ring of buffers, and stages that work side by side."""
+"""A fixed number of reusable, page-aligned buffers for windows, and stages that work on them side by side."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Work = TypeVar("Work")
 
 
 class Buffer:
-    """Page-aligned memory that is reused; it grows with room to spare, as the system zeroes all of it each time."""
+    """Page-aligned memory that is reused; it grows by a quarter more than needed, as the system zeroes new memory."""
 
     def __init__(self) -> None:
         self._memory = aligned_buffer(0)
 
     def view(self, start: int, size: int) -> memoryview:
-        """`size` bytes whose address has the residue of `start` modulo the page."""
+        """Return `size` bytes whose address equals `start` modulo the size of a page."""
         lead = start % PAGE
         held, needed = len(self._memory), lead + size
         if held < needed:
@@ -33,22 +33,22 @@ class Buffer:
 
 @dataclass
 class WindowBuffers:
-    """A window's place in memory: its output bytes, and base bytes where dtype or shape differ."""
+    """The two buffers of a window: its output bytes, and base bytes whose dtype or shape differs from the output's."""
 
     out: Buffer = field(default_factory=Buffer)
     base: Buffer = field(default_factory=Buffer)
 
     def views(self, window: Window) -> tuple[memoryview, memoryview]:
-        """Return the two buffers at the window's sizes; output bytes lie in pages as they will in the file."""
+        """Return both buffers in the window's sizes; output bytes have the same offset in a page as in the file."""
         return self.out.view(window.start, window.size), self.base.view(0, window.input_size)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What folding has found out about its results."""
+    """Results of folding that are too large for their dtype."""
 
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
-    largest: Mapping[str, float] = field(default_factory=dict)  # tensor → its largest magnitude, beyond what it covers
+    largest: Mapping[str, float] = field(default_factory=dict)  # tensor → largest magnitude, too large for its scale
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
@@ -59,12 +59,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WindowTask:
-    """One window for one plan, and the memory it holds."""
+    """One window of one plan, and the buffers that it occupies."""
 
     window: Window
     plan: int
-    base_bytes: WindowBuffers  # what was read, shared by the tasks of the window
-    own: WindowBuffers  # where the output bytes are made: for the last task, where the base bytes are
+    base_bytes: WindowBuffers  # the bytes read, shared by all tasks of the window
+    own: WindowBuffers  # for the output bytes; the last task makes them in `base_bytes`
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
@@ -73,17 +73,17 @@ class WindowTask:
 
     @property
     def ready(self) -> bool:
-        """Whether its bytes go out as they were read, or are not read at all."""
+        """Whether the bytes are written as they were read, or are not read at all."""
         return self.shared or (self.last and self.window.untouched)
 
     @property
     def change(self) -> Change:
-        """What the plan does in this window."""
+        """The conversions and folds of the plan in this window."""
         return self.window.changes[self.plan]
 
 
 class Pool(Generic[Item]):
-    """A fixed number of slots; whoever takes one waits until one is free."""
+    """A fixed number of slots; `take` waits until one is free."""
 
     def __init__(self, slots: Iterable[Item]) -> None:
         self._free: SimpleQueue[Item] = SimpleQueue()
@@ -95,16 +95,16 @@ class Pool(Generic[Item]):
         return self._free.get()
 
     def give(self, slot: Item) -> None:
-        """The slot is free again."""
+        """Put a slot back."""
         self._free.put(slot)
 
 
 def drive(work: Iterable[Work], stages: Sequence[Callable[[Work], None]], done: Callable[[Work], None]) -> None:
-    """Every item through every stage, in order; then `done`, also where a stage failed.
+    """Run every item through all stages, in order, then call `done`, also if a stage has failed.
 
-    How many are under way is up to `work`: it takes slots from a pool, to which `done` gives them back.
-    The first failure of any stage is raised here, after what runs at that moment has ended; later items
-    are not started. The same on KeyboardInterrupt.
+    `work` limits how many items are under way: it takes slots from a pool, and `done` gives them back. The first
+    failure of any stage, or KeyboardInterrupt, is raised here once the running stages have ended; later items are not
+    started.
     """
     pools = [ThreadPoolExecutor(1, thread_name_prefix=s.__name__) for s in stages]
     under_way: deque[Future[None]] = deque()
@@ -127,5 +127,5 @@ def drive(work: Iterable[Work], stages: Sequence[Callable[[Work], None]], done: 
 
 def _after(earlier: Future[None] | None, stage: Callable[[Work], None], item: Work) -> None:
     if earlier is not None:
-        earlier.result()  # raises what an earlier stage raised
+        earlier.result()  # raises the error of an earlier stage
     stage(item)

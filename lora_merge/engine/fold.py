@@ -1,6 +1,6 @@
 """The rules of `--method`, for n weights of equal shape at once.
 
-The default is W' = W + Σ sᵢ ΔWᵢ, every ΔWᵢ taken on the untouched W.
+The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unchanged W.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StackedPatch:
-    """One formula for n weights: its tensors on the compute device, and where its rows go."""
+    """One formula for n weights: its tensors on the compute device, and the rows that it changes."""
 
     algorithm: Algorithm
     tensors: Any  # the algorithm's dataclass, stacked and prepared
     strength: Tensor  # [n, 1, 1]
-    rows: slice  # rows of the block that it changes
-    adapter: int = 0  # whose formula it is; stacks are in the order of their adapters
-    transposed: bool = False  # the formula sees these rows as columns
-    view: Tensor | None = None  # [n, out, cols] what the formula was trained on, where that is more than `rows`
-    taken: slice | None = None  # the rows of the whole ΔW that belong to this block
-    whole: tuple[int, int] | None = None  # (out, cols) of that ΔW, where it is more than `rows`
+    rows: slice  # rows of the block that the formula changes
+    adapter: int = 0  # number of its adapter; stacks are in the order of their adapters
+    transposed: bool = False  # whether the formula has these rows as columns
+    view: Tensor | None = None  # [n, out, cols] the base weight that the formula reads, where that is more than `rows`
+    taken: slice | None = None  # the rows of ΔW that belong to this block; None: all
+    whole: tuple[int, int] | None = None  # (out, cols) of ΔW, where that is more than `rows`
     magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
 
     @property
@@ -38,14 +38,14 @@ class StackedPatch:
         return self.algorithm.reads_base or self.magnitude is not None
 
     def region(self, block: Tensor) -> Tensor:
-        """Return the part of a block [n, rows, cols] that the formula changes, turned as the formula sees it."""
+        """Return the part of a block [n, rows, cols] that the formula changes, transposed if the formula is."""
         part = block.narrow(1, self.rows.start, self.rows.stop - self.rows.start)
         return part.transpose(1, 2) if self.transposed else part
 
 
 def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
-    """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula still needs its values: not the
-    first one, whose ΔW is formed before anything is added."""
+    """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula after the first one reads it; ΔW of
+    the first one is computed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
         target = s.region(merged)
@@ -58,8 +58,8 @@ def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
 
 
 def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
-    """Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ [n, rows, cols], adapter by adapter, every ΔWᵢ taken on Wᵢ₋₁. `base` is overwritten as by
-    `fold`."""
+    """Return Wₙ [n, rows, cols] of Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ, adapter by adapter, with every ΔWᵢ computed from Wᵢ₋₁. `base` is
+    overwritten as by `fold`."""
     for _, own in groupby(stacks, key=lambda s: s.adapter):
         base = fold(base, tuple(own))
     return base
@@ -68,16 +68,16 @@ def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
 RULES: Final[Mapping[str, Callable[[Tensor, Sequence[StackedPatch]], Tensor]]] = MappingProxyType(
     {"sum": fold, "compose": in_turn}
 )
-"""One rule for every row of METHODS: (base values, which may be overwritten; stacks) → merged values."""
+"""Name of a row of METHODS → function (base values, which it may overwrite; stacks) that returns merged values."""
 
 
 def change(s: StackedPatch, base: Tensor) -> Tensor:
-    """Return F(W) − W for the rows that the stack changes, as the formula sees them, at strength 1."""
-    seen = s.region(base) if s.view is None else s.view
-    if s.view is None and s.whole is not None:  # its values are not read, but its shape may be
-        seen = base.new_zeros(()).expand(len(base), *s.whole)
-    change = s.algorithm.delta(seen, s.tensors)
+    """Return F(W) − W for the rows that the stack changes, at strength 1, transposed if the formula is."""
+    weight = s.region(base) if s.view is None else s.view
+    if s.view is None and s.whole is not None:  # the formula may read the shape, but not the values
+        weight = base.new_zeros(()).expand(len(base), *s.whole)
+    change = s.algorithm.delta(weight, s.tensors)
     if s.magnitude is not None:
         axis, magnitude = s.magnitude
-        change = dora.rescale(seen, change, magnitude, axis)
+        change = dora.rescale(weight, change, magnitude, axis)
     return change if s.taken is None else change.narrow(1, s.taken.start, s.taken.stop - s.taken.start)

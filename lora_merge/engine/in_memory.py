@@ -81,7 +81,7 @@ def merge_state_dict(
         <All keys matched successfully>
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
-        raise UsageError(f"no option is called {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
+        raise UsageError(f"there is no option {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
     base = _index("state dict", state_dict)
     paths, files = _adapters(adapters)
     job = make_job("state dict", paths, "state dict", **options)
@@ -220,7 +220,7 @@ def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
     """Return the adapters as make_job takes them, and opened."""
     if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
         given = [given]
-    given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them,")
+    given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []
     for number, one in enumerate(given):

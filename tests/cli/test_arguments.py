@@ -69,7 +69,7 @@ def test_options(files: Path, options: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["quiet", "verbose", "report", "json", "dry_run", "debug"])
 def test_options_of_the_command_line(files: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="command line alone") as e:
+    with pytest.raises(UsageError, match="only the command line") as e:
         lora_merge.merge(files / "base.safetensors", files / "a.safetensors", files / "out.safetensors", **{name: True})
     assert "to_json" in e.value.fix
 

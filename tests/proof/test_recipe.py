@@ -278,7 +278,7 @@ def test_what_the_user_asks_for_is_no_damage_of_the_recipe(files: Path) -> None:
     out = merged(files)
     with pytest.raises(UsageError, match="the output exists"):
         admit(plan_again(out, out))
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         plan_again(out, files / "again.safetensors", max_memory="much")
 
 
