@@ -45,10 +45,10 @@ HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
 @dataclass(frozen=True)
 class Item:
-    """A block with its stored base values and the place for its result, both on the host."""
+    """A block with its stored base values and the tensor for its result, both on the host."""
 
     block: Block
-    base: Tensor  # [rows, cols], or as many numbers as are stored of a padded weight's rows
+    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows
     into: Tensor  # [rows, cols], output dtype
 
 
@@ -57,12 +57,12 @@ class BlockMerger:
     """Folds blocks at one placement, or at several."""
 
     at: tuple[Placement, ...]
-    tensors: PatchTensors  # whoever gave them empties their cache
-    pool: ThreadPoolExecutor | None = None  # for blocks side by side; tensors are then fetched from its threads
+    tensors: PatchTensors  # the caller empties their cache
+    pool: ThreadPoolExecutor | None = None  # for blocks side by side; its threads then fetch tensors
     max_vram: int | None = None
-    notes: list[str] = field(default_factory=list)  # what the user should know
-    saturate: bool = False  # whether numbers that the output's dtype has no room for are cut
-    fallback_device: Placement | None = None  # for what does not fit, even alone
+    notes: list[str] = field(default_factory=list)  # remarks for the user
+    saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
+    fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
@@ -71,21 +71,21 @@ class BlockMerger:
     def of(
         job: Job, at: tuple[Placement, ...], tensors: PatchTensors, pool: ThreadPoolExecutor | None = None
     ) -> BlockMerger:
-        """As a job wants it."""
+        """Return the merger with the options of a job."""
         return BlockMerger(
             at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
             job.on_overflow == "saturate", fallback_device(job.device, at),
         )  # fmt: skip
 
     def fold(self, items: Sequence[Item]) -> Outcome:
-        """Fold every item in place, equal kinds together. No autograd; nothing but `into` is written.
+        """Fold all items, equal kinds together, without autograd; only `into` is written.
 
-        TooLarge for numbers that have no room and may not be cut.
+        Raises TooLarge for numbers that are too large for their dtype and may not be cut.
         """
         return settled(list(self.begin(items)))
 
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
-        """As `fold`, side by side where there is a pool: what is yielded goes to `settled`."""
+        """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
         for group in list(_groups(items, self._most)):
             if self.pool is None:
                 done: Future[Outcome] = Future()
@@ -95,7 +95,7 @@ class BlockMerger:
                 yield self.pool.submit(self._fold, group)
 
     def _most(self, block: Block) -> int:
-        """Return how many of these may go into one call."""
+        """Return how many blocks like this one may go into one call."""
         return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
@@ -106,7 +106,7 @@ class BlockMerger:
                 found = self._attempt(group)
             if isinstance(found, str) and len(group) == 1:
                 with self.room.alone():
-                    self._relieve()  # of what other lanes have left
+                    self._relieve()  # other lanes have left unused memory
                     found = self._attempt(group)
                 note = "a block did not fit beside others' work"
                 if isinstance(found, str) and self.fallback_device is not None:
@@ -123,12 +123,12 @@ class BlockMerger:
         return self._fold(group[:half]) + self._fold(group[half:])
 
     def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Outcome | str:
-        """Fold them in one call; returns what the device says where it is short of memory."""
+        """Fold blocks in one call; return the device's message if it is out of memory."""
         try:
             lane = lane or self._lane()
             with torch.no_grad(), exact_products(), lane.turn():
                 merged = self._fold_at(group, _precise(lane.at, group[0].block), lane)
-        except DoesNotFit as e:  # what only values tell: indices that point outside, …
+        except DoesNotFit as e:  # found in values, not in shapes, such as indices outside the weight
             raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
         except RuntimeError as e:
@@ -137,16 +137,16 @@ class BlockMerger:
                 raise
         else:
             return Outcome() if merged is None else self._cut(group, merged)
-        self._relieve()  # outside `except`: while an exception is handled, its frames hold the memory that is missing
+        self._relieve()  # outside `except`: frames of an exception in hand keep their tensors
         return short
 
     def _relieve(self) -> None:
-        """Give back what is not in use at the moment."""
+        """Give unused memory back."""
         self.tensors.kept.clear()
         release(self.at)
 
     def _fold_at(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor | None:
-        """Fold them and write the results; gives these back, as computed, if some of them need a closer look."""
+        """Fold blocks and write the results; return the merged values if some may be too large for their dtype."""
         blocks = [i.block for i in group]
         stacks = self.tensors.stacks(blocks, at, lane)
         base = self._base(group, at, lane)
@@ -156,7 +156,7 @@ class BlockMerger:
         return None if land(self._encoded(group, merged), [i.into for i in group], lane) else merged
 
     def _encoded(self, group: Sequence[Item], merged: Tensor) -> Tensor:
-        """Merged blocks as they are stored, but for the rounding."""
+        """Return merged blocks as stored numbers that are not yet rounded to their dtype."""
         blocks = [i.block for i in group]
         if blocks[0].target.packed is None:
             return merged
@@ -164,7 +164,8 @@ class BlockMerger:
         return torch.stack([encoded(v, b.target.packing, b.first, self.tensors.fetch) for v, b in rows])
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Outcome:
-        """Look at all numbers; TooLarge for those of a finite base that became none, or that may not be cut."""
+        """Write the numbers again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
+        finite numbers is not finite."""
         found: Counter[str] = Counter()
         largest: dict[str, float] = {}
         for item, values in zip(group, merged.unbind(), strict=True):
@@ -180,22 +181,24 @@ class BlockMerger:
         return Outcome(+found, largest)
 
     def _overflown(self, item: Item, values: Tensor) -> bool:
-        """Return whether a sum is NaN or infinite where the base is a number. A formula that reads other numbers of
-        the base may make that of one NaN among them: the proof tells whether it did so rightly."""
-        sound = finite(values)
-        if sound.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
+        """Return whether a sum is NaN or infinite where the base is finite.
+
+        False if a formula reads a base tensor that holds a NaN or infinite number, as sums may then rightly be NaN; the
+        proof checks those.
+        """
+        finite_sums = finite(values)
+        if finite_sums.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
             return False
         overwritten = item.base is item.into
         base = stored_numbers(item.block, self.tensors.fetch) if overwritten else item.base
-        known = finite(self._base([replace(item, base=base)], HOST, DeviceStream(HOST))[0])
-        return bool((known & ~sound).any())
+        finite_base = finite(self._base([replace(item, base=base)], HOST, DeviceStream(HOST))[0])
+        return bool((finite_base & ~finite_sums).any())
 
     def _values(self, item: Item) -> Tensor:
-        """Return the base values of an item."""
         return decoded(item.base, item.block.target.weight, item.block.first, self.tensors.fetch)
 
     def _lane(self) -> DeviceStream:
-        """Return the calling thread's lane; threads share the placements out among them."""
+        """Return the calling thread's lane; lanes are distributed over the placements in turn."""
         if not hasattr(self._own, "lane"):
             number, which = divmod(next(self._lanes), len(self.at))
             self._own.lane = DeviceStream(self.at[which], number)
@@ -212,9 +215,8 @@ class BlockMerger:
             self.notes.append(text)
 
     def _base(self, group: Sequence[Item], at: Placement, lane: DeviceStream) -> Tensor:
-        """Return [n, rows, cols] in the compute dtype, to be overwritten; padded bases stand in the low corner of
-        zeros.
-        """
+        """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
+        stored values first along every axis, then zeros."""
         block = group[0].block
         if not block.target.weight.padded:
             return group[0].base.unsqueeze(0) if _in_place(group, at) else stage([*map(self._values, group)], at, lane)
@@ -228,22 +230,21 @@ class BlockMerger:
 
 
 def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
-    """Return what all of them have found. Waits for all, also if one fails: the memory must be at rest before anyone
-    uses it again."""
+    """Wait for all futures, also if one fails, as their buffers are reused then; return the sum of their outcomes."""
     wait(under_way)
     return sum((done.result() for done in under_way), Outcome())
 
 
 def _precise(at: Placement, block: Block) -> Placement:
-    """Return the placement, in fp64 where a formula factorises or inverts."""
+    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
     return precise(at) if any(r.decomposes for r in rows) else at
 
 
 def _in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether the base values lie where the result goes, in the compute dtype: no copy is needed in or out."""
-    one = group[0]
-    return len(group) == 1 and one.base is one.into and (at.device.type, at.dtype) == ("cpu", one.into.dtype)
+    """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
+    item = group[0]
+    return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
 
 
 def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[list[Item]]:
@@ -257,9 +258,9 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
 
 
 def refitted(target: OutputTensor, largest: float) -> OutputTensor:
-    """Return the target with the small tensors that cover a weight of this largest magnitude, held in memory."""
+    """Return the target with scales, held in memory, that fit a weight of this largest magnitude."""
     encoding, sides, beside = target.packing
-    assert encoding.codec.refit is not None, "only such weights outgrow what they have"
+    assert encoding.codec.refit is not None, "only weights with a scale outgrow it"
     made = {
         role: replace(sides[role], source=Memory.of(sides[role].file, memoryview(bytearray(raw))), offset=0)
         for role, raw in encoding.codec.refit(encoding, largest).items()
@@ -274,5 +275,5 @@ def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Bloc
         base = stored_numbers(block, merger.tensors.fetch)
         into = torch.empty(shape((block.last - block.first, block.cols)), dtype=base.dtype)
         outcome = merger.fold([Item(block, base, into)])
-        assert not outcome.largest, "it covers the weight"
+        assert not outcome.largest, "the new scale fits the weight"
         yield block, into

@@ -1,4 +1,4 @@
-"""Makes a window's output bytes of its base bytes, in memory: folds, conversions, and what stays as it is."""
+"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted numbers, unchanged bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .windows import Change, Fold, Window
 
 
 class WindowMerger:
-    """The windows of plans of one layout and one placement; ResourceError where the device is not here."""
+    """Merges the windows of plans of one layout and one placement; ResourceError if the device is missing."""
 
     def __init__(self, plans: Sequence[Plan], reader: Reader) -> None:
         self.plans, job = plans, plans[0].job
@@ -34,10 +34,10 @@ class WindowMerger:
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
         self.blocks = BlockMerger.of(job, at, PatchTensors(self.cache.fetch, plans[0].weights), self.pool)
         self.outcomes = [Outcome() for _ in plans]
-        """What was found out about the results of each plan."""
+        """For each plan, the results that are too large for their dtype."""
 
     def begin(self, task: WindowTask) -> None:
-        """Changed blocks folded, other dtypes converted, the rest as it was read; complete when it is settled."""
+        """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
         base_bytes, base = task.base_bytes.views(task.window)
         out = task.own.out.view(task.window.start, task.window.size)
         if not task.last:
@@ -52,26 +52,26 @@ class WindowMerger:
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, shape)
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
-        kept = None if task.last else base_bytes  # the last task merges where the base values lie
+        kept = None if task.last else base_bytes  # the last task overwrites the base values
         for future in self.blocks.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
             task.under_way.append(future)
 
     def settle(self, task: WindowTask) -> None:
-        """Wait for what was begun."""
+        """Wait for the blocks of a task."""
         self.outcomes[task.plan] += Outcome(task.saturated) + settled(task.under_way)
 
     def rescale(self, number: int, part: Path) -> None:
-        """Make weights of a plan's finished output again that have outgrown their scales."""
+        """Write weights of a plan's finished output again that are too large for their scales."""
         _rescale(self.plans[number], part, self.blocks, self.outcomes[number].largest)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the factors of the window at hand, so that memory does not grow with the model."""
+        """Drop the adapters' tensors of this window, so that memory does not grow with the model."""
         self.cache.forget()
         self.blocks.tensors.kept.clear()
 
     def close(self) -> None:
-        """End the threads, and give back what they have used: other streams than theirs could not use it again."""
+        """End the threads, and give back the memory of their streams, which no other stream can use."""
         self.pool.shutdown()
         self.forget()
         release(self.blocks.at)
@@ -93,9 +93,9 @@ def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
 
 
 def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
-    """Return the block's base values and the place of its result, as tensors on the buffers that hold them.
+    """Return a block with its base values and its result as tensors that share the buffers.
 
-    Without `base` the values lie where the result goes.
+    Without `base`, the base values lie in `out`, where the result overwrites them.
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
     into = packed(out[f.at : f.at + f.nbytes], block.target.packing, shape)
@@ -106,11 +106,11 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
 
 
 def _rescale(plan: Plan, part: Path, merger: BlockMerger, largest: Mapping[str, float]) -> None:
-    """Write weights of a finished output again that outgrow their scale: name → largest magnitude.
+    """Write weights of a finished output again that are too large for their scale: name → largest magnitude.
 
-    A scale of a whole weight counts for every row of it, and lies elsewhere in the file. Windows keep the one that is
-    there, as an adapter makes the largest number of few weights larger than it can tell. Which they are, and how large,
-    is known when all rows have gone by: such a weight then gets a new scale, and its bytes are written a second time.
+    A scale of a whole weight applies to all of its rows, and lies elsewhere in the file. Windows keep the base's scale,
+    as few weights outgrow it. The largest magnitude is known when all rows are merged: then such a weight gets a new
+    scale, and its bytes are written a second time.
     """
     homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
     for name, magnitude in largest.items():

@@ -1,4 +1,4 @@
-"""Merging and deltas in memory: the same plan and the same fold, on tensors that the caller holds."""
+"""The Python API for tensors in memory; it shares the plan and the fold with the API for files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..options import MergeOptions
 
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
-"""What a configuration says of a model whose head is its embeddings."""
+"""The configuration of a model whose head shares the tensor of its embeddings."""
 
 
 @undisturbed()
@@ -61,8 +61,8 @@ def merge_state_dict(
 ) -> dict[str, Tensor]:
     """Return a new state dict with the adapters merged in; the input is not changed.
 
-    Tensors may be of any mixture of dtypes and on any mixture of devices. Warns of tied entries that an adapter parts.
-    Options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, change nothing.
+    Tensors may have different dtypes and lie on different devices. Warns of tied entries that differ after the merge.
+    The options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, have no effect.
 
     Parameters:
         state_dict: Name → tensor, as `model.state_dict()` gives it.
@@ -73,7 +73,7 @@ def merge_state_dict(
         CPU share memory with the input.
 
     Raises:
-        MergeError: As of `merge`, without what concerns disks.
+        MergeError: As `merge`, except for errors of the output file and the disk.
 
     Example:
         >>> merged = lora_merge.merge_state_dict(model.state_dict(), [("style.safetensors", 0.8)])
@@ -110,29 +110,29 @@ def merge_state_dict(
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
     parted = [tie for tie in _ties(state_dict) if {*tie} != {*head} and not torch.equal(*(merged[k] for k in tie))]
-    for one, other in parted + [head] * (bool(head) and any(m.untied for m in matched)):
-        warnings.warn(f"{one} and {other} were tied and now differ: load them into a model that does not tie them, "
+    for first, second in parted + [head] * (bool(head) and any(m.untied for m in matched)):
+        warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
                           "such as with tie_word_embeddings=False, or one is lost", stacklevel=3)  # fmt: skip
     return merged
 
 
 def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
-    """Yield those that are merged at a time, as many as files have in a window: equal kinds are folded in one call."""
-    some: list[OutputTensor] = []
+    """Yield lists of targets, about a window's bytes each, as for files: equal kinds are folded in one call."""
+    portion: list[OutputTensor] = []
     size = 0
     for target in targets:
-        some.append(target)
+        portion.append(target)
         size += target.nbytes
         if size >= WINDOW_BYTES:
-            yield some
-            some, size = [], 0
-    yield some
+            yield portion
+            portion, size = [], 0
+    yield portion
 
 
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str], scales: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Output tensors, on the CPU; adds to tensor → how many of its numbers were cut, and to the scales that changed."""
+    """Return name → output tensor on the CPU; adds to the counts of cut numbers, and to the scales that changed."""
     merged, items = {}, []
 
     def put(target: OutputTensor, first: int, numbers: Tensor, into: Tensor) -> None:
@@ -176,14 +176,12 @@ def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
 
 
 def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
-    """Return a state dict as a checkpoint, under a made-up file name; InputError for entries that are no plain
-    tensors.
-    """
+    """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors."""
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
         raise unlike(tensors, name, "a table of names and tensors")
 
-    @lru_cache(maxsize=4)  # a tensor on a GPU is fetched once, also where it is read in pieces
+    @lru_cache(maxsize=4)  # a tensor on a GPU is copied to the host once, also if it is read in pieces
     def content(value: Tensor) -> memoryview:
         return raw_bytes(host(value))
 
@@ -191,7 +189,8 @@ def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
         if not isinstance(key, str):
             raise unlike(key, f"a name in {path}", "a str")
         if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
-            raise InputError(f"a {type(value).__name__} that is no plain tensor", f"{path}: {key}", "leave it out")
+            fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
+            raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
         _check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, value)), value.numel() * value.element_size()
         infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)
@@ -199,7 +198,7 @@ def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the entries that are one tensor."""
+    """Return pairs of names of which both are the same tensor."""
     first: dict[tuple[Any, ...], str] = {}
     found = []
     for name, value in tensors.items():
@@ -210,22 +209,22 @@ def _ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def _tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
-    """Embeddings and head, where the head holds the same values; else ()."""
+    """Return the names of embeddings and head if both hold the same values; else ()."""
     head = tied(lookup, base.tensors, TIED)
     same = head is not None and head.stored and FileValues().same(head.info, base.tensors[head.stored])
     return (head.info.name, head.stored) if head is not None and same else ()
 
 
 def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
-    """Return the adapters as make_job takes them, and opened."""
+    """Return the adapters in the form that `make_job` takes, and the opened files."""
     if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
         given = [given]
     given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []
-    for number, one in enumerate(given):
-        paired = isinstance(one, tuple) and len(one) == 2
-        source, strength = one if paired else (one, 1.0)
+    for number, item in enumerate(given):
+        paired = isinstance(item, tuple) and len(item) == 2
+        source, strength = item if paired else (item, 1.0)
         if isinstance(source, Mapping):
             files.append(group(_index(f"adapter {number}", source)))
             ref: Any = f"adapter {number}"
@@ -240,7 +239,7 @@ def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
 
 
 class LoadedAdapter:
-    """An adapter file, opened: its modules, and ΔW of each on a given weight. Safe from several threads."""
+    """An opened adapter file: its modules, and ΔW of each module for a given weight. Several threads may share it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = expand(path)
@@ -249,11 +248,11 @@ class LoadedAdapter:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the modules that it changes, as the file spells them."""
+        """The names of the modules that the adapter changes, as the file spells them."""
         return tuple(dict.fromkeys(m.name for m in self.file.modules))
 
     def algorithm(self, name: str) -> str:
-        """Return the row of ALGORITHMS that a module's tensors are."""
+        """Return the name of the algorithm of a module's tensors, a row of ALGORITHMS."""
         module = self._module(name)
         complete = module.complete
         chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
@@ -265,9 +264,9 @@ class LoadedAdapter:
     def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
         """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
 
-        Which way round a weight is that a PEFT adapter changes, [out, in] or [in, out], its shape and its name tell, as
-        in a merge into a base that has nothing but this weight; ShapeMismatch where they contradict the configuration.
-        State `fan_in_fan_out` then, and for methods whose tensors fit any shape (FourierFT, WaveFT) of a Conv1D.
+        Whether the weight is [out, in] or [in, out] is found from its shape and the module's name, as in a merge into a
+        base with this weight alone; ShapeMismatch if that contradicts the configuration. Pass `fan_in_fan_out` then,
+        and for a Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
         """
         if not isinstance(base_weight, Tensor):
             raise unlike(base_weight, "the base's weight", "a tensor")
@@ -290,7 +289,7 @@ class LoadedAdapter:
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
         if not finite(found).all() and finite(base_weight).all():
-            raise TooLarge("a change is too large for fp32", f"{self.path}: {name}", "use another save of the adapter")
+            raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
         return found
 
     def _module(self, name: str) -> Module:
@@ -301,22 +300,22 @@ class LoadedAdapter:
 
 
 def _check_values(tensor: Tensor, where: str) -> None:
-    """Raise InputError for a tensor that has a shape and no values."""
+    """Raise InputError for a tensor that has a shape but no values."""
     if tensor.device.type == "meta":
-        raise InputError("a tensor on the meta device holds no values", where, "load the model before merging")
+        raise InputError("a tensor on the meta device has no values", where, "load the model before merging")
 
 
 def load_adapter(path: str | Path) -> LoadedAdapter:
-    """Open an adapter for a closer look: its modules, and what each of them adds to a weight.
+    """Open an adapter to read the names of its modules, and to compute the ΔW of each.
 
     Parameters:
         path: An adapter file, or a PEFT folder.
 
     Returns:
-        A `LoadedAdapter`; it also stands for the adapter in `merge_state_dict`.
+        A `LoadedAdapter`; `merge_state_dict` takes it as an adapter too.
 
     Raises:
-        InputError: There is no adapter there, or it is damaged or of a kind that is not supported.
+        InputError: The adapter is missing, damaged or of a kind that is not supported.
 
     Example:
         >>> adapter = lora_merge.load_adapter("style.safetensors")

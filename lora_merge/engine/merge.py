@@ -1,4 +1,4 @@
-"""Jobs that share a base, one or many: windows through the ring, then proof, name and report for each."""
+"""Runs plans that share a base: writes their outputs, then verifies, names and reports each of them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .pipeline import Pipeline, Written
 Outcome = TypeVar("Outcome")
 
 Progress: TypeAlias = Callable[[int], object]
-"""Called with the number of bytes just written."""
+"""Function that is called with the number of bytes just written."""
 
 
 def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
-    """Carry out a plan: the output appears under its name complete and verified, or not at all."""
+    """Run a plan: the output appears under its name when it is complete and verified, or not at all."""
     with closing(run_together([plan], progress)) as outcomes:
         _, outcome = next(outcomes)
     if isinstance(outcome, Exception):
@@ -43,13 +43,13 @@ def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
 def run_together(
     plans: Sequence[Plan], progress: Progress = lambda _: None
 ) -> Generator[tuple[int, Report | Exception], None, None]:
-    """Carry out plans of one layout, device and compute dtype while the base is read once.
+    """Run plans of one layout, device and compute dtype while the base is read once.
 
-    Yields the number of each plan with its report, or with what went wrong with it alone, as it gets its name.
-    What concerns all of them is raised.
+    Yields the number of each plan with its report, once its output has its name, or with an error of this plan alone.
+    Errors that affect all plans are raised.
     """
-    with _scarcity_told(), ExitStack() as stack:
-        stacks = [stack.enter_context(ExitStack()) for _ in plans]  # what is not published at the end is removed
+    with _resource_errors(), ExitStack() as stack:
+        stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         outputs = [_open(plan, own) for plan, own in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
@@ -81,34 +81,35 @@ def _write(
 
 
 @contextmanager
-def _scarcity_told() -> Iterator[None]:
+def _resource_errors() -> Iterator[None]:
+    """Raise ResourceError in place of errors that report too little memory, or too few threads or descriptors."""
     try:
         yield
     except Exception as e:
-        scarce = as_resource_error(e)
-        if scarce is None:
+        error = as_resource_error(e)
+        if error is None:
             raise
-        raise scarce from e
+        raise error from e
 
 
 @dataclass(frozen=True)
 class _Output:
-    """One plan's output between its first byte and its name."""
+    """One plan's output from its creation under a temporary name until it gets its own name."""
 
     plan: Plan
-    part: Path  # under its temporary name
-    stack: ExitStack  # closing it gives the output its name; an error removes it
+    part: Path  # with the temporary name
+    stack: ExitStack  # renames the output when it is closed, and removes it after an error
     started: float
 
     def attempt(self, act: Callable[[], Outcome]) -> Outcome | Exception:
-        """Return what the act returns; a failure of any kind ends this output alone, and is its outcome."""
+        """Return the result of `act`, or its error of any kind, which ends this output alone."""
         try:
             return act()
         except Exception as e:  # noqa: BLE001
             return self.failed(e)
 
     def failed(self, e: Exception) -> Exception:
-        """Remove what was written; the error speaks of the output, not of its temporary name."""
+        """Remove the unfinished output, and return the error with the output's own name for the temporary one."""
         failure, output = as_resource_error(e) or e, self.plan.job.output
         if isinstance(failure, MergeError):
             failure.rename(str(self.part), str(output))
@@ -122,7 +123,7 @@ class _Output:
 
 
 def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
-    """Return the output under its temporary name, or why it cannot be made."""
+    """Return the output under its temporary name, or the error that prevents it."""
     started, job = time.monotonic(), plan.job
     try:
         part = stack.enter_context(
@@ -140,17 +141,17 @@ def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
 
 
 def _end(output: _Output, written: Written, reader: Reader) -> Report:
-    """Prove the finished output, give it its name, and report."""
+    """Verify the finished output, give it its name, and return the report."""
     proof = _prove(written, reader)
     output.stack.close()
     return _report(written, proof, time.monotonic() - output.started)
 
 
 def _prove(written: Written, reader: Reader) -> Mapping[str, Any] | None:
-    """Return what `verify` shows of the output; None where the job does not ask for it.
+    """Return the result of `verify`, or None if the job does not ask for it.
 
-    Inputs that were touched while they were read must have the bytes that were hashed, and the output is proven to
-    the last byte, asked for or not: they may have had others in between.
+    An input that was touched while it was read must have the bytes that were hashed, and the output is then verified to
+    the last byte, whatever the job says: the input may have had other bytes in between.
     """
     plan = written.plan
     touched = reader.check_unchanged(plan.inputs)
@@ -178,7 +179,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float) -
 
 
 def _prepare(plan: Plan, part: Path) -> None:
-    """What an output folder holds beside the weights, and empty files for the weights."""
+    """Write the files of an output folder that hold no weights, and empty files for the weights."""
     if not plan.is_folder:
         return
     for name in plan.contents:

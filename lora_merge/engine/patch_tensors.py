@@ -1,5 +1,5 @@
-"""What formulas are given: adapters' tensors, cut to a block's rows and kept while many blocks need them, and the
-weights of the base that they read, gathered."""
+"""Makes the input tensors of formulas: adapters' tensors, cut to a block's rows and kept while several blocks need
+them, and weights of the base that formulas read."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
-"""Numbers of one factor, or of the part that a block needs, that may be kept while a window is made."""
+"""The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
 
 @dataclass(frozen=True)
 class PatchTensors:
-    """Makes the tensors that formulas are given. `fetch` gives stored tensors, of the adapters and of `weights`."""
+    """Makes the input tensors of formulas. `fetch` returns stored tensors of the adapters and of `weights`."""
 
     fetch: Fetch
     weights: Mapping[str, Weight]
     kept: DeviceCache = field(default_factory=DeviceCache)
-    kin: Kin = field(default_factory=dict)  # what is rebuilt for all layers of a kind
+    kin: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
 
     def whole(self, key: str) -> Tensor:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
     def stacks(self, blocks: Sequence[Block], at: Placement, lane: DeviceStream) -> list[StackedPatch]:
-        """Return what is done to blocks of one kind, in order."""
+        """Return the patches of blocks of one kind, stacked, in the order of the adapters."""
         return [self.stack([b.slices[k] for b in blocks], at, lane) for k in range(len(blocks[0].slices))]
 
     def stack(self, slices: Sequence[BlockPart], at: Placement, lane: DeviceStream) -> StackedPatch:
@@ -61,7 +61,7 @@ class PatchTensors:
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.kin)} for s in slices]
         for slot in made[0]:
-            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([one[slot] for one in made], to)
+            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in made], to)
         tensors = row.prepared(row.tensors(**fields))
         return StackedPatch(
             row,
@@ -77,16 +77,14 @@ class PatchTensors:
         )
 
     def _check(self, patch: Patch) -> None:
-        """Raise DoesNotFit if integers point to where the weight has nothing; a formula would read or write there."""
+        """Raise DoesNotFit if stored indices lie outside the weight: a formula would read or write there."""
         row = ALGORITHMS[patch.algorithm]
         stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
         row.check_integers(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
-        """Return one slot of one use as the formula wants it, at the placement, cut to the slice's rows where it has
-        rows.
-        """
+        """Return the tensor of one slot at the placement, cut to the slice's rows if it has an axis of rows."""
         patch = s.use.patch
         if slot in patch.beside:
             return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
@@ -103,7 +101,7 @@ class PatchTensors:
             return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
 
         key = (info.file, info.name, shape, at)
-        if prod(shape) <= KEPT_WHOLE:  # one for all blocks
+        if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
             whole = self._keep(key, lane, lambda: staged(None))
             return whole if cut is None else whole.narrow(*cut).contiguous()
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
@@ -113,7 +111,7 @@ class PatchTensors:
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
-        """Return what was made for this key before, or is made now."""
+        """Return the tensor kept under this key, or make it."""
         return lane.hold(self.kept.get(key, make, lane.settle))
 
     def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
@@ -127,8 +125,8 @@ class PatchTensors:
         return axis, stage(tensors, at)
 
     def _view(self, s: BlockPart, view: WeightView, at: Placement, lane: DeviceStream) -> Tensor:
-        """Return [out, cols] a whole weight as the slice's formula reads it, gathered from its pieces: the base's,
-        with what the adapters before have made of it where adapters act in turn."""
+        """Return [out, cols] the whole weight that a formula reads, gathered from its pieces. With `--method compose`
+        it is the base changed by the adapters before."""
         target = s.target
 
         def whole(piece: RowSlice) -> Tensor:
@@ -140,7 +138,7 @@ class PatchTensors:
         return gathered(view, whole, at)
 
     def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
-        """Return [rows, cols] a whole tensor of the base with all uses of the target made of it, at the placement."""
+        """Return [rows, cols] a whole tensor of the base, changed by all uses of the target, at the placement."""
         found = stage([values.reshape(target.matrix)], at)[0].clone()
         for block in blocks(target):
             if block.slices:

@@ -1,9 +1,9 @@
-"""Writes the outputs of plans that share a base: four stages read, hash, merge and write different windows at a time.
+"""Writes the outputs of plans that share a base: stages read, hash, merge and write different windows at the same time.
 
-The base is read once. Each window becomes one task per plan: each merges the window's base bytes into memory of its own
-and writes them, the last task in place. With one plan, every task is the last.
+The base is read once. Each window becomes one task for each plan. A task merges the window's base bytes into its own
+buffer and writes them; the last task does that in place. With one plan, every task is the last.
 
-Importing torch takes a second or more. The disk does not wait for it: what the merge leaves as it is goes out first.
+Importing torch takes a second or more. Windows that the merge does not change are written meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HELD: Final = 256  # windows that may wait while others go first: 8 GB of the fi
 
 @dataclass(frozen=True)
 class Written:
-    """One plan's output under its temporary name, complete and not yet proven, and what there is to say of it."""
+    """One plan's output under its temporary name, complete and not yet verified, with the facts for its report."""
 
     plan: Plan
     part: Path
@@ -61,18 +61,18 @@ class Pipeline:
         self.headers: dict[int, tuple[bytes, ...]] = {}  # plan → the final headers of its files
         self.clock = Lock()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
-        """Stage → seconds busy; they work side by side. `start`: until torch is there. `wait`: what the whole took
-        beyond the busiest of them."""
+        """Stage → seconds busy; stages work side by side. `start`: the wait for torch. `wait`: the total time minus
+        that of the busiest stage."""
         self.shares = file_system(parts[0]) in CLONES
-        """Whether untouched bytes need not be copied; until the system says that they do."""
-        self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes at hand
+        """Whether the output may share blocks with the base; False once the system has refused."""
+        self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes of the current window
         self.failed: dict[int, Exception] = {}
-        """Plan → what went wrong with it alone; the others go on."""
+        """Number of a plan → its error; the other plans go on."""
 
     def run(self) -> Sequence[Written | Exception]:
         """Write all windows, flushed to the disk, then the headers with the inputs' hashes.
 
-        Returns, for each plan, its output or what went wrong with it alone; what concerns all of them is raised.
+        Returns, for each plan, its output or an error of this plan alone; errors that affect all plans are raised.
         """
         began = time.perf_counter()
         first = [self._timed(s, s.__name__) for s in (self.read, self.hash, self.start, self.fold)]
@@ -81,7 +81,7 @@ class Pipeline:
             with ThreadPoolExecutor(1, thread_name_prefix="start") as starter:
                 self._made = starter.submit(self._make)
                 drive(self._tasks(), stages, self._give_back)
-            self._made.result()  # also where no window asked for it: there may be no such device
+            self._made.result()  # raises for a missing device, also if no window needed the merger
             for number in self._alive():
                 self._alone(number, self._finish)
             busiest = max(self.seconds[stage] for stage in ("read", "hash", "fold", "write"))
@@ -111,10 +111,10 @@ class Pipeline:
                 yield WindowTask(window, number, base_bytes, own, number == alive[0], last, shared)
 
     def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
-        """Yield the windows of the same file change places as long as torch is not there: those that need nothing of
-        it go first.
+        """Yield the windows; until torch is imported, those of a file that do not need it come before the others.
 
-        Not where the base is hashed, in the order of its bytes, or made into several outputs: they have enough to do.
+        The order is kept if the base is hashed, as its bytes must come in order, or if there are several outputs, whose
+        stages are busy enough.
         """
         in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE
         held: deque[Window] = deque()
@@ -128,14 +128,14 @@ class Pipeline:
         yield from held
 
     def _give_back(self, task: WindowTask) -> None:
-        self.pool.give(task.own)  # in the last task, its own buffers are those of the base bytes
+        self.pool.give(task.own)  # the last task's own buffers are those of the base bytes
 
     def _alive(self) -> list[int]:
         return [n for n in range(len(self.plans)) if n not in self.failed]
 
     @property
     def merger(self) -> WindowMerger:
-        """What works on the numbers; waits until it is there."""
+        """The merger of windows; waits until torch is imported."""
         return self._made.result()
 
     def _make(self) -> WindowMerger:
@@ -154,7 +154,7 @@ class Pipeline:
                     self.reader.read_into(view[r.at : r.at + r.nbytes], r.source, r.offset)
 
     def hash(self, task: WindowTask) -> None:
-        """The bytes just read, in the order of their file; not while the hasher gets on faster by itself."""
+        """Hash the bytes just read, in the order of their file; not while the hasher reads ahead by itself."""
         if task.first and (self._made.done() or not self.digests.ahead):
             out, base = task.base_bytes.views(task.window)
             reads = [(r, out) for r in task.window.direct] + [(r, base) for r in task.window.apart]
@@ -162,14 +162,14 @@ class Pipeline:
                 self.digests.feed(r.source, r.offset, view[r.at : r.at + r.nbytes])
 
     def start(self, task: WindowTask) -> None:
-        """Wait for what the first fold needs."""
+        """Wait for torch if the task needs it."""
         if not task.ready:
             self._made.result()
 
     def fold(self, task: WindowTask) -> None:
-        """Changed blocks folded, other dtypes converted, the rest as it was read: begun, while others are under way."""
+        """Start to fold changed blocks, convert other dtypes and copy the rest."""
         if task.last:
-            wait(self.readers)  # it merges in place, where earlier tasks take their base values
+            wait(self.readers)  # the last task overwrites the base values that earlier tasks read
             self.readers.clear()
         if task.plan not in self.failed and not task.ready:
             self._alone(task.plan, lambda _: self.merger.begin(task))
@@ -185,7 +185,7 @@ class Pipeline:
             self.merger.forget()
 
     def write(self, task: WindowTask) -> None:
-        """The finished window to the disk."""
+        """Write the finished window."""
         if task.plan not in self.failed:
             self._alone(task.plan, lambda n: self._put(self._writer(n, task.window.file), task))
         self.progress(task.window.size)
@@ -215,13 +215,13 @@ class Pipeline:
             amend(self.writers[number, n].path, header)
 
     def _leave(self, number: int, file: int) -> None:
-        """Finish a plan's file: of many shards, times many plans, only one a plan is open."""
+        """Finish a plan's file, so that each plan has at most one shard open."""
         writer = self._writer(number, file)
         writer.finish()
         writer.close()
 
     def _writer(self, number: int, file: int) -> Writer:
-        """Return the writer of a plan's output file, its header written first. They come one after the other."""
+        """Return the writer of a plan's output file; the first call closes the file before and writes the header."""
         if (number, file) not in self.writers:
             if file:
                 self._leave(number, file - 1)
@@ -234,12 +234,12 @@ class Pipeline:
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:
-        """Return how much further back a plan's bytes lie than those of the first, whose header may be shorter."""
+        """Return how many bytes longer a plan's header is than the first plan's: its tensors lie so much later."""
         first, own = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
         return len(own) - len(first)
 
     def _alone(self, number: int, act: Callable[[int], None]) -> None:
-        """Act for one plan; a failure is kept as its own, whatever it is, for `run.py` to raise or report."""
+        """Call `act` for one plan; an error of any kind is kept as the plan's own."""
         try:
             act(number)
         except Exception as e:  # noqa: BLE001

@@ -1,7 +1,7 @@
-"""What PEFT makes of the base when it loads an adapter, for slots that the adapter's file lacks (`Algorithm.rebuild`).
+"""Computes tensors that an adapter's file lacks, as PEFT makes them of the base when it loads the adapter.
 
-The steps are the rows' own. Here they get the base's numbers in the library's precision, on the CPU, whatever device
-the merge runs on; the formulas take what comes out for given.
+Each algorithm has its own function for that (`Algorithm.rebuild`). This module calls it with the base's numbers in
+PEFT's precision, on the CPU, whatever the device of the merge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .placement import TORCH_DTYPES, Placement, host, stage
 from .tensors import gathered, weight_values
 
 Kin: TypeAlias = MutableMapping[tuple[WeightView, ...], Mapping[str, Tensor]]
-"""The weights of all layers of a kind → what is rebuilt from them."""
+"""The weights of all layers of a kind → the tensors computed from them."""
 
 AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
 WIDE: Final = Placement(torch.device("cpu"), torch.float64)
@@ -30,9 +30,8 @@ WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 def from_base(
     patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], kept: Kin
 ) -> Mapping[str, Tensor]:
-    """Return the slots that the patch's file lacks, CPU tensors without n, from the base before any adapter: so PEFT
-    does
-    where several act in turn too. What several layers share is made once and goes into `kept`, which is of one plan."""
+    """Return the slots that the patch's file lacks as unstacked CPU tensors, computed from the unmerged base, as PEFT
+    does for several adapters too. Tensors that several layers share are computed once and put into `kept`."""
 
     def read(slot: str) -> Tensor:
         view = patch.view if not slot else patch.beside.get(slot)

@@ -1,5 +1,5 @@
-"""Stored tensors as torch tensors: adapters' tensors, checked for NaN, weights by their codec, and what is made of them
-once for many blocks."""
+"""Reads stored tensors as torch tensors: adapters' tensors, checked for NaN, and weights, decoded by their codec; keeps
+tensors that many blocks use."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .blocks import Block
 from .placement import TORCH_DTYPES, Placement, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
-"""A stored tensor by its header entry, as stored."""
+"""Function that returns a tensor as stored, from its entry in a header."""
 
 KEPT: Final = 2**24
-"""Numbers of all factors that may be kept at their placement while a window is made."""
+"""The most numbers that a `DeviceCache` keeps, of all tensors together."""
 
 
 class TensorCache:
-    """Reads tensors from files on demand and keeps those of the window at hand; safe from several threads."""
+    """Reads tensors from files on demand and keeps those of the current window; several threads may share it."""
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters
@@ -36,7 +36,7 @@ class TensorCache:
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
-        key = (info.source, info.offset, info.nbytes)  # one without elements lies where the next one does
+        key = (info.source, info.offset, info.nbytes)  # an empty tensor has the offset of the next one
         tensor = self._kept.get(key)
         if tensor is None:
             tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
@@ -46,12 +46,12 @@ class TensorCache:
         return tensor
 
     def forget(self) -> None:
-        """Drop what was kept; called after each window, so that memory does not grow with the model."""
+        """Drop the tensors; called after each window, so that memory does not grow with the model."""
         self._kept.clear()
 
 
 class DeviceCache:
-    """Factors at their placement, made once for the blocks and plans that share them; no more than `KEPT` numbers."""
+    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `KEPT` numbers."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Tensor] = {}
@@ -59,9 +59,7 @@ class DeviceCache:
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
-        """Return the tensor of this key: made once, also where two threads ask at a time, and settled before it is
-        shared.
-        """
+        """Return the tensor of this key, made once even if two threads want it, and settled before it is shared."""
         found = self._made.get(key)
         if found is not None:
             return found
@@ -83,13 +81,13 @@ class DeviceCache:
 
 
 def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor:
-    """Stored numbers, of the rows of a weight from `first` on, as the weight's: a float tensor that may be theirs."""
+    """Return the values of a weight's rows from `first` on, from their stored numbers; they may share memory."""
     encoding, sides, _ = weight.packing
     return encoding.codec.decode(numbers, {role: fetch(info) for role, info in sides.items()}, first)
 
 
 def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
-    """Return the stored numbers of a block of a weight that is not padded, read from where they lie."""
+    """Return the stored numbers of a block of a weight that is not padded, read from the base."""
     (first, count), weight = block.stored, block.target.weight
     size, offset = weight.packing.encoding.nbytes, weight.stored.offset
     shape = weight.packing.encoding.stored_shape((block.last - block.first, block.cols))
@@ -97,7 +95,7 @@ def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
-    """Return all numbers of a weight, with zeros where nothing of it is stored."""
+    """Return all numbers of a weight; the padding is zeros."""
     values = decoded(fetch(weight.stored), weight, 0, fetch)
     if not weight.padded:
         return values
@@ -107,7 +105,7 @@ def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
 
 
 def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placement) -> Tensor:
-    """Return [rows, cols] a view at the placement; `whole` gives all rows of a piece's weight, `piece.cols` wide."""
+    """Return [rows, cols] of a view at the placement; `whole` returns a piece's whole weight, `piece.cols` wide."""
     parts = []
     for piece, _ in view.addresses():
         rows = whole(piece)[piece.start : piece.stop]
@@ -116,7 +114,7 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
 
 
 def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:
-    """Return a weight's rows from `first` on as they are stored, but for the rounding to the dtype there."""
+    """Return a weight's rows from `first` on as stored numbers, not yet rounded to their dtype."""
     encoding, sides, _ = packing
     return encoding.codec.encode(values, {role: fetch(info) for role, info in sides.items()}, first)
 
@@ -130,7 +128,7 @@ def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def packed(raw: memoryview, packing: Packing, shape: tuple[int, ...]) -> Tensor:
-    """Return the bytes of a weight's rows of this shape as their stored numbers, which share them."""
+    """Return the stored numbers of a weight's rows of this shape as a tensor that shares the bytes."""
     return view_bytes(raw, packing.encoding.dtype, packing.encoding.stored_shape(shape))
 
 
@@ -146,4 +144,4 @@ def check_finite(tensor: Tensor, info: StoredTensor) -> None:
         finite = not odd(tensor)
     if not finite:
         raise InputError("the adapter holds NaN or infinite values", f"{info.file}: {info.name}",
-                         "training broke down; use an earlier save of the adapter")  # fmt: skip
+                         "the training diverged; use an earlier checkpoint of the adapter")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What callers may have set in torch for work of their own, and ours must not depend on."""
+"""Overrides global settings of torch that the caller's program may have changed; merges must not depend on them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from .devices import KINDS
 
 _PRODUCTS: Final = [getattr(b, "matmul", None) for b in (torch.backends.cuda, torch.backends.mkldnn)]
-"""What has torch 2.9's switches of fp32 products; mkldnn computes those of CPUs with AMX or bf16, and of XPUs."""
+"""Backends with torch 2.9's settings of fp32 products; mkldnn is that of CPUs with AMX or bf16, and of XPUs."""
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without the caller's default device and autocast, which hold for this thread, and with exact products."""
+    """Run a block without this thread's default device and autocast, and with exact products."""
     with ExitStack() as stack, exact_products():
         if torch.empty(0).device.type != "cpu":
             stack.enter_context(torch.device("cpu"))
@@ -29,10 +29,10 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32, also where the user has allowed TF32 or bf16, whose few bits lose small changes; and
-    products at all where he asks for deterministic algorithms: on CUDA an error, unless cuBLAS has been told before.
+    """Compute fp32 products in fp32, also if the caller has allowed TF32 or bf16, which would lose small changes. Turn
+    off deterministic algorithms, with which products on CUDA fail unless cuBLAS was configured before.
 
-    The switch is the process's: it is turned only where it has to be, and turned back when nobody needs it any more.
+    These settings belong to the process. They are changed only if needed, and restored when the last user has finished.
     """
     with _switch:
         if not _exact_users:
@@ -48,7 +48,7 @@ def exact_products() -> Iterator[None]:
 
 
 def _turn() -> Callable[[], None]:
-    """Make products exact and possible; what is returned puts everything back as the user has it."""
+    """Make products exact and possible; return a function that restores the caller's settings."""
     back, mode = _make_exact(), torch.get_deterministic_debug_mode()
     if not mode:
         return back
@@ -62,11 +62,11 @@ def _turn() -> Callable[[], None]:
 
 
 def _make_exact() -> Callable[[], None]:
-    """Make fp32 products exact; what is returned puts everything back as the user has it."""
+    """Make fp32 products exact; return a function that restores the caller's settings."""
     own = [(b, b.fp32_precision) for b in _PRODUCTS if b is not None and hasattr(b, "fp32_precision")]
     try:
         whole = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it does not tell where only the newer switches were turned, and then they alone count
+    except RuntimeError:  # only the newer settings were used, and they alone apply
         whole = "highest"
     inexact = [(b, before) for b, before in own if before not in ("ieee", "none")]
     if whole == "highest" and not inexact:
@@ -87,8 +87,8 @@ def _make_exact() -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """There is nothing to put back."""
+    """Restore nothing: no setting was changed."""
 
 
 _switch = Lock()
-_exact_users: list[Callable[[], None]] = []  # what puts the user's setting back, then an entry for each in need
+_exact_users: list[Callable[[], None]] = []  # the function that restores the settings, then an entry for each user

@@ -1,7 +1,7 @@
-"""Cuts outputs into windows: runs of consecutive bytes, with what is read and what is folded for each.
+"""Cuts outputs into windows: ranges of consecutive bytes, each with its reads, conversions and folds.
 
-A window's base bytes are read straight into a reusable aligned buffer, changed tensors are folded there, and the
-buffer is written out as it is. Plans that share base and layout share their windows: one read, one fold per plan.
+A window's base bytes are read into a reusable aligned buffer, changed tensors are folded there, and the buffer is
+written. Plans that share base and layout share their windows: one read for all, and a fold for each plan.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .blocks import Block, blocks
 
-WINDOW_BYTES: Final = 32 * 2**20  # full disk speed; larger ones measured no faster, and the system zeroes their memory
+WINDOW_BYTES: Final = 32 * 2**20  # reaches full disk speed; larger windows measured no faster, and take more memory
 SMALLEST_WINDOW: Final = 2**20
-SLOTS: Final = 4  # one being read, one hashed, one folded, one written
-STRETCH: Final = 8 * 2**20  # untouched bytes that are worth windows of their own
-WIDTH: Final = 768  # numbers, whole units of every encoding
+SLOTS: Final = 4  # windows in memory: one is read, one hashed, one folded, one written
+STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
+WIDTH: Final = 768  # numbers that are whole units in every encoding
 
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes of a source that belong at `at` in the window's output (or input) buffer."""
+    """Bytes of a source that are read to offset `at` of the window's output (or input) buffer."""
 
     source: Source
     offset: int
@@ -38,9 +38,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Convert:
-    """Elements of a tensor that are stored otherwise, no more: from `source` in the input buffer to `at` in the output.
-
-    They are `count` from `first` on, in whole rows unless both ways are plain.
+    """Unchanged elements that the output stores in another encoding: from offset `source` of the input buffer to offset
+    `at` of the output buffer. There are `count` of them from `first` on, in whole rows unless both encodings are plain.
     """
 
     target: OutputTensor
@@ -62,16 +61,16 @@ class Convert:
 
 @dataclass(frozen=True)
 class Fold:
-    """A block: base values at `source` (in the input buffer if dtypes or shapes differ), result at `at`."""
+    """A block with the offsets of its base values (in the input buffer if `apart`) and of its result."""
 
     block: Block
     source: int
     at: int
-    apart: bool  # whether base values lie in the input buffer
+    apart: bool  # whether base values lie in the input buffer, as dtypes or shapes differ
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the base values that are stored."""
+        """Bytes of the stored base values."""
         return self.block.target.weight.packing.encoding.nbytes(self.block.stored[1])
 
     @property
@@ -82,7 +81,7 @@ class Fold:
 
 @dataclass
 class Change:
-    """What one plan does in a window, beside the bytes that go out as they were read."""
+    """The conversions and folds of one plan in a window; all other bytes are written as they were read."""
 
     converts: list[Convert] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
@@ -90,9 +89,9 @@ class Change:
 
 @dataclass
 class Window:
-    """Output bytes [start, start + size) of one file of every plan, and what makes them.
+    """Output bytes [start, start + size) of one file of every plan, with their reads and changes.
 
-    `start` counts in the first plan's file; in the others' it differs by whole pages, as their headers do.
+    `start` is the offset in the first plan's file; in other plans' files it differs by whole pages, as headers do.
     """
 
     file: int
@@ -105,18 +104,18 @@ class Window:
 
     @property
     def untouched(self) -> bool:
-        """Whether every plan's bytes go out as they were read."""
-        for c in self.changes:  # noqa: SIM110  asked for every tensor, and a generator takes twice as long
+        """Whether the bytes of every plan are written as they were read."""
+        for c in self.changes:  # noqa: SIM110  called for every tensor, and a generator takes twice as long
             if c.folds or c.converts:
                 return False
         return True
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
-        """Plan to read bytes of a tensor that go out as they are, or are folded in place."""
+        """Plan to read bytes of a tensor that are written as they are, or are folded in place."""
         _append(self.direct, Read(info.source, info.offset + skip, nbytes, self.size))
 
     def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
-        """Plan to read bytes into the input buffer; returns where, at a multiple of 64."""
+        """Plan to read bytes into the input buffer; return their offset, a multiple of 64."""
         at = -(-self.input_size // 64) * 64
         _append(self.apart, Read(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
@@ -124,40 +123,41 @@ class Window:
 
 
 def window_room(job: Job) -> int:
-    """Return the bytes that a window's output may have, and its input; ResourceError if nothing fits."""
+    """Return the most bytes of a window's output, and of its input; ResourceError if the job's limit is too low."""
     room = job.max_memory // (2 * SLOTS)
     if room < SMALLEST_WINDOW:
-        raise ResourceError("the memory bound is too small", f"--max-memory {job.max_memory}",
+        raise ResourceError("the memory limit is too low", f"--max-memory {job.max_memory}",
                             f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
     return min(room, WINDOW_BYTES)
 
 
 def window_bytes(plan: Plan) -> int:
-    """Return how large a window may be under the job's memory bound; ResourceError if nothing fits."""
+    """Return the most bytes of a window under the job's memory limit; ResourceError if the limit is too low."""
     return max(SMALLEST_WINDOW, int(window_room(plan.job) / _widening(plan)))
 
 
 def unshared_bytes(plan: Plan) -> int:
-    """Return the bytes of the output that are its own where it shares blocks with the base; the rest takes no space."""
+    """Return the bytes that the output takes on a disk where it shares blocks with the base."""
     untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
     return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
 
 
 def buffer_bytes(plan: Plan) -> int:
-    """Return how much host memory windows may take at once."""
+    """Return how much host memory the buffers of all windows take at most."""
     slots = min(SLOTS * window_bytes(plan), plan.size)
     return int(slots * (1 + _widening(plan)))
 
 
 def _widening(plan: Plan) -> float:
-    """Return the bytes read for a byte written, where an encoding shrinks most; at least 1."""
+    """Return the largest ratio of bytes read to bytes written of all tensors that are converted; at least 1."""
     made = (t for f in plan.files for t in f.targets if not t.copied)
     pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
     return max([1.0, *(read.nbytes(WIDTH) / written.nbytes(WIDTH) for read, written in pairs)])
 
 
 def layout_key(plan: Plan) -> tuple[Any, ...]:
-    """Equal for plans that can go through the windows together: same tensors from the same bytes to the same places."""
+    """Return a key that is equal for plans that can share windows: same tensors, from the same bytes, at the same
+    places."""
     return tuple(
         (f.name, len(f.header) % PAGE, *((t.name, t.packing.encoding, t.shape, t.source) for t in f.targets))
         for f in plan.files
@@ -165,9 +165,9 @@ def layout_key(plan: Plan) -> tuple[Any, ...]:
 
 
 def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
-    """Yield the whole output as windows of at most `limit` bytes; only a block that cannot be cut is larger.
+    """Yield the whole output as windows of at most `limit` bytes; only a block that cannot be cut may be larger.
 
-    Long untouched stretches have windows of their own: those can go out before torch is there.
+    Long untouched ranges get their own windows, which can be written before torch is imported.
     """
     for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
         window = _window(number, len(files[0].header), len(plans))
@@ -183,14 +183,15 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
 
 
 def sharable(window: Window) -> bool:
-    """Return whether its bytes are the base's and lie in pages there as they will in the output: it may share them."""
+    """Return whether the output can share a window's blocks with the base: its bytes are unchanged, and have the same
+    offset in a page in both files."""
     return window.untouched and all(
         isinstance(r.source, Path) and (r.offset - window.start - r.at) % PAGE == 0 for r in window.direct
     )
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:
-    """Return whether a long untouched stretch ends, or begins, between them."""
+    """Return whether a long untouched range ends or begins between a window and the next part."""
     if window.untouched:
         return window.size >= STRETCH and not part.untouched
     return part.untouched and part.target.nbytes >= STRETCH
@@ -201,10 +202,10 @@ def _window(file: int, start: int, plans: int) -> Window:
 
 
 def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _Copied | _Folded]]:
-    """Yield one tensor of every plan in parts that fit a window: output bytes, and what adds the part to a window."""
+    """Yield (output bytes, part) for the parts of one tensor, the same tensor of every plan; parts fit a window."""
     target = targets[0]
     if not target.nbytes:
-        return  # no elements, whatever was to be added to them
+        return  # a tensor without elements may have patches too
     if target.uses or (len(targets) > 1 and any(t.uses for t in targets)):
         for run in _runs(targets):
             yield target.packing.encoding.nbytes(run.count), run
@@ -224,9 +225,7 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
 
 
 def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
-    """Yield the shortest runs of elements between which no plan's blocks are cut; a plan that changes nothing has
-    none.
-    """
+    """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
     own = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
     for low, high in pairwise(sorted(cuts)):
@@ -234,9 +233,9 @@ def _runs(targets: Sequence[OutputTensor]) -> Iterator[_Folded]:
         yield _Folded(targets[0], low, high - low, tuple(inside))
 
 
-@dataclass(slots=True)  # one for every tensor: freezing would take as long as all else
+@dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
 class _Copied:
-    """Bytes or, where they are stored otherwise, elements [low, low + count) of a tensor that no plan changes."""
+    """Part [low, low + count) of a tensor that no plan changes, in bytes if untouched, in elements if converted."""
 
     target: OutputTensor
     low: int
@@ -266,7 +265,7 @@ class _Folded:
     untouched = False
 
     def add_to(self, window: Window) -> None:
-        """Plan one read of the elements, and for every plan its folds; what it leaves alone is converted."""
+        """Plan one read of the elements, and for every plan its folds and the conversion of unchanged blocks."""
         target, source, padded = self.target, self.target.source, self.target.weight.padded
         first, count = target.weight.span(self.low, self.low + self.count)
         reads, writes = target.weight.packing.encoding.nbytes, target.packing.encoding.nbytes
@@ -289,7 +288,7 @@ class _Folded:
 
 
 def _append(reads: list[Read], new: Read) -> None:
-    """Add a read, joined with the one before where both sides are consecutive."""
+    """Add a read, joined with the previous one if both source and buffer continue it."""
     if reads:
         last = reads[-1]
         if (last.source, last.offset + last.nbytes, last.at + last.nbytes) == (new.source, new.offset, new.at):
