@@ -21,7 +21,7 @@ from .low_rank import low_rank_svd
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALL_APART: Final = "it has as many singular vectors as rows: all rows are equally far apart, and none is near"
+ALL_APART: Final = "it has as many singular vectors as rows: so all rows have the same distance, and form no clusters"
 GROUPS: Final = 32
 """The largest number of groups; PEFT's default is 5."""
 
@@ -125,7 +125,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     numbers = groups(shapes)
     labels = kmeans(left.numpy(), len(numbers))
     settled = np.array_equal(labels, kmeans(left.numpy().astype(np.float64), len(numbers)))
-    expect(holds=settled, otherwise="which of its rows are together is a matter of rounding in this base")
+    expect(holds=settled, otherwise="the clusters of the rows of this base depend on rounding")
     sizes, stored = [int((labels == i).sum()) for i in numbers], [shapes[f"up_{i}"][0] for i in numbers]
     expect(holds=sizes == stored, otherwise=f"its groups have {stored} rows, the clusters of this base {sizes}")
     return {"order": torch.from_numpy(np.argsort(np.argsort(labels, kind="stable"), kind="stable"))}

@@ -45,11 +45,11 @@ class FrodTensors:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the stored shapes; the slots `layer_0` and so on are checked, but not returned."""
-    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is of linear layers alone")
+    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, FRoD is for linear layers only")
     cols, count = flat(target)[1], shapes["values"]
     want = {"diagonal": (cols,), "values": count[:1]}
     if "basis" in shapes or "places" in shapes:
-        expect(holds={"basis", "places"} <= shapes.keys(), otherwise="of its basis and its places only one is stored")
+        expect(holds={"basis", "places"} <= shapes.keys(), otherwise="only one of its basis and its places is stored")
         want |= {"basis": (cols, cols), "places": (2, *count)}
     wide = {shape[1] for slot, shape in shapes.items() if slot.startswith(LAYER)}
     expect(holds=wide <= {cols}, otherwise=f"the layers that share its basis have {sorted(wide)} inputs, it has {cols}")
@@ -89,7 +89,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     places, count = drawn_places(settings["widths"], settings["share"], settings["seed"]), loaded.shapes["values"][0]
     expect(
         holds=places.shape[1] == count,
-        otherwise=f"it has {count} numbers off the diagonal, its configuration {places.shape[1]}",
+        otherwise=f"it has {count} numbers off the diagonal, its configuration gives {places.shape[1]}",
     )
     return {"basis": basis, "places": places}
 

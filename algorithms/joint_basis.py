@@ -22,7 +22,7 @@ vectors are so close that rounding rotates them, which alters the change of a we
 layers, all eigenvalues are equal, and the basis is undetermined.
 """
 UNDETERMINED: Final = (
-    "the basis that its layers share is not stored, and is a matter of rounding in this base; save the adapter again "
+    "the basis that its layers share is not stored, and for this base it depends on rounding; save the adapter again "
     "with save_projection=True"
 )
 

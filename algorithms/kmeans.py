@@ -25,7 +25,7 @@ def kmeans(points: Any, count: int) -> Any:
     for _ in range(ROUNDS):
         labels = _nearest(points, centres)
         sizes = np.bincount(labels, minlength=count)
-        expect(holds=bool(sizes.all()), otherwise="a cluster of its rows ran empty")
+        expect(holds=bool(sizes.all()), otherwise="a cluster of its rows is empty")
         moved = np.zeros_like(centres)
         np.add.at(moved, labels, points)  # one point after another, so that ties are decided alike
         moved *= (1 / sizes.astype(points.dtype))[:, None]

@@ -46,7 +46,7 @@ class PeftGloraBiasTensors:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes without n as in PeftGloraTensors."""
-    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, PEFT's GLoRA is of linear layers alone")
+    expect(holds=len(target) == 2, otherwise=f"the weight is {list(target)}, PEFT's GLoRA is for linear layers only")
     return {**_letter(shapes, "a", flat(target)), **_letter(shapes, "b", flat(target))}
 
 

@@ -66,7 +66,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     stored, cols = shapes["skew"], flat(target)[1]
     expect(holds=len(stored) == 2, otherwise=f"it is {list(stored)}, not a matrix")
     size = block_size(stored[1])
-    expect(holds=size > 0, otherwise=f"{stored[1]} numbers are no triangle of a block")
+    expect(holds=size > 0, otherwise=f"{stored[1]} numbers are not the upper triangle of a block")
     expect(
         holds=tiles(stored[0], size, cols),
         otherwise=f"{stored[0]} blocks of {size} do not cover {cols} inputs",

@@ -73,7 +73,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
     rank = shapes["turn"][1]
     square = shapes["turn"] == (rank, rank) and rank > 1
     holds = not square if settings.get("orthogonal", True) else square or rank == 1
-    expect(holds=holds, otherwise=f"psoft_orth is not true of {list(shapes['turn'])} numbers")
+    expect(holds=holds, otherwise=f"psoft_orth contradicts the shape {list(shapes['turn'])}")
 
 
 def prepare(t: PsoftTensors) -> Turned:

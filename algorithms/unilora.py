@@ -95,7 +95,7 @@ def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
     The uses are as even as possible, and shuffled, as in PEFT's generate_index, by numpy's generator."""
     import numpy as np
 
-    expect(holds=total <= MOST, otherwise=f"its layers have {total} numbers in all, more than are drawn at once")
+    expect(holds=total <= MOST, otherwise=f"its layers have {total} numbers in all, at most {MOST} can be drawn")
     random = np.random.default_rng(seed)
     chosen = np.repeat(np.arange(numbers), total // numbers)
     if rest := total % numbers:
