@@ -454,12 +454,12 @@ def test_parts_sizes_halves_and_signs() -> None:
         ("a.{i/2}", "b.{i}", "arithmetic"),
         ("a.{i}", "b", "braces differ"),
         ("a.{i}", "b.{i}.{j}.{k}", "braces differ"),
-        ("a b", "c", "no path"),
-        ("a", "b.[x y]", "no path"),
+        ("a b", "c", "not a path"),
+        ("a", "b.[x y]", "not a path"),
         ("a", "^b.[x, y]", "whole weight"),
         ("a", "b.[x:H, y]/8", "take turns"),
         ("a", "~b.[x, y]/8", "take turns"),
-        ("a", "b.[x, y]/0", "no path"),
+        ("a", "b.[x, y]/0", "not a path"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(name: str, canonical: str, why: str) -> None:
@@ -501,11 +501,11 @@ def test_shipped_files_are_sound(file: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "why"),
     [
-        ("title: [", 2, "no YAML"),
+        ("title: [", 2, "not YAML"),
         ("layouts: {}", 1, "no title"),
         ("title: A\nnative: {a: b}", 1, "neither a setting nor one of its layouts"),
         ("title: A\nlayouts: {native: [a b c d]}", 2, "`no key`"),
-        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  a b: c", 5, "no path"),
+        ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  a b: c", 5, "not a path"),
         ("title: A\nlayouts: {native: [a]}\nnative:\n  x: y\n  x: z", 5, "twice"),
         ("title: A\nlayouts: {native: [a]}\nnative: {<<: nothing}", 3, "no architecture file"),
         ("title: A\nranges: {i: many}", 2, "number"),
