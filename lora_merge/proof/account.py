@@ -1,8 +1,8 @@
-"""Accounts for every tensor of every adapter's file: the plan uses it, or says why it changes nothing.
+"""Accounts for every tensor of every adapter's file: the plan uses it, or gives a reason why it changes nothing.
 
-The second reading (second_reading.py) knows where modules of known kinds go. A module that the planner loses, of
-whatever kind, is found here: the names are those that the `safetensors` library finds in the file, and none of the
-planner's counts are asked. Reasons for a tensor without use are looked into where bytes or strengths can tell.
+The second reading (second_reading.py) checks modules of known kinds. A module of any kind that the planner loses is
+found here: the names are those that the `safetensors` library finds in the file, and the planner's own counts are not
+used. A reason is checked where bytes or strengths can show that it is wrong.
 """
 
 from __future__ import annotations
@@ -27,40 +27,38 @@ from ..models.weights import RowSlice
 from ..options import BLOCK_LIST
 from ..planning.plan import Plan
 from ..text import listed, quoted
+from .findings import NAMED, REPORT
 from .reference.floats import Array, decode
 
-NAMED: Final = 5  # tensors that are named of those that change nothing
 FOR_ALL: Final = "base_model."
 OF_LAYERS: Final = "base_model.model."
-"""PEFT keeps what several layers share above the model, whose layers begin with the longer prefix."""
-
-REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
+"""PEFT stores tensors that several layers share under the first prefix, those of a layer under the second."""
 
 
 @dataclass
 class Account:
-    """What became of the tensors of all adapters."""
+    """The use of every tensor of all adapters."""
 
     tensors: int = 0
     used: int = 0  # by a formula, or as they are
     unused: dict[str, str] = field(default_factory=dict)  # tensor → why it changes nothing
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the account as the report has it."""
         few = dict([*self.unused.items()][:NAMED])
         return {"tensors": self.tensors, "used": self.used, "unused": len(self.unused), "reasons": few}
 
 
 @dataclass
 class _Used:
-    """What the plan takes from one adapter."""
+    """The tensors and modules that the plan takes from one adapter."""
 
     tensors: set[str] = field(default_factory=set)
     patches: dict[int, Patch] = field(default_factory=dict)  # by identity
-    written: dict[str, set[RowSlice]] = field(default_factory=dict)  # module → pieces of the base that it changes
+    written: dict[str, set[RowSlice]] = field(default_factory=dict)  # module → pieces that it changes
 
     def add(self, patch: Patch) -> None:
-        """One more patch, whose every tensor is used."""
+        """Add a patch, all of whose tensors are used."""
         if id(patch) not in self.patches:
             self.patches[id(patch)] = patch
             module = patch.module
@@ -68,39 +66,37 @@ class _Used:
 
 
 def account(plan: Plan, reader: Reader) -> Account:
-    """Return what became of every tensor of the adapters; VerificationFailed where the plan lost one, or a part of its
-    place, or gives a reason that does not hold."""
-    whole = Account()
+    """Return the use of every tensor of the adapters; VerificationFailed where the plan loses a tensor or a part of a
+    module's place, or gives a reason that is wrong."""
+    total = Account()
     for ref, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
         names = [*_names(matched.adapter.index)]
         _check_places(used, ref)
         unused = dict(_unused(names, matched, used.tensors, ref, reader))
-        whole.tensors += len(names)
-        whole.used += len(names) - len(unused)
-        whole.unused |= unused
-    return whole
+        total.tensors += len(names)
+        total.used += len(names) - len(unused)
+        total.unused |= unused
+    return total
 
 
 def _used(plan: Plan) -> list[_Used]:
     """Return what the output tensors take from each adapter."""
     found = [_Used() for _ in plan.adapters]
     own = plan.base.tensors
-    home = {file: one for one, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
+    by_file = {file: used for used, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
     for target in (t for f in plan.files for t in f.targets):
         source = target.source
-        if source is not own.get(target.name) and (one := home.get(source.file)) is not None:
-            one.tensors.add(source.name)
+        if source is not own.get(target.name) and source.file in by_file:
+            by_file[source.file].tensors.add(source.name)
         for use in target.uses:
-            one = found[use.patch.adapter]
-            one.add(use.patch)
-            one.written.setdefault(use.patch.module.where, set()).add(use.piece)
+            used = found[use.patch.adapter]
+            used.add(use.patch)
+            used.written.setdefault(use.patch.module.where, set()).add(use.piece)
     return found
 
 
 def _names(index: Index) -> Iterator[str]:
-    """Yield the names of all tensors of an adapter, as the library reads its files; by our own reader where it
-    cannot.
-    """
+    """Yield the names of all tensors of an adapter as the library reads its files, or our own reader if it cannot."""
     named = {(info.file, stored_name(info)): name for name, info in index.tensors.items()}
     for file in index.files:
         for stored in _stored(file, index):
@@ -122,7 +118,7 @@ def _stored(file: Path, index: Index) -> Collection[str]:
 
 def _check_places(used: _Used, ref: Adapter) -> None:
     """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
-    for patch in used.patches.values() if not _may_be_off(ref) else ():
+    for patch in () if _may_be_off(ref) else used.patches.values():
         missing = [p for p in patch.view.pieces if p not in used.written[patch.module.where]]
         if missing:
             where = f"{ref.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
@@ -132,22 +128,21 @@ def _check_places(used: _Used, ref: Adapter) -> None:
 def _unused(
     names: Collection[str], matched: Match, used: Collection[str], ref: Adapter, reader: Reader
 ) -> Iterator[tuple[str, str]]:
-    """Yield every tensor without use, and why; VerificationFailed if nothing says why, or what it says is wrong."""
-    told, tensors = _told(matched), matched.adapter.index.tensors
+    """Yield every unused tensor with the reason; VerificationFailed where there is none, or it is wrong."""
+    reasons, tensors = _reasons(matched), matched.adapter.index.tensors
     shared, copies = any(map(_is_for_all, used)), _Copies([tensors[name] for name in used if name in tensors], reader)
     lost = []
     for name in names:
         if name in used:
             continue
-        if name in told:
-            why = told[name]
+        if name in reasons:
+            why = reasons[name]
             if not _holds(why, tensors[name], ref, copies):
                 where = f"{ref.path}: {quoted(name)}: {why}"
                 raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
             yield name, why
-        elif _is_for_all(name) and (
-            shared or copies.has(tensors[name])
-        ):  # RandLoRA keeps its bases with each layer too
+        # RandLoRA stores its shared bases with each layer too
+        elif _is_for_all(name) and (shared or copies.has(tensors[name])):
             yield name, "kept for all layers, of which none needs it"
         else:
             lost.append(name)
@@ -156,10 +151,8 @@ def _unused(
         raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT)
 
 
-def _told(matched: Match) -> Mapping[str, str]:
-    """Return the tensor → why it changes nothing, as the report says it: of single tensors, and of modules for all of
-    theirs.
-    """
+def _reasons(matched: Match) -> Mapping[str, str]:
+    """Return tensor → the reason why it changes nothing, as the report gives it for the tensor or its module."""
     left = matched.unmatched
     of_modules = {
         info.name: left[module.where]
@@ -167,22 +160,22 @@ def _told(matched: Match) -> Mapping[str, str]:
         if module.where in left
         for info in (*module.slots.values(), *module.shared.values())
     }
-    again = {info.name: COPY for module in matched.adapter.modules for _, info in module.repeated}
-    return {**again, **of_modules, **left, **matched.adapter.ignored, **matched.unused}
+    repeated = {info.name: COPY for module in matched.adapter.modules for _, info in module.repeated}
+    return {**repeated, **of_modules, **left, **matched.adapter.ignored, **matched.unused}
 
 
 def _is_for_all(name: str) -> bool:
-    """Return whether PEFT keeps this for several layers."""
+    """Return whether PEFT stores this tensor for several layers."""
     return name.startswith(FOR_ALL) and not name.startswith(OF_LAYERS)
 
 
 def _may_be_off(ref: Adapter) -> bool:
-    """Return whether an adapter's strength is 0 somewhere."""
+    """Return whether an adapter's strength may be 0 for a part of the model."""
     return ref.strength == 0 or any(factor == 0 or part.startswith(BLOCK_LIST) for part, factor in ref.parts)
 
 
 def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
-    """Return whether a reason holds, as far as bytes and strengths tell."""
+    """Return whether a reason is right, as far as bytes and strengths show it."""
     if why == OFF:
         return _may_be_off(ref)
     if why == ZEROS:
@@ -191,7 +184,7 @@ def _holds(why: str, info: StoredTensor, ref: Adapter, copies: _Copies) -> bool:
 
 
 class _Copies:
-    """Finds out whether a tensor is used under another name. Nothing is read before it is asked for."""
+    """The numbers of the used tensors, to find out whether a tensor is used under another name; read when needed."""
 
     def __init__(self, used: Collection[StoredTensor], reader: Reader) -> None:
         self._used, self._reader = used, reader
@@ -202,8 +195,8 @@ class _Copies:
         return decode(self._reader.read(info), info.dtype).reshape(info.shape).squeeze()
 
     def has(self, info: StoredTensor) -> bool:
-        """Return whether a used tensor holds the same numbers, or the same turned over: PEFT saves the factors of a
-        head that is tied to the embeddings so."""
+        """Return whether a used tensor holds the same numbers, or their transpose: PEFT saves the factors of a head
+        that is tied to the embeddings transposed."""
         found = self.read(info)
         return any(_digest(seen) in self._of(seen.shape) for seen in (found, found.T))
 

@@ -1,4 +1,4 @@
-"""One small module for every row of ALGORITHMS: what `doctor` computes on each device, and tests everywhere."""
+"""One small module for every row of ALGORITHMS; `doctor` computes it on each device, tests on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERTS: Final = (3, 8, 6)
 
 @dataclass(frozen=True)
 class Example:
-    """Fitted shapes of the slots (numbers where they are indices), and a weight they fit."""
+    """A module by the fitted shapes of its slots (or the indices in them), and a weight that it fits."""
 
     slots: Mapping[str, Any]  # slot → shape, or a list of integers
     shape: Shape = LINEAR
@@ -128,7 +128,7 @@ def shapes(example: Example) -> dict[str, Shape]:
 
 
 def tensors(name: str, example: Example) -> dict[str, Array]:
-    """Random numbers (always the same) in the shapes of the slots; indices as they are."""
+    """Return fixed random numbers in the shapes of the slots; indices as the example has them."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     found: dict[str, Array] = {}
     for slot, what in example.slots.items():

@@ -1,5 +1,6 @@
-"""The inputs that a recipe names, found by their content. Its names are compared with names of files, never used as
-paths out of the searched folders.
+"""Finds the inputs that a recipe names, by their content.
+
+Names in a recipe are only compared with names of files: they cannot lead out of the searched folders.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DEPTH: Final = 3  # folders below the searched ones
 
 
 def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
-    """Return where the inputs are, by content; searched in these folders and a few levels below.
+    """Return the paths of the inputs, by content, searched in these folders and DEPTH levels below.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
@@ -39,7 +40,7 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
             root = path.parents[depth - 1] if one.folder else path
             try:
                 other = different(one, root)
-            except InputError as e:  # it may not be read
+            except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None:
                 return root
@@ -55,7 +56,7 @@ def _find(one: Input, present: Sequence[Path]) -> Path:
 
 
 def different(one: Input, path: Path) -> str | None:
-    """Return what of the input at `path` is not as the recipe says; None if it is the same."""
+    """Return the file of the input at `path` that is not as the recipe says; None if all are the same."""
     for name, size, digest in one.files:
         file = path / name if path.is_dir() else path
         if _size(file) != size or sha256(file) != digest:
@@ -73,7 +74,7 @@ def _size(path: Path) -> int:
 
 
 def _walk(folders: Iterable[Path]) -> Iterator[Path]:
-    """Regular files in these folders and below, not too deep, not too many; links to folders are not followed."""
+    """Yield regular files in these folders and DEPTH levels below, FILES at most; links to folders are not followed."""
     seen: set[Path] = set()
     for top in folders:
         if not top.is_dir():

@@ -1,4 +1,4 @@
-"""The numbers that a tensor can hold, by how it is stored: read anew, with nothing of the codecs that wrote them."""
+"""The numbers that a stored tensor can hold; no code of the codecs that wrote them is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reference.floats import Array, beyond, decode, precision, rounded, saturat
 from .sampling import runs
 
 SCALES: Final = {"fp8_scaled": "scale"}
-"""Codec → the role of the tensor whose one number all of a weight's are multiplied by. Others have none."""
+"""Codec → role of the tensor with the one number that scales the whole weight. Other codecs have none."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Grid:
         return step(values, self.dtype) if self.scale == 1 else step(values / self.scale, self.dtype) * self.scale
 
     def rounded(self, values: Array) -> Array:
-        """Return the nearest numbers, ties to even; cut to the range."""
+        """Return the nearest numbers of the grid, ties to even, cut to its range."""
         if self.scale == 1:
             return saturated(rounded(values, self.dtype), self.dtype)
         return saturated(rounded(values / self.scale, self.dtype), self.dtype) * self.scale
 
     def saturated(self, values: Array) -> Array:
-        """Cut to the range."""
+        """Return the values, cut to the range of the grid."""
         return saturated(values / self.scale, self.dtype) * self.scale
 
     def beyond(self, values: Array) -> Array:
-        """Return which numbers there is no room for."""
+        """Return which values are too large for the grid."""
         return beyond(values / self.scale, self.dtype)
 
     @property
@@ -56,13 +56,13 @@ class Grid:
 
 
 def scale_of(raw: bytes | bytearray) -> float:
-    """Return the one number of a scale's tensor."""
+    """Return the number in a scale's tensor; NaN where it is not finite and positive."""
     (scale,) = struct.unpack("<f", raw)
     return float(scale) if np.isfinite(scale) and scale > 0 else float("nan")
 
 
 class Stored:
-    """Entries of stored tensors in float64, from the inputs; those of weights as the numbers that they stand for."""
+    """Reads entries of the inputs' tensors in float64; those of encoded weights are decoded."""
 
     def __init__(self, reader: Reader, base: Index) -> None:
         self._reader, self._base = reader, base
@@ -79,7 +79,7 @@ class Stored:
         return self._grids[info.name]
 
     def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
-        """Return the tensor seen in `shape`, or these entries of its first axis."""
+        """Return the tensor in `shape`, or these entries of its first axis."""
         if entries is None:
             return self.grid(info).decode(self._reader.read(info)).reshape(shape)
         width = info.nbytes // max(shape[0], 1)

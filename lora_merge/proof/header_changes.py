@@ -1,4 +1,4 @@
-"""What of a finished output's headers was changed after the merge: by their seals, and entry by entry."""
+"""Changes of an output's headers after the merge, found by their seals and named entry by entry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..text import listed, quoted
 
 FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
-"""What a merge writes about a tensor."""
+"""Fields of a tensor that a merge writes."""
 
 AGAIN: Final = "merge again, to have a header that says what was merged"
 
@@ -51,19 +51,21 @@ def header_changes(plan: Plan, made: Index) -> list[Change]:
     for file in plan.files:
         path = made.path / file.name if file.name else made.path
         if path not in made.headers:
-            continue  # which the proof of the weights tells of
+            continue  # the proof of the weights reports the missing file
         if path in broken and not _is_written_again(file, path, made):
-            told = [*_differences(plan, file, path, made)]
-            found.append(Change(path, tuple(told or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"])))
+            differences = [*_differences(plan, file, path, made)]
+            found.append(
+                Change(path, tuple(differences or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"]))
+            )
         elif path in broken:
             found.append(Change(path, ()))
-        elif told := [*_of_base(file, made.headers[path].metadata)]:
-            found.append(Change(path, tuple(told)))
+        elif differences := [*_of_base(file, made.headers[path].metadata)]:
+            found.append(Change(path, tuple(differences)))
     return found
 
 
 def notes(changes: Sequence[Change], made: Index) -> list[str]:
-    """Return what is to be known of headers that say what the merge says; VerificationFailed for one that does not."""
+    """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
@@ -75,26 +77,24 @@ def notes(changes: Sequence[Change], made: Index) -> list[str]:
 
 
 def beside(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
-    """Return the failure of a proof, with what was changed in the header that the proof began with: its recipe may be
-    it.
-    """
-    told = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
-    if not told:
+    """Return the failure of a proof together with the changes of the header, whose recipe may have caused it."""
+    changed = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
+    if not changed:
         return failure
     return VerificationFailed(
         f"the header was changed after the merge, and by what it says now, {failure.what}",
-        f"{failure.where}; {told[0]}",
+        f"{failure.where}; {changed[0]}",
         "put the header back as it was, and verify again; else merge again",
     )
 
 
 def _is_written_again(file: OutputFile, path: Path, made: Index) -> bool:
-    """Return whether a header says just what was sealed, in another order or with other spaces."""
+    """Return whether a header has the sealed entries in another order or with other spaces."""
     return _fits_seal(file, made.headers[path].metadata) and not [*_odd_fields(path, made)]
 
 
 def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
-    """Return whether the header that a merge makes of these entries has the seal that is among them."""
+    """Return whether these entries, written as a merge writes them, have the seal that is among them."""
     planned = metadata_of(file.header)
     if entries.keys() != planned.keys():
         return False
@@ -106,7 +106,7 @@ def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
 
 
 def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Iterator[str]:
-    """Yield what is seen to be different in a changed header."""
+    """Yield the differences that can be found in a changed header."""
     found, planned = made.headers[path].metadata, metadata_of(file.header)
     for what, keys in (("added", found.keys() - planned.keys()), ("taken out", planned.keys() - found.keys())):
         if keys:
@@ -128,7 +128,7 @@ def _of_base(file: OutputFile, found: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_recipe(file: OutputFile, found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
-    """Our entries that are not what the recipe gives: one that was edited alone, as the seal tells, or the recipe."""
+    """Yield which of our own entries was edited: alone, as the seal shows, or else the recipe."""
     odd = [key for key in wanted if key in found and not _same(key, found[key], wanted[key])]
     alone = [key for key in odd if _fits_seal(file, {**found, key: wanted[key]})]
     if alone or odd == [KEY]:
@@ -138,13 +138,13 @@ def _of_recipe(file: OutputFile, found: Mapping[str, str], wanted: Mapping[str, 
 
 
 def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapping[str, str]:
-    """Our entries as the recipe gives them; its digests are those of the inputs, which were compared before."""
+    """Return our own entries as the recipe gives them; its digests were compared with the inputs before."""
     recipe, number = parsed(found.get(KEY, "")) or {}, plan.files.index(file)
     try:
         of_base, *others = [[f["sha256"] for f in one["files"]] for one in (recipe["base"], *recipe["adapters"])]
     except (LookupError, TypeError):
         return {}
-    if number:  # the recipe in it tells of one file of the base
+    if number:  # a file other than the first: its recipe names one file of the base
         of_base = [ZEROS] * number + of_base + [ZEROS] * (len(plan.files) - number - 1)
     digests = [*of_base, *chain.from_iterable(others)]
     if len(digests) != len(plan.inputs):
@@ -154,7 +154,7 @@ def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapp
 
 
 def _same(key: str, found: str, wanted: str) -> bool:
-    """Return whether an entry says the same; a recipe perhaps of another version of this program."""
+    """Return whether two entries are equal; the versions of this program in two recipes may differ."""
     if key != KEY:
         return found == wanted
     one, other = parsed(found) or {}, parsed(wanted) or {}
@@ -162,7 +162,7 @@ def _same(key: str, found: str, wanted: str) -> bool:
 
 
 def _odd_fields(path: Path, made: Index) -> Iterator[str]:
-    """Yield the tensors of which a header says more than a merge writes."""
+    """Yield the tensors with fields that a merge does not write."""
     with open_regular(path) as f:
         raw = f.read(made.headers[path].data_offset)[8:]
     try:

@@ -1,6 +1,6 @@
-"""The output as others read it: the `safetensors` library, and for folders what transformers and diffusers look at.
+"""The output as others read it: the `safetensors` library, and for folders transformers and diffusers.
 
-The rest of the proof reads the file by this project's own parser, which also laid it out: both could be wrong together.
+The rest of the proof uses this project's own parser, which could share a mistake with the code that wrote the file.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from ..planning.plan import OutputFile, Plan
 from ..text import listed, quoted
 
 EVERYBODY: Final = FLOATS | WHOLE
-"""Dtypes that every version of the library reads which this project may be installed with."""
+"""Dtypes that every supported version of the library reads."""
 
 TIED: Final = "tie_word_embeddings"
 AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
 LATER: Final = "take it from lora-merge replay, or merge again"
-"""What to do about files beside the weights, where the merge is not the one that runs."""
+"""Remedy for a wrong side file when a finished output is verified."""
 
 
 def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> list[str]:
-    """Return what should be known of how others read the output at `part`; VerificationFailed if they read another one.
+    """Return notes on how others read the output at `part`; VerificationFailed if they read something else.
 
-    `written`: the headers of the files, where they were written just now.
-    Nothing is read but headers and side files.
+    `written`: the headers of the files, where they were written just now. Only headers and side files are read.
     """
     paths = [part / file.name if file.name else part for file in plan.files]
     headers = written or [b""] * len(paths)
-    found = (_open(*one) for one in zip(plan.files, paths, headers, strict=True))
+    found = (_open(*file) for file in zip(plan.files, paths, headers, strict=True))
     notes = [note for note in found if note]
     if plan.is_folder:
         for check in (_check_indexes, _check_configs, _check_pipeline):
@@ -43,7 +42,7 @@ def check_loadable(plan: Plan, part: Path, written: Sequence[bytes] = ()) -> lis
 
 
 def _open(file: OutputFile, path: Path, header: bytes) -> str:
-    """Compare what the library sees with the plan; a note where it knows too few dtypes to say, else ""."""
+    """Compare the library's reading with the plan; return a note if the library does not know a dtype, else ""."""
     import safetensors
 
     wanted = {t.stored: (t.dtype, list(t.shape)) for t in file.targets}
@@ -58,22 +57,22 @@ def _open(file: OutputFile, path: Path, header: bytes) -> str:
         raise VerificationFailed(f"the safetensors library does not open the output: {e}", str(path), AGAIN) from e
     if found != wanted:
         name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
-        seen = f"{quoted(name)}: {_told(found.get(name))}, planned {_told(wanted.get(name))}"
+        seen = f"{quoted(name)}: {_shown(found.get(name))}, planned {_shown(wanted.get(name))}"
         raise VerificationFailed("the safetensors library sees another tensor than planned", f"{path}: {seen}", AGAIN)
     if header and metadata != metadata_of(header):
         raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), AGAIN)
     return ""
 
 
-def _told(seen: tuple[str, list[int]] | None) -> str:
+def _shown(seen: tuple[str, list[int]] | None) -> str:
     return f"{seen[0]} {seen[1]}" if seen else "none"
 
 
 def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
-    """Every `*.index.json` names every tensor of its folder once, in the file that has it, and their size."""
+    """Check that every `*.index.json` names every tensor of its folder, with its file, and their total size."""
     for name, _ in plan.indexes:
         if not (part / name).is_file():
-            continue  # the command that proves finished files tells of it
+            continue  # `lora-merge verify` reports it
         folder, content = PurePosixPath(name).parent, _json(part / name, fix)
         files = [f for f in plan.files if PurePosixPath(f.name).parent == folder]
         homes: dict[str, str] = {}
@@ -93,15 +92,15 @@ def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
 
 
 def _check_configs(plan: Plan, part: Path, fix: str) -> None:
-    """Every config.json beside the weights tells their dtype, and ties no weights that were parted."""
-    told = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
+    """Check that every config.json has the dtype of the weights, and ties no weights that were separated."""
+    wanted = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
     for folder in dict.fromkeys(str(PurePosixPath(f.name).parent) for f in plan.files):
         path = part / folder / "config.json"
         if not path.is_file():
             continue
         config = _json(path, fix)
         dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-        if told is not None and any(dtype != told for dtype in dtypes):
+        if wanted is not None and any(dtype != wanted for dtype in dtypes):
             what = "a configuration tells another dtype than the weights have"
             raise VerificationFailed(what, f"{path}: {dtypes[0]}", fix)
         parted = [name for name, (old, _) in plan.resized(folder).items() if not old]
@@ -111,14 +110,14 @@ def _check_configs(plan: Plan, part: Path, fix: str) -> None:
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
-    """Yield whether it says that head and embeddings are one, on every level where transformers looks for it."""
+    """Yield whether head and embeddings are tied, for every level where transformers looks for the field."""
     yield config.get(TIED) is not False
     text = config.get("text_config")
     yield isinstance(text, dict) and text.get(TIED) is True
 
 
 def _check_pipeline(plan: Plan, part: Path, fix: str) -> None:
-    """Every component that `model_index.json` names, and that the base has, is there."""
+    """Check that every component is there that `model_index.json` names and the base has."""
     if not (part / "model_index.json").is_file():
         return
     for name, kind in _json(part / "model_index.json", fix).items():

@@ -1,7 +1,7 @@
 """The recipe in the metadata of an output, checked.
 
-Its text comes out of a file that anybody may have written: it is bounded, and its names are plain ones that stay
-inside the folders they are looked for in.
+Anybody may have written the file, so the recipe's size is bounded, and its names must not lead out of the folders that
+are searched for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Input:
     name: str
     files: tuple[tuple[str, int, str], ...]
     folder: bool
-    config: str  # SHA-256 of the configuration that is read with it; empty in recipes that do not say
+    config: str  # SHA-256 of the configuration that is read with it; empty in recipes without it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Recipe:
         return (self.base, *(a for a, _, _ in self.adapters))
 
     def job(self, paths: Sequence[Path], output: str | Path, **options: Any) -> Job:
-        """Return the job it describes, for inputs found at `paths`; UsageError where its values make none."""
+        """Return the job that the recipe describes, for inputs at `paths`; UsageError for values that are invalid."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
@@ -66,7 +66,7 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
         if value is None:
             raise ValueError("it is no JSON object")
         found = _recipe_of(value)
-        found.job([index.path] * len(found.inputs), index.path)  # its values, before any that a user adds
+        found.job([index.path] * len(found.inputs), index.path)  # checks its values before a user adds others
         return found
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise damaged(index.path, str(e)) from e
@@ -75,7 +75,7 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
 
 
 def damaged(path: Path, why: str) -> InputError:
-    """Return what to raise where the recipe in the file at `path` cannot be followed."""
+    """Return the error for a recipe in the file at `path` that cannot be followed."""
     return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", AGAIN)
 
 
@@ -109,7 +109,7 @@ def _input_of(value: Mapping[str, Any]) -> Input:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{quoted(str(value))} is no text")
-    value.encode()  # ValueError for half a character
+    value.encode()  # ValueError for an unpaired surrogate
     return value
 
 

@@ -1,4 +1,4 @@
-"""Slots that no file holds: made by the row's own steps, as the library does it on loading, and looked at in numpy."""
+"""Slots that no file holds: computed by the row's own steps, as PEFT does on loading, and checked in numpy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REPORT = "report it with the configuration of the adapter and of the base"
 
 
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
-    """Return what the patch's file lacks; nothing where it has all. VerificationFailed where it is not what it must be.
+    """Return the slots that the patch's file lacks; VerificationFailed where one does not pass the row's check.
 
-    `read`: a slot that the base or the file holds, in the fitted shape, or "" for the weight [out, cols]; in float32,
-    or in float64 if the base stores it so.
+    `read`: gives a slot of the base or the file in the fitted shape, or for "" the weight [out, cols]; in float32, or
+    in float64 if the base stores it so.
     """
     row, settings = ALGORITHMS[patch.algorithm], dict(patch.settings)
     if not row.is_rebuilt(patch.shapes):

@@ -1,4 +1,4 @@
-"""Merged rows of a finished file against the reference formulas, in float64: nothing of the production kernels."""
+"""Compares merged rows of a finished file with the reference formulas, in float64, without the production kernels."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, held
 from .sampling import runs, sample, shuffled
 
-EVERY: Final = 20  # one tensor in so many, where a row costs as much as all rows
-CHUNK: Final = 2**18  # elements recomputed at once where all rows are; more would leave the caches: twice the time
-DORA_FLOOR: Final = 2.0**-23  # of a norm, as every trainer has it
+EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
+CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
+DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (
     "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
     "with --on-overflow saturate"
 )
 
 ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
-"""How far a sum in the compute dtype may be from the exact one, as a share of its largest term."""
+"""Largest error of a sum in the compute dtype, as a share of its largest term."""
 
 
 @dataclass
 class Exact:
-    """Rows as they must be, in float64."""
+    """Exact rows, in float64, before they are rounded."""
 
     value: Array
     terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
@@ -56,7 +56,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Made:
-    """What has been worked out for one look at a target, and the tensor that is looked at now."""
+    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
 
     target: OutputTensor
     key: str = ""  # the tensor's name
@@ -68,12 +68,12 @@ class Made:
 
     @property
     def uses(self) -> Sequence[PatchPart]:
-        """Everything that is done to the tensor, where adapters act in turn; nothing where differences are added."""
+        """All changes of the tensor where adapters act in turn; () where differences are added."""
         return self.target.others.get(self.key, ())
 
 
 class Recomputation:
-    """All that is recomputed for one output."""
+    """The recomputation of one output."""
 
     def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
@@ -92,7 +92,7 @@ class Recomputation:
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
     def expected(self, target: OutputTensor) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of the rows of a merged tensor that `check` will look at."""
+        """Yield (first byte, bytes) of the rows of a merged tensor that `check` will read."""
         if target.name not in self.left_out:
             width = target.matrix[1] * ITEM_BYTES[target.dtype]
             yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
@@ -121,7 +121,7 @@ class Recomputation:
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
-        """Return what some rows show; each stands for `weight` of its tensor."""
+        """Return the findings of some rows; each stands for `weight` rows of its tensor."""
         cols = target.matrix[1]
         found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         findings = self._judged(target, rows, found, exact)
@@ -129,7 +129,7 @@ class Recomputation:
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
-        """Return what these rows must be before they are rounded."""
+        """Return the exact rows."""
         base = self._base(target.weight, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
         made = Made(target)
@@ -146,11 +146,11 @@ class Recomputation:
         return exact
 
     def _judged(self, target: OutputTensor, rows: Array, found: Array, exact: Exact) -> Findings:
-        """Count what is further from the exact value than rounding explains.
+        """Find the elements that are further from the exact value than rounding explains.
 
-        The worst is told in units of the element's largest term where the output is coarser than the sum, as 16 bits
-        are behind fp32: of terms that cancel, values remain whose own units are as small as you like. Else in those of
-        the largest term of its row, which is what the sum's own rounding depends on.
+        The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
+        bits after fp32): where terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
+        the unit of the row's largest term, on which the rounding of the sum depends.
         """
         grid = self._grid(target)
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
@@ -178,9 +178,9 @@ class Recomputation:
         return findings
 
     def _retention(self, f: Findings, found: Array, exact: Exact, grid: Grid, weight: float) -> None:
-        """Each adapter's ⟨applied, intended⟩ and ‖intended‖².
+        """Add up each adapter's ⟨applied, intended⟩ and ‖intended‖².
 
-        Applied is the difference to what would have been written without this adapter, rounded as well.
+        Applied is the difference to the rounded result without this adapter.
         """
         for number, change in exact.changes.items():
             applied = found - grid.rounded(exact.value - change)
@@ -199,19 +199,17 @@ class Recomputation:
         return self.grids.get(target.name) or Grid(target.dtype)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
-        """Return the rows of a weight seen as a matrix `cols` wide; zeros where nothing of it is stored."""
+        """Return rows of a weight as a matrix `cols` wide; zeros where the weight is padded."""
         info = weight.stored
         if not weight.padded:
             return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
-        found, there = np.zeros((len(rows), *weight.shape[1:])), rows < info.shape[0]
-        corner: tuple[Any, ...] = (there, *map(slice, info.shape[1:]))
-        found[corner] = self.stored(info, info.shape, rows[there])
+        found, stored = np.zeros((len(rows), *weight.shape[1:])), rows < info.shape[0]
+        corner: tuple[Any, ...] = (stored, *map(slice, info.shape[1:]))
+        found[corner] = self.stored(info, info.shape, rows[stored])
         return found.reshape(len(rows), cols)
 
     def _change(self, use: PatchPart, rows: Array, made: Made) -> Array | None:
-        """Return s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none of
-        them.
-        """
+        """Return s ΔW for rows of the stored tensor, in its own orientation; None where the use changes none."""
         inside = (rows >= use.piece.start) & (rows < use.piece.stop)
         if not inside.any():
             return None
@@ -266,7 +264,7 @@ class Recomputation:
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Array]:
-        """Return what follows from the untouched base: once for all rows of a weight, as it may take long."""
+        """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
         of = kin(patch) or id(patch)
         if of not in self._made:
             self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, made))
@@ -281,8 +279,8 @@ class Recomputation:
         return held(self._view(view, 0, made, None), "F64" if wide else "F32")
 
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
-        """Return the rows of a weight that a formula of an adapter reads, gathered from its pieces: the base's, with
-        what the adapters before have made of them where adapters act in turn."""
+        """Return the rows of a weight that an adapter's formula reads, gathered from its pieces: the base's, changed by
+        the adapters before it where adapters act in turn."""
         parts = []
         for piece, at in view.addresses():
             inside = np.arange(piece.rows) if rows is None else rows[(rows >= at) & (rows < at + piece.rows)] - at
@@ -308,7 +306,7 @@ class Recomputation:
 
 
 def _divisor(norm: Array) -> Array:
-    """Return what DoRA divides by: NaN where the norm is infinite, as a row with such a number has no direction."""
+    """Return DoRA's divisor: NaN where the norm is infinite, as a row with an infinite number has no direction."""
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 

@@ -27,11 +27,11 @@ from .read_recipe import Recipe, damaged, read_recipe
 from .verify import check_header, verify
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
-"""An adapter as the caller names it: a path, with a strength if he states one, or with parts too."""
+"""An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
 RECIPE_EDITED: Final = "the header with the recipe was changed after the merge"
 
 
-def prove(  # noqa: PLR0913  # what may be said of an output
+def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     output: Path,
     base: str | Path | None = None,
     adapters: Sequence[Stated] = (),
@@ -43,8 +43,8 @@ def prove(  # noqa: PLR0913  # what may be said of an output
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
     Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
-    and in `search`. A strength that is not named is the recipe's, or 1. `options` are those of `merge` that no
-    tensor tells (strength_for, method, unmatched, on_overflow, map, setting), for an output without a recipe.
+    and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
+    those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
     VerificationFailed if it is not that merge.
     """
     made = open_checkpoint(output)
@@ -90,12 +90,12 @@ def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **op
         plan = _followed(job, index)
     _require_same(plan, made, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
-    told = tuple(f"{RECIPE_EDITED}: {change.path.name}: {'; '.join(change.differences)}" for change in edited)
-    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *told)))
+    more = tuple(f"{RECIPE_EDITED}: {change.path.name}: {'; '.join(change.differences)}" for change in edited)
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *more)))
 
 
 def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
-    """Raise VerificationFailed unless the plan gives the tensors that are there."""
+    """Raise VerificationFailed unless the plan gives the tensors of the output."""
     try:
         for file in plan.files:
             check_header(file, made / file.name if file.name else made)
@@ -105,7 +105,7 @@ def _require_same(plan: Plan, made: Path, recipe: Recipe) -> None:
 
 
 def _followed(job: Job, made: Index) -> Plan:
-    """Return the plan for the job; what makes no sense in one that comes out of a file is the fault of that."""
+    """Return the plan for the job; a UsageError for values of a recipe becomes the error of a damaged recipe."""
     try:
         return plan_job(job, CheckpointCache())
     except UsageError as e:
@@ -115,7 +115,7 @@ def _followed(job: Job, made: Index) -> Plan:
 
 
 def refuse_to_unmerge(made: Path) -> NoReturn:
-    """Raise UsageError that says what to do instead."""
+    """Raise a UsageError that says how to get a merge without one of its adapters."""
     recipe = read_recipe(open_checkpoint(made))
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
@@ -128,13 +128,13 @@ def refuse_to_unmerge(made: Path) -> NoReturn:
 
 def _around(output: Path, search: Sequence[Path]) -> list[Path]:
     folders = [*search, output.absolute().parent]
-    with suppress(FileNotFoundError):  # the current one may have been deleted
+    with suppress(FileNotFoundError):  # the current folder may have been deleted
         folders.append(Path.cwd())
     return folders
 
 
 def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitStack, **options: Any) -> Job:
-    """Return the recipe's job; its name table lies in a temporary file until the stack closes."""
+    """Return the recipe's job; its name table is in a temporary file until the stack closes."""
     if recipe.map_text is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options["map"] = folder / recipe.map_name
@@ -145,7 +145,7 @@ def _job(recipe: Recipe, paths: Sequence[Path], output: str | Path, stack: ExitS
 def _job_of(
     made: Index, base: str | Path, adapters: Sequence[Stated], options: Mapping[str, Any], stack: ExitStack
 ) -> Job:  # fmt: skip
-    """Return the job for named inputs; what is not named comes from the recipe, or else from the output itself."""
+    """Return the job for named inputs; the recipe, or else the output itself, gives the options that are not named."""
     plain = [a[0] if isinstance(a, tuple) and a[1] is None else a for a in adapters]
     if KEY not in made.metadata:
         job = make_job(base, plain, made.path, **options)
@@ -155,12 +155,12 @@ def _job_of(
         raise VerificationFailed(f"the output was made with {len(recipe.adapters)} adapters, not {len(adapters)}",
                                  str(made.path), "name the adapters that its recipe names, in their order")  # fmt: skip
     job = make_job(base, plain, made.path)
-    for one, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
+    for old, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
         open_checkpoint(path)  # InputError for what is missing or damaged
-        other = different(one, path)
+        other = different(old, path)
         if other is not None:
             raise VerificationFailed("the output was made from another version of an input",
-                                     f"{other} is not the {quoted(one.name)} of its recipe", "merge again")  # fmt: skip
+                                     f"{other} is not the {quoted(old.name)} of its recipe", "merge again")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, made.path, stack)
     refs = tuple(

@@ -1,4 +1,4 @@
-"""Which bytes a proof looks at, unless it looks at all: always the same ones, spread over the whole file."""
+"""The fixed sample of bytes that a default proof compares, spread evenly over the whole file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Range: TypeAlias = tuple[OutputTensor, int, int]
 
 
 def shuffled(name: str) -> int:
-    """Return a number that says nothing but the name; the same everywhere."""
+    """Return a pseudo-random number that depends on the name alone (CRC-32), the same on every machine."""
     return zlib.crc32(name.encode())
 
 
@@ -42,7 +42,7 @@ def sample(target: OutputTensor) -> Array:
 
 
 def runs(entries: Array) -> Iterator[tuple[int, int]]:
-    """(first, count) of consecutive entries, in order."""
+    """Yield (first, count) of each run of consecutive entries."""
     first, count = 0, 0
     for entry in entries.tolist():
         if count and entry == first + count:
@@ -56,7 +56,7 @@ def runs(entries: Array) -> Iterator[tuple[int, int]]:
 
 
 def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[Range]:
-    """Yield all bytes, or sampled ranges, always the same ones."""
+    """Yield ranges of all bytes, or the fixed sample of them."""
     if full:
         for t in targets:
             yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
@@ -74,15 +74,17 @@ def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[R
 
 
 def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
-    """Ranges that follow each other in the output and in the input as they are: compared at once, a piece at most."""
+    """Yield groups of ranges that follow each other both in the output and in the input, PIECE bytes at most.
+
+    Each group is compared at once."""
     some: list[Range] = []
     size = 0
-    for one in found:
-        if some and not (size + one[2] <= PIECE and _follows(some[-1], one)):
+    for this in found:
+        if some and not (size + this[2] <= PIECE and _follows(some[-1], this)):
             yield some
             some, size = [], 0
-        some.append(one)
-        size += one[2]
+        some.append(this)
+        size += this[2]
     if some:
         yield some
 
@@ -91,12 +93,12 @@ def _follows(last: Range, this: Range) -> bool:
     (a, start, count), (b, first, _) = last, this
     if b.offset + first - a.offset - start != count or not (a.copied and b.copied):
         return False
-    one, other = a.source, b.source
-    together = one.source is other.source or one.source == other.source  # comparing paths takes the most time here
-    return together and other.offset + first - one.offset - start == count
+    before, after = a.source, b.source
+    same = before.source is after.source or before.source == after.source  # comparing paths takes the most time here
+    return same and after.offset + first - before.offset - start == count
 
 
 def stretch(some: Sequence[Range]) -> Range:
-    """Return all bytes of neighbours, as counted from the first one's tensor."""
+    """Return the bytes of a group of ranges as a single range of the first tensor."""
     target, first, _ = some[0]
     return target, first, sum(count for _, _, count in some)

@@ -1,14 +1,15 @@
-"""Holds a plan against a second reading of its adapters: names → rows of the base, formula, scale, strength.
+"""Compares a plan with a second reading of its adapters: names → rows of the base, formula, scale, strength.
 
-The recomputation of `verify` takes the plan's places and numbers as given. Here they are found again, by code that has
-nothing in common with what made the plan (reference/claims.py), from the headers alone. Where the two disagree, the
-proof fails; where the second way does not know the answer, that is counted and said.
+The recomputation of `verify` takes the plan's places and numbers as given. Here they are found again from the headers,
+by code that shares nothing with the planner (reference/claims.py). Where the two disagree, the proof fails; modules
+that the second reading does not know are counted and named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isclose, nan
 from pathlib import Path
 from typing import Any, Final
@@ -21,27 +22,25 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
 from ..text import quoted
-from .reference.claims import Base, Claim, Number, Numbers, Places, Span, Strengths, claims
+from .findings import NAMED, REPORT
+from .reference.claims import Base, Claim, Span, claims
 from .reference.floats import decode
-from .reference.places import PEFT
+from .reference.numbers import Number, Numbers, strength
+from .reference.places import PEFT, Places
 
-NAMED: Final = 5  # modules that are named where the plan alone knows
-CLOSE: Final = 1e-9  # of a scale: the same sum in another order
-
-ROLES: Final = {"table_up": "up", "table_down": "down", "bare": "diff"}
-"""Roles of the second reading that the formula has another word for."""
+CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
 
 @dataclass
 class Reading:
-    """How much of the matching has a second proof."""
+    """How many of the plan's modules the second reading confirms."""
 
-    modules: int = 0  # that the plan applies
-    proven: int = 0  # whose places and numbers a second reading gives as well
-    alone: list[str] = field(default_factory=list)  # names of the others
+    modules: int = 0  # modules that the plan applies
+    proven: int = 0  # modules to which the second reading gives the same places and numbers
+    alone: list[str] = field(default_factory=list)  # names of the modules that only the plan knows
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the reading as the report has it."""
         return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:NAMED]}
 
 
@@ -54,9 +53,7 @@ class _Planned:
 
 
 def read_again(plan: Plan, reader: Reader) -> Reading:
-    """Return how many modules a second reading places where the plan does; VerificationFailed where the two
-    disagree.
-    """
+    """Return how many modules the second reading confirms; VerificationFailed where it disagrees with the plan."""
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets)
 
@@ -69,7 +66,7 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
 def compare(
     job: Job, base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor], number: Number
 ) -> Reading:
-    """Return the same for a base and adapters of which there are headers alone; `number` gives the value of an α."""
+    """Return the same from headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
     seen = Base(base.tensors, base.config, Places(shapes, base.components))
@@ -77,7 +74,7 @@ def compare(
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
-        for claim in claims(index.tensors, numbers, seen, Strengths(ref.strength, ref.parts)):
+        for claim in claims(index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts)):
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
             _compare(claim, list(found.values()), ref.path)
             known.update(found)
@@ -89,7 +86,7 @@ def compare(
 
 
 def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Planned]:
-    """(number of the adapter, name of one of its tensors) → the module that the plan makes of it."""
+    """Return (number of the adapter, name of one of its tensors) → the module that the plan gives the tensor to."""
     modules: dict[tuple[int, str], _Planned] = {}
     found: dict[tuple[int, str], _Planned] = {}
     for target in targets:
@@ -98,27 +95,25 @@ def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Plann
             planned = modules.setdefault((number, module.where), _Planned(module.where))
             planned.uses.append((target.name, use))
             for info in module.slots.values():
-                found[number, info.name] = planned  # of tensors that modules share, the last one's
+                found[number, info.name] = planned  # the last module, for a tensor that several share
     return found
 
 
 def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:
-    """Raise VerificationFailed unless the plan has the module where the claim says, with the same tensors and
-    numbers.
-    """
+    """Raise VerificationFailed unless the plan has the claim's places, tensors and numbers."""
     if len(planned) > 1:
         raise _disagreement(claim, path, "the tensors of one module are applied as those of several",
                             ", ".join(quoted(p.name) for p in planned), claim.name)  # fmt: skip
     uses = planned[0].uses if planned else []
-    theirs = dict(_spans(uses))
-    if len(theirs) < len(uses):
+    applied = dict(_spans(uses))
+    if len(applied) < len(uses):
         raise _disagreement(claim, path, "how often an adapter's module is applied", "twice", "once")
-    for span in sorted({*theirs, *claim.spans}):
-        if span not in theirs or span not in claim.spans:
-            raise _disagreement(claim, path, "where an adapter's module goes", _places(theirs), _places(claim.spans))
-        if not isclose(theirs[span], claim.spans[span], rel_tol=CLOSE):
+    for span in sorted({*applied, *claim.spans}):
+        if span not in applied or span not in claim.spans:
+            raise _disagreement(claim, path, "where an adapter's module goes", _places(applied), _places(claim.spans))
+        if not isclose(applied[span], claim.spans[span], rel_tol=CLOSE):
             raise _disagreement(claim, path, "how strongly an adapter's module is applied",
-                                f"{theirs[span]:g} on {quoted(span.key)}", f"{claim.spans[span]:g}")  # fmt: skip
+                                f"{applied[span]:g} on {quoted(span.key)}", f"{claim.spans[span]:g}")  # fmt: skip
     for _, use in uses:
         _compare_formula(claim, use, path)
 
@@ -127,19 +122,17 @@ def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
     patch = use.patch
     if patch.algorithm != claim.kind:
         raise _disagreement(claim, path, "the formula of an adapter's module", patch.algorithm, claim.kind)
-    ours = {ROLES.get(role, role): name for role, name in claim.tensors.items()}
-    ours |= claim.shared
-    theirs = {slot: info.name for slot, info in patch.module.slots.items()}
-    if ours != theirs:
-        raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(theirs), str(ours))
+    claimed = {**claim.tensors, **claim.shared}
+    planned = {slot: info.name for slot, info in patch.module.slots.items()}
+    if claimed != planned:
+        raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(planned), str(claimed))
     scale = patch.numbers.get("scale", 1.0)
     if not isclose(scale, claim.scale, rel_tol=CLOSE):
         raise _disagreement(claim, path, "the scale of an adapter's module", f"{scale:g}", f"{claim.scale:g}")
     stated = {**dict(patch.settings), **patch.numbers}
-    for name, value in claim.told.items():
+    for name, value in claim.settings.items():
         if name in stated and stated[name] != value:
-            what = f"{name} of an adapter's module"
-            raise _disagreement(claim, path, what, str(stated[name]), str(value))
+            raise _disagreement(claim, path, f"{name} of an adapter's module", str(stated[name]), str(value))
     axis = patch.magnitude[0] if patch.magnitude else ""
     if axis != claim.axis:
         raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")
@@ -152,13 +145,16 @@ def _spans(uses: Sequence[tuple[str, PatchPart]]) -> Iterator[tuple[Span, float]
 
 
 def _places(spans: Mapping[Span, float]) -> str:
-    """Return the rows of tensors, for people."""
-    told = [f"rows {s.start} to {s.stop} of {quoted(s.key)}{' turned' if s.transposed else ''}" for s in sorted(spans)]
-    return "; ".join(told) or "nowhere"
+    """Return the spans as text for messages."""
+    texts = [
+        f"rows {s.start} to {s.stop} of {quoted(s.key)}{' transposed' if s.transposed else ''}" for s in sorted(spans)
+    ]
+    return "; ".join(texts) or "nowhere"
 
 
 def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor]) -> None:
-    """Every tensor of the base goes on under its own name; what an adapter stores in its place is the adapter's."""
+    """Raise VerificationFailed unless every tensor of the base is written under its own name, from the base or from an
+    adapter that replaces it, and no other tensor is."""
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.parted, *m.created)}
@@ -176,9 +172,6 @@ def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[Outp
             raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT)
     if extra := sorted(written.keys() - own.keys() - added):
         raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
-
-
-REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
 
 
 def _disagreement(claim: Claim, path: Path, what: str, planned: str, read: str) -> VerificationFailed:

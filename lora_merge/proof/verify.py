@@ -1,7 +1,7 @@
 """Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
 
-Merged rows are recomputed in float64 by formulas that share nothing with those that wrote them
-(recompute.py, reference/). By default a fixed sample of a few rows of every tensor; `full` leaves no byte out.
+Merged rows are recomputed in float64 by formulas that share no code with those that wrote them (recompute.py,
+reference/). By default a fixed sample of a few rows of every tensor is proven; with `full`, every byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .reference.floats import beyond, decode, saturated, step
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
 
-THREADS: Final = 8  # that recompute side by side; each holds a dozen arrays of 2 MiB
+THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
@@ -39,9 +39,9 @@ EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 def verify(
     plan: Plan, part: Path, reader: Reader, *, full: bool = False, written: Sequence[bytes] = ()
 ) -> dict[str, Any]:
-    """Return what was proven about the files at `part`; VerificationFailed if they are not what the plan says.
+    """Return the proof of the files at `part`; VerificationFailed if they are not what the plan says.
 
-    `written`: the headers of the files, where this very plan has written them: they must be the same to the byte.
+    `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
@@ -61,7 +61,7 @@ def verify(
 
 
 def _grids(paths: Sequence[Path], checked: Sequence[Sequence[OutputTensor]]) -> dict[str, Grid]:
-    """Merged weight → the numbers that it can hold, of those that are not plain; by the scales in the written files."""
+    """Return merged weight → the numbers that it can hold, by the scale in the written files; for encoded weights."""
     places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
     found = {}
     for name, (_, target) in places.items():
@@ -77,7 +77,7 @@ def _grids(paths: Sequence[Path], checked: Sequence[Sequence[OutputTensor]]) -> 
 
 
 def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int]) -> None:
-    """Untouched bytes and merged rows of one file."""
+    """Compare the untouched bytes and merged rows of one file."""
     reader = merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
@@ -100,10 +100,10 @@ def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, c
 
 
 def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
-    """Return the planned tensors, where they are in the file; names, dtypes, shapes and sizes are as planned.
+    """Return the planned tensors with their places in the file; VerificationFailed for other names, dtypes or shapes.
 
-    `written` is the header that was written just now: it is there to the byte. Without it, the file may come from
-    another version or program, which may order tensors otherwise; header_changes.py looks at its metadata.
+    `written` is the header that was written just now; the file must begin with these bytes. Without it, another
+    version or program may have ordered the tensors otherwise; header_changes.py compares the metadata.
     """
     if written is not None and _begins(path, written, file.size):
         return file.targets
@@ -132,15 +132,13 @@ def _begins(path: Path, header: bytes, size: int) -> bool:
         with open_regular(path) as f:
             return FileState.of(f.fileno()).size == size and f.read(len(header)) == header
     except (InputError, OSError):
-        return False  # what it is instead is told by who reads it
+        return False  # the parser reports what is wrong
 
 
 def _unmerged(
     targets: Sequence[OutputTensor], compared: dict[str, int], scales: Container[str], *, full: bool
 ) -> list[Range]:
-    """Return what is to be compared of the tensors without a change, and counts it; `scales` are those of merged
-    weights.
-    """
+    """Return the ranges of unchanged tensors to compare, and count their bytes; `scales` belong to merged weights."""
     plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
     total = sum(t.nbytes for t in plain)
     compared["of"] += total
@@ -150,7 +148,7 @@ def _unmerged(
 
 
 def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
-    """Let the disk fetch all the small pieces at once that are looked at one after the other, meanwhile."""
+    """Ask the system to fetch all sampled pieces at once, while they are compared one after the other."""
     advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
     for target, first, count in pieces:
         advise(fd, target.offset + first, count, WILL_NEED)
@@ -161,14 +159,14 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
-    """Return whether bytes from a place in a copied tensor on, also of those behind it, are the base's."""
+    """Return whether the bytes from a place in a copied tensor on, across its neighbours, are the base's."""
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
 def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Recomputation) -> int:
-    """Return a tensor without a change: bytes equal to its source's, or the nearest numbers of another dtype.
+    """Compare an unchanged tensor: bytes equal to its source's, or the nearest numbers of another dtype.
 
-    Returns how many of them were too large for it, and are its largest number; VerificationFailed unless `saturate`.
+    Returns how many numbers were too large for the dtype and were cut; VerificationFailed unless `saturate`.
     """
     source, width = target.source, ITEM_BYTES[target.dtype]
     found = read_exactly(fd, count, target.offset + first)
@@ -194,7 +192,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
 
 
 def _conclude(plan: Plan, merged: Recomputation, part: Path) -> None:
-    """Raise VerificationFailed if any recomputed row is wrong, with what it looks like."""
+    """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause."""
     f = merged.findings
     if not f.wrong:
         return
@@ -229,13 +227,13 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what is no number in the output, and changes too small for its dtype."""
+    """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
     changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
     dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
     f = merged.findings
     if f.broken:
         yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
-    if f.cut:  # on demand, and why less of an adapter is in the output
+    if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
     for share in shares:
         if share["retained"] is not None and share["retained"] < RETAINED:

@@ -1,6 +1,6 @@
-"""The formulas of `algorithms/` a second time: numpy, float64, row by row, without a line in common.
+"""The formulas of `algorithms/` a second time: numpy, float64, row by row, sharing no code with the first.
 
-`verify` recomputes sampled rows of every merge with them, `doctor` compares the devices with them.
+`verify` recomputes sampled rows of every merge with them; `doctor` compares the devices with them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _LARGEST: Final = 2.0**971  # the step below the largest float64; infinity has n
 
 @lru_cache
 def _kind(dtype: str) -> Any:
-    """Return the dtype as numpy knows it, with the formats that ml_dtypes adds; that is imported when one is met."""
+    """Return the numpy dtype; ml_dtypes, which adds formats to numpy, is imported when one of them is met."""
     row = TABLE[dtype]
     if row.code:
         return np.dtype(f"<{row.code}")
@@ -33,7 +33,7 @@ def _kind(dtype: str) -> Any:
 
 @lru_cache
 def precision(dtype: str) -> tuple[int, int, float]:
-    """Bits of a significand with the leading one, the exponent of the smallest step, and the largest number."""
+    """Return the bits of a significand with the leading 1, the exponent of the smallest step and the largest number."""
     import ml_dtypes
 
     of = ml_dtypes.finfo(_kind(dtype))  # type: ignore[no-untyped-call]
@@ -42,9 +42,8 @@ def precision(dtype: str) -> tuple[int, int, float]:
 
 @lru_cache
 def _of_bytes(dtype: str) -> Array:
-    """Return what each of the 256 bytes is in a dtype of one byte: a look into this table takes a third of a
-    conversion.
-    """
+    """Return the value of each of the 256 bytes in a dtype of one byte: this table takes a third of the time of a
+    conversion."""
     return np.arange(256, dtype=np.uint8).view(_kind(dtype)).astype(np.float64)
 
 
@@ -76,13 +75,13 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def saturated(values: Array, dtype: str) -> Array:
-    """Cut to the range of the dtype; what is infinite stays so, but in e4m3, which has no infinity."""
+    """Cut values to the range of the dtype; infinite ones stay, except in e4m3, which has no infinity."""
     largest = precision(dtype)[2]
     held = np.clip(values, -largest, largest)
     return held if dtype == "F8_E4M3" else np.where(np.isinf(values), values, held)
 
 
 def beyond(values: Array, dtype: str) -> Array:
-    """Return which numbers the dtype has no room for: rounded, they are larger than its largest."""
+    """Return which values are too large for the dtype after rounding."""
     over = np.abs(rounded(values, dtype)) > precision(dtype)[2]
     return over if dtype == "F8_E4M3" else over & np.isfinite(values)

@@ -1,4 +1,4 @@
-"""What a reference formula may look at: one module's tensors, its numbers, and the weight it changes."""
+"""The input of a reference formula: one module's tensors, its numbers, and the weight that it changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .floats import Array
 
 @dataclass(frozen=True)
 class FormulaInput:
-    """One module on one weight. Everything is float64 (indices int64), read when it is asked for."""
+    """One module on one weight. All arrays are float64 (indices int64) and read when a formula uses them."""
 
     read: Callable[[str, Array | None], Array]  # (slot, entries of axis 0 or all) → the stored tensor
     base: Callable[[Array | None], Array]  # rows of the weight, or all: [rows, cols]
@@ -22,7 +22,7 @@ class FormulaInput:
     numbers: Mapping[str, float]  # scale, limit …, as the plan resolved them
     settings: Mapping[str, Any]
     shape: tuple[int, ...]  # of the weight
-    rows: Array  # of ΔW that are asked for
+    rows: Array  # wanted rows of ΔW
     matrix: tuple[int, int]  # (rows, cols) of the weight as a matrix
 
     def __getitem__(self, slot: str) -> Array:
@@ -30,30 +30,30 @@ class FormulaInput:
         return self.read(slot, None)
 
     def some(self, slot: str) -> Array:
-        """Return the asked-for rows of a stored tensor that has one entry per row of the weight."""
+        """Return the wanted rows of a stored tensor that has one entry per row of the weight."""
         return self.read(slot, self.rows)
 
     def places(self, slot: str, *ends: int, wrapped: int = 0) -> Array:
-        """Stored indices, [len(ends), …], in axis k of 0 up to, but not including, `ends[k]`; where the format lets
-        large ones wrap into the negative, `wrapped` brings them back.
+        """Return stored indices, [len(ends), …], where 0 ≤ index < `ends[k]` in axis k; [count] for a single axis.
 
-        VerificationFailed for any other number: numpy would count it from the end, or as one of another row.
+        `wrapped` is added to negative indices, where the format stores large ones so. VerificationFailed for any other
+        index: numpy would count it from the end, or as one of another row.
         """
         found = self[slot]
-        whole = found.astype(np.int64)
-        whole = np.where(whole < 0, whole + wrapped, whole)
-        whole = whole.reshape(len(ends), *(whole.shape if len(ends) == 1 else whole.shape[1:]))
-        for axis, end in zip(whole, ends, strict=True):
+        indices = found.astype(np.int64)
+        indices = np.where(indices < 0, indices + wrapped, indices)
+        indices = indices.reshape(len(ends), *(indices.shape if len(ends) == 1 else indices.shape[1:]))
+        for axis, end in zip(indices, ends, strict=True):
             wrong = axis[(axis < 0) | (axis >= end)]
             if wrong.size or (found % 1 != 0).any():
                 where = f"{slot} has {wrong.flat[0]} of {end}" if wrong.size else slot
                 what, fix = "the adapter's indices point outside of what they count", "use an earlier save of it"
                 raise VerificationFailed(what, where, fix)
-        return whole if len(ends) > 1 else whole[0]
+        return indices if len(ends) > 1 else indices[0]
 
     @property
     def w(self) -> Array:
-        """The asked-for rows of the weight, [rows, cols]."""
+        """The wanted rows of the weight, [rows, cols]."""
         return self.base(self.rows)
 
     @property
@@ -73,7 +73,7 @@ class FormulaInput:
 
 
 Formula: TypeAlias = Callable[[FormulaInput], Array]
-"""ΔW at strength 1 for the rows that are asked for, [rows, cols]."""
+"""Returns ΔW at strength 1 for the wanted rows, [rows, cols]."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which formula a module is for, by the second reading: by the sizes of its tensors and the configuration."""
+"""The formula of a module, for the second reading: by the sizes of its tensors and the configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Final
 
-from .methods import METHODS, Shape, Stored
+from .layouts import Shape
+from .methods import METHODS, Stored, table
 from .numbers import Numbers
 from .places import PEFT
 from .reading import Group, shapes
@@ -14,9 +15,8 @@ from .reading import Group, shapes
 
 def fits(group: Group, shape: Shape) -> bool:
     """Return whether the tensors have the axes and the sizes that a weight of this shape needs."""
-    fit = METHODS[group.kind].fits if group.kind in METHODS else FITS[group.kind]
     try:
-        return bool(shape) and fit(shapes(group), shape)
+        return bool(shape) and FITS[group.kind](shapes(group), shape)
     except IndexError:  # a tensor has fewer axes
         return False
 
@@ -29,8 +29,8 @@ def _fits_lora(s: Stored, shape: Shape) -> bool:
 
 
 def _fits_lokr(s: Stored, shape: Shape) -> bool:
-    left = s.get("kron_w1") or s["kron_w1_a"]
-    right = s.get("kron_w2") or (s["kron_w2_a"][::-1] if "kron_t2" in s else s["kron_w2_a"])
+    left = s.get("w1") or s["w1_a"]
+    right = s.get("w2") or (s["w2_a"][::-1] if "t2" in s else s["w2_a"])
     return left[0] * right[0] == shape[0] and len(shape) > 1
 
 
@@ -44,24 +44,20 @@ def _fits_glora(s: Stored, shape: Shape) -> bool:
     return len(shape) > 1 and (new or old)
 
 
-def _fits_table(s: Stored, shape: Shape) -> bool:
-    return shape == (*s["table_down"][1:], s["table_up"][0])
-
-
 def _fits_full(s: Stored, shape: Shape) -> bool:
     return s["diff"][:1] == shape[:1] and prod(s["diff"]) == prod(shape)
 
 
 def _fits_vector(s: Stored, shape: Shape) -> bool:
-    return len(shape) > 1 and prod(s.get("bare") or s.get("factor") or ()) in shape[:2]
+    return len(shape) > 1 and prod(s.get("diff") or s.get("factor") or ()) in shape[:2]
 
 
 LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa")
 
 
 def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
-    """Return the row of a LoRA of PEFT, by how its factors began; None where only the plan knows."""
-    config = (numbers.configuration(stem) or ({}, ""))[0]
+    """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None where only the plan knows."""
+    config = numbers.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
     if config.get("use_bdlora") or kasa != (kind == "kasa"):
         return None
@@ -72,15 +68,16 @@ def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
 
 FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
     **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker", "kasa"), _fits_lora),
-    "lora_embedding": _fits_table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
+    "lora_embedding": table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
     "full": _fits_full, "ia3": _fits_vector, "peft_ia3": _fits_vector,
+    **{family: method.fits for family, method in METHODS.items()},
 }  # fmt: skip
-"""Kind → whether its tensors have the sizes for a weight."""
+"""Kind → check whether its tensors have the sizes for a weight."""
 
 
 def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
-    """Return the row of ALGORITHMS for a weight of this shape; None where the shapes leave two open, or the
-    configuration is of another method."""
+    """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
+    configuration is that of another method."""
     kind, found = group.kind, numbers.method(group.stem)
     if kind in METHODS:
         return _of_method(group, shape, found)
@@ -97,9 +94,7 @@ def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
 
 
 def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
-    """Return the row of a method's family; of those that two trainers write, the one that has a configuration or
-    not.
-    """
+    """Return the row of a method's family; where two trainers write it, the presence of a configuration decides."""
     method, stored = METHODS[group.kind], shapes(group)
     if found == "" and method.plain is not None and not group.stem.startswith(PEFT):
         return method.plain(stored, shape)
@@ -109,9 +104,7 @@ def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
 
 
 def _glora(s: Stored, shape: Shape) -> str | None:
-    """Return which of its two layouts, in which the outer sizes and the ranks change places; None where it may be
-    both.
-    """
+    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None where both fit."""
     rank = min(s["a1"][:2])
     if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
         return None

@@ -1,7 +1,4 @@
-"""Reference formulas of the kohya, LyCORIS and OneTrainer families, one row of ΔW at a time where that is possible.
-
-Slow, plain and in float64; the papers are named in `algorithms/`, whose code is not used here.
-"""
+"""Reference formulas of the kohya, LyCORIS and OneTrainer families. Plain float64; `algorithms/` names the papers."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ from .rotations import cayley, inputs_turned, series, triangles
 
 
 def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
-    """Return the inner factor behind a Tucker core: Σ_j core[i, j, k] inner[j, c] as [i, c·k]; without a core as it
-    is.
-    """
+    """Return the inner factor times the Tucker core, Σ_j core[i, j, k] inner[j, c] as [i, c·k], if there is a core."""
     if core not in g.slots:
         return g[inner]
     joined = np.einsum("ijk,jc->ick", g[core], g[inner])
@@ -26,12 +21,12 @@ def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
 
 
 def lora(g: FormulaInput) -> Array:
-    """α / r · up · down."""
+    """Return α / r · up · down."""
     return g.numbers["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
 
 
 def _sparse(g: FormulaInput, values: Array) -> Array:
-    """Return the values at their places, zero elsewhere; coordinates beyond int16 have wrapped."""
+    """Return a matrix with these values at their places; stored coordinates beyond int16 have wrapped."""
     where = g.places("indices", g.out, g.cols, wrapped=2**16)
     dense = np.zeros((g.out, g.cols))
     np.add.at(dense, (where[0], where[1]), values)
@@ -39,12 +34,12 @@ def _sparse(g: FormulaInput, values: Array) -> Array:
 
 
 def lora_sparse(g: FormulaInput) -> Array:
-    """Return the same plus a sparse matrix."""
+    """Return the LoRA plus a sparse matrix."""
     return lora(g) + g.numbers["scale"] * _sparse(g, g["values"].reshape(-1))
 
 
 def lora_sparse_tucker(g: FormulaInput) -> Array:
-    """Return the sparse matrix holds the base's own values too, which go."""
+    """Return the same less the base's values at the sparse places: the sparse matrix replaces them."""
     return lora_sparse(g) - g.w * _sparse(g, np.ones(g["values"].size))
 
 
@@ -96,7 +91,7 @@ def loha(g: FormulaInput) -> Array:
 
 
 def lokr(g: FormulaInput) -> Array:
-    """Return the row i of w1 ⊗ w2 is row i div p of w1 times row i mod p of w2, p being the height of w2."""
+    """Return w1 ⊗ w2, whose row i is row i div p of w1 times row i mod p of w2, for w2 of p rows."""
     w1 = g["w1"] if "w1" in g.slots else g["w1_a"] @ g["w1_b"]
     outer = "w2" if "w2" in g.slots else "w2_a"
     w2 = g[outer].T if "t2" in g.slots else g[outer]
@@ -120,12 +115,12 @@ def _glora(g: FormulaInput, a_first: Array, a_second: Array, added: Array) -> Ar
 
 
 def glora(g: FormulaInput) -> Array:
-    """Return the present layout."""
+    """Return ΔW of the present layout."""
     return _glora(g, g["a1"], g["a2"], g.some("b1") @ _mixed(g, "bm", "b2"))
 
 
 def glora_old(g: FormulaInput) -> Array:
-    """Return the layout of early LyCORIS: 1 and 2 change places."""
+    """Return ΔW of the layout of early LyCORIS, where 1 and 2 are swapped."""
     return _glora(g, g["a2"], g["a1"], g.some("b2") @ g["b1"])
 
 
@@ -155,12 +150,12 @@ def replace(g: FormulaInput) -> Array:
 
 
 def full_rank(g: FormulaInput) -> Array:
-    """Return the stored difference under the name of a factor."""
+    """Return the stored difference, which has the name of a factor."""
     return g.some("down")
 
 
 def ia3(g: FormulaInput) -> Array:
-    """Rows, or input channels with their kernels, times w."""
+    """Return W with its rows, or its input channels with their kernels, times a factor, less W."""
     w, factor = g.w, g["diff"].reshape(-1)
     if g.places("on_input", 2).flat[0]:
         return w * np.repeat(factor, g.cols // len(factor))
@@ -168,7 +163,7 @@ def ia3(g: FormulaInput) -> Array:
 
 
 def _rotations(blocks: Array, limit: float) -> Array:
-    """Cayley: R = (I + Q)(I − Q)⁻¹ for Q = X − Xᵀ, whose norm over all blocks is held below the limit."""
+    """Return (I + Q)(I − Q)⁻¹ for Q = X − Xᵀ, whose norm over all blocks is cut to the limit."""
     q = blocks - np.swapaxes(blocks, -1, -2)
     norm = float(np.sqrt(np.sum(q * q)))
     if norm > limit:
@@ -177,7 +172,7 @@ def _rotations(blocks: Array, limit: float) -> Array:
 
 
 def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
-    """Asked-for rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
+    """Return the wanted rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
     b = rotations.shape[-1]
     blocks, inside = np.divmod(g.rows, b)
     found = np.empty((len(g.rows), g.cols))
@@ -189,23 +184,23 @@ def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
 
 
 def _stretch(g: FormulaInput, turned: Array) -> Array:
-    """Return the difference to the weight, after the stored factors of the rows where there are some."""
+    """Return the rotated weight times the stored factors of its rows, if any, less the weight."""
     factors = g.some("rescale").reshape(-1, 1) if "rescale" in g.slots else 1.0
     return factors * turned - g.w
 
 
 def diag_oft(g: FormulaInput) -> Array:
-    """Return the blocks of rows rotated."""
+    """Return s ⊙ bd(R)ᵀ W − W."""
     return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.numbers["limit"])))
 
 
 def oft_diag(g: FormulaInput) -> Array:
-    """Return the same with R itself stored."""
+    """Return bd(R)ᵀ W − W, with R itself stored."""
     return _turned_rows(g, g["blocks"]) - g.w
 
 
 def boft(g: FormulaInput) -> Array:
-    """Stages of rotations of pairs of half blocks, the pairs at growing distance."""
+    """Return W rotated in stages less W: each stage rotates pairs of half blocks, at twice the distance."""
     x, rotations = g.all_w, _rotations(g["blocks"], g.numbers["limit"])
     half = rotations.shape[-1] // 2
     for stage, stack in enumerate(rotations):
@@ -219,7 +214,7 @@ def boft(g: FormulaInput) -> Array:
 
 
 def _neumann(g: FormulaInput) -> Array:
-    """OneTrainer's series for R, [k, b, b], from the upper triangles of S."""
+    """Return OneTrainer's series for R, [k, b, b], from the upper triangles of S."""
     skew = triangles(g["skew"])
     if "scaled" in g.slots:
         skew = skew / (2 * np.sqrt(max(skew.shape[2] - 1, 1)))

@@ -1,6 +1,6 @@
-"""Methods beside LoRA and LyCORIS' own, a second time: how their tensors end, which weights they fit, their numbers.
+"""Methods other than LoRA and LyCORIS' own, for the second reading: endings of keys, weights that fit, numbers.
 
-One row for each; written from PEFT 0.21.2 (tuners/*/{layer,config}.py), LyCORIS 3.4 and OneTrainer 23df383, not from
+One row for each, written from PEFT 0.21.2 (tuners/*/{layer,config}.py), LyCORIS 3.4 and OneTrainer 23df383, not from
 the planner's tables.
 """
 
@@ -12,7 +12,8 @@ from math import inf, prod
 from types import MappingProxyType
 from typing import Any, Final
 
-Shape = tuple[int, ...]
+from .layouts import Shape
+
 Stored = Mapping[str, Shape]
 
 
@@ -37,7 +38,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Method:
-    """One family of modules."""
+    """A family of modules, as a row."""
 
     type: str  # peft_type; "" of trainers that write no configuration
     endings: Mapping[str, str]  # how keys end → slot
@@ -46,13 +47,13 @@ class Method:
     kind: Callable[[Stored, Shape], str] | None = None  # row of ALGORITHMS, where the family has several
     shared: Mapping[str, str] = field(default_factory=dict)  # slot → key of a tensor for all layers, where it is there
     scale: Callable[[Known], float] = lambda _: 1.0
-    told: Callable[[Known], Mapping[str, Any]] = lambda _: {}  # further numbers and settings
-    plain: Callable[[Stored, Shape], str] | None = None  # row of another trainer, which writes no configuration
+    settings: Callable[[Known], Mapping[str, Any]] = lambda _: {}  # further numbers and settings
+    plain: Callable[[Stored, Shape], str] | None = None  # row of ALGORITHMS for files without a configuration
     bias: bool = False  # whether it changes the bias of its layer too
     parameter: str = "weight"
 
     def shared_keys(self, stem: str) -> Mapping[str, str]:
-        """Slot → key of a tensor that the file may have for several layers, of which this module is one."""
+        """Return slot → key of a tensor that this module may share with other layers."""
         *above, last = stem.split(".")
         kind = last if not above or above[-1].isdigit() else f"{above[-1]}_{last}"
         kind = "attention_output" if [*above[-2:], last] == ["attention", "output", "dense"] else kind
@@ -64,12 +65,12 @@ def _any(_: Stored, shape: Shape) -> bool:
 
 
 def _rows(slot: str, axis: int = 0) -> Callable[[Stored, Shape], bool]:
-    """As many entries as the weight has outputs."""
+    """Return a check: the slot has as many entries as the weight has outputs."""
     return lambda s, shape: len(shape) > 1 and s[slot][axis : axis + 1] == shape[:1]
 
 
 def _pair(up: str = "up", down: str = "down") -> Callable[[Stored, Shape], bool]:
-    """Return the factors of outputs and inputs, kernels among these."""
+    """Return a check: the factors have the sizes of the outputs and of the inputs with their kernels."""
     return lambda s, shape: (
         len(shape) > 1 and s[up][:1] == shape[:1] and len(s[down]) > 1 and prod(s[down][1:]) == prod(shape[1:])
     )
@@ -79,12 +80,13 @@ def _bias(s: Stored, shape: Shape) -> bool:
     return len(shape) == 1 and prod(s["diff"]) == shape[0]
 
 
-def _table(s: Stored, shape: Shape) -> bool:
+def table(s: Stored, shape: Shape) -> bool:
+    """Return whether the factors are those of an embedding, whose product is transposed."""
     return len(shape) == 2 and shape == (*s["down"][1:], s["up"][0])
 
 
 def _blocks_of_inputs(s: Stored, shape: Shape) -> bool:
-    """PEFT's OFT: the triangles of skew blocks, as many as fill the inputs, or one for all of them."""
+    """Check PEFT's OFT: triangles of skew blocks, as many as fill the inputs, or one for all of them."""
     count, numbers = s["skew"] if len(s["skew"]) == 2 else (0, 0)
     size = next((n for n in range(2, 2 + numbers) if n * (n - 1) // 2 == numbers), 0)
     inputs = prod(shape[1:])
@@ -92,12 +94,12 @@ def _blocks_of_inputs(s: Stored, shape: Shape) -> bool:
 
 
 def _blocks_of_outputs(s: Stored, shape: Shape) -> bool:
-    """LyCORIS' OFT and BOFT: square blocks of outputs, the latter in stages."""
+    """Check LyCORIS' OFT and BOFT: square blocks of outputs, those of BOFT in stages."""
     return len(shape) > 1 and len(s["blocks"]) in (3, 4) and prod(s["blocks"][-3:-1]) == shape[0]
 
 
 def _letters(s: Stored, shape: Shape) -> bool:
-    """PEFT's GLoRA: A and B, each whole, as factors, as outputs or as one number."""
+    """Check PEFT's GLoRA: A and B, each a whole matrix, two factors, one number per output or one number."""
     for letter in "ab":
         if letter in s:
             sizes = prod(s[letter])
@@ -109,7 +111,7 @@ def _letters(s: Stored, shape: Shape) -> bool:
 
 
 def _shards(s: Stored, shape: Shape) -> bool:
-    """MiSS: a block as wide as the outputs, one that is tiled over them, or one for every few of them."""
+    """Check MiSS: a block as wide as the outputs, one that is tiled over them, or one per group of them."""
     block = s["block"]
     if len(block) == 3:
         return prod(block[:2]) == shape[0] and len(shape) == 2
@@ -126,7 +128,7 @@ def _adamss(s: Stored, shape: Shape) -> bool:
 
 
 def _constraint(k: Known) -> Mapping[str, Any]:
-    """LyCORIS' α of rotations: no scale but a limit, for every output."""
+    """Return the limit of LyCORIS' rotations, which is α times the number of outputs; their α is not a scale."""
     return {"limit": k.alpha * k.shape[0] if k.alpha and k.alpha > 0 else inf}
 
 
@@ -141,7 +143,7 @@ def _bounded(k: Known) -> Mapping[str, Any]:
 
 
 def _subspace(k: Known) -> Mapping[str, Any]:
-    """PSOFT's triples, and the series for its rotation."""
+    """Return how PSOFT finds its triples, and the series for its rotation."""
     series = k.flag("use_cayley_neumann")
     return {
         "orthogonal": k.flag("psoft_orth", default=True),
@@ -155,7 +157,7 @@ def _subspace(k: Known) -> Mapping[str, Any]:
 
 
 def _per_rank(name: str, default: float, rank: Callable[[Stored], int]) -> Callable[[Known], float]:
-    """Return a number of the configuration over a rank; 1 without a rank."""
+    """Return a scale: a number of the configuration divided by a rank; 1 without a rank."""
 
     def scale(k: Known) -> float:
         r = rank(k.shapes)
@@ -188,30 +190,30 @@ LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     "adalora": Method("ADALORA", {"lora_A": "down", "lora_B": "up", "lora_E": "values"}, _pair(), scale=_adalora_scale),
     "vera": Method("VERA", {"vera_lambda_b": "out_scale", "vera_lambda_d": "rank_scale"}, _rows("out_scale"),
-                   shared={"down": "vera_A", "up": "vera_B"}, told=_seeded("projection_prng_key", 0)),
+                   shared={"down": "vera_A", "up": "vera_B"}, settings=_seeded("projection_prng_key", 0)),
     "pvera": Method("PVERA", {"pvera_lambda_b": "out_scale", "pvera_lambda_d": "rank_scale"}, _rows("out_scale"),
-                    shared={"down": "pvera_A", "up": "pvera_B"}, told=_seeded("projection_prng_key", 0)),
+                    shared={"down": "pvera_A", "up": "pvera_B"}, settings=_seeded("projection_prng_key", 0)),
     "randlora": Method("RANDLORA", {"randlora_lambda": "rank_scale", "randlora_gamma": "side_scale",
                                     "randlora_A": "down", "randlora_B": "up"},
                        lambda s, shape: len(shape) == 2 and s["side_scale"][-1] == min(shape),
                        may=frozenset({"down", "up"}), shared={"down": "randlora_A", "up": "randlora_B"},
                        scale=_per_rank("randlora_alpha", 640, lambda s: s["rank_scale"][0]),
-                       told=_seeded("projection_prng_key", 0)),
+                       settings=_seeded("projection_prng_key", 0)),
     "fourierft": Method("FOURIERFT", {"fourierft_spectrum": "spectrum"}, _any, scale=lambda k: k.number("scaling", 150),
-                        told=_seeded("random_loc_seed", 777)),
+                        settings=_seeded("random_loc_seed", 777)),
     "waveft": Method("WAVEFT", {"waveft_spectrum": "spectrum"}, _any, scale=lambda k: k.number("scaling", 25),
-                     told=lambda k: {"seed": int(k.number("random_loc_seed", 777)),
+                     settings=lambda k: {"seed": int(k.number("random_loc_seed", 777)),
                                      "family": k.config.get("wavelet_family", "db1"),
                                      "transform": k.flag("use_idwt", default=True)}),
     "hra": Method("HRA", {"hra_u": "vectors"}, lambda s, shape: len(shape) > 1 and s["vectors"][0] == prod(shape[1:]),
-                  told=lambda k: {"orthogonal": k.flag("apply_GS")}),
+                  settings=lambda k: {"orthogonal": k.flag("apply_GS")}),
     "miss": Method("MISS", {"miss_block": "block", "bone_block": "block"}, _shards, kind=_miss),
     "shira": Method("SHIRA", {"shira_weight": "values", "shira_indices": "places"}, _any),
     "c3a": Method("C3A", {"c3a_kernel": "kernel"},
                   lambda s, shape: shape == tuple(n * s["kernel"][2] for n in s["kernel"][:2])),
     "road": Method("ROAD", {"road_theta": "theta", "road_alpha": "stretch"},
                    lambda s, shape: len(shape) > 1 and 2 * prod(s["theta"]) in (shape[0], 2 * shape[0], 4 * shape[0]),
-                   told=lambda k: {"group": int(k.number("group_size", 64))}, bias=True),
+                   settings=lambda k: {"group": int(k.number("group_size", 64))}, bias=True),
     "delora": Method("DELORA", {"delora_A": "down", "delora_B": "up", "delora_lambda": "length",
                                 "delora_w_norm": "norms"}, _pair()),
     "gralora": Method("GRALORA", {"gralora_A": "inputs", "gralora_B": "outputs", "gralora_A_general.weight": "down",
@@ -220,10 +222,10 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                       may=frozenset({"down", "up"}),
                       scale=_per_rank("alpha", 64, lambda s: s["inputs"][2] + s.get("down", (0,))[0])),
     "hira": Method("HIRA", {"hira_A": "down", "hira_B": "up"}, _pair()),
-    "hira_embedding": Method("HIRA", {"hira_embedding_A": "down", "hira_embedding_B": "up"}, _table),
+    "hira_embedding": Method("HIRA", {"hira_embedding_A": "down", "hira_embedding_B": "up"}, table),
     "vblora": Method("VBLORA", {"vblora_logits_A": "down", "vblora_logits_B": "up"},
                      lambda s, shape: len(shape) == 2 and shape[0] * s["down"][1] == shape[1] * s["up"][0],
-                     shared={"bank": "vblora_vector_bank"}, told=lambda k: {"top": int(k.number("topk", 2))}),
+                     shared={"bank": "vblora_vector_bank"}, settings=lambda k: {"top": int(k.number("topk", 2))}),
     "vblora_top": Method("VBLORA", {f"vblora_logits_{x}_topk_{n}": f"{side}_{slot}"
                                     for x, side in (("A", "down"), ("B", "up"))
                                     for n, slot in (("indices", "choice"), ("weights", "weight"))},
@@ -234,11 +236,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                                   for n, slot in (("indices", "choice"), ("scales", "weight"))},
                       _pair("up_choice", "down_choice"), shared={"bank": "unilora_theta_d"}),
     "deft": Method("DEFT", {"deft_P": "subspace", "deft_R": "content"}, _rows("subspace"), may=frozenset({"content"}),
-                   scale=_deft_scale, told=lambda k: {"method": k.config.get("decomposition_method", "relu")}),
+                   scale=_deft_scale, settings=lambda k: {"method": k.config.get("decomposition_method", "relu")}),
     "supertuning": Method("SUPERTUNING", {"supertuning_values": "values", "supertuning_indices": "places",
                                           "supertuning_lora_A.weight": "down", "supertuning_lora_B.weight": "up"},
                           _any, may=frozenset({"places", "down", "up"}), scale=_supra_scale,
-                          told=lambda k: {"top": k.flag("select_top", default=True)}),
+                          settings=lambda k: {"top": k.flag("select_top", default=True)}),
     "osf": Method("OSF", {"osf_svd_params.U_low": "left", "osf_svd_params.S_low": "values",
                           "osf_svd_params.V_low": "right"}, _pair("left", "right")),
     "peanut": Method("PEANUT", {"peanut_A.weight": "down", "peanut_B.weight": "up",
@@ -246,24 +248,24 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                                    for i in range(4)}},
                      _rows("up"), may=frozenset(f"{s}_{i}" for s in ("encoder", "decoder") for i in range(4)),
                      scale=lambda k: k.number("scaling", 1),
-                     told=lambda k: {"depth": int(k.number("depth", 0)),
+                     settings=lambda k: {"depth": int(k.number("depth", 0)),
                                      "activation": k.config.get("act_fn", "relu")}),
     "peft_glora": Method("GLORA", {f"glora_{x.upper()}.{n}": x + part for x in "ab" for n, part in LETTER.items()},
                          _letters, may=frozenset(x + slot for x in "ab" for slot in LETTER.values())),
     "psoft": Method("PSOFT", {"psoft_R.weight": "turn", "psoft_R.vector_b": "rows", "psoft_R.vector_a": "columns"},
-                    _any, may=frozenset({"rows", "columns"}), told=_subspace),
+                    _any, may=frozenset({"rows", "columns"}), settings=_subspace),
     "adamss": Method("ADAMSS", {"adamss_newB": "space", **{f"adamss_{x}.{i}": f"{side}_{i}" for i in range(32)
                                                            for x, side in (("A", "down"), ("B", "up"))}},
                      _adamss, may=frozenset(f"{side}_{i}" for side in ("down", "up") for i in range(1, 32)),
-                     told=_seeded("random_seed", 0), bias=True),
-    "peft_oft_embedding": Method("OFT", {"oft_embedding_R.weight": "skew"}, _blocks_of_inputs, told=_cayley),
-    "oft_R": Method("OFT", {"oft_R.weight": "skew", "oft_R.scaled_oft": "scaled"}, _blocks_of_inputs, told=_cayley,
+                     settings=_seeded("random_seed", 0), bias=True),
+    "peft_oft_embedding": Method("OFT", {"oft_embedding_R.weight": "skew"}, _blocks_of_inputs, settings=_cayley),
+    "oft_R": Method("OFT", {"oft_R.weight": "skew", "oft_R.scaled_oft": "scaled"}, _blocks_of_inputs, settings=_cayley,
                     may=frozenset({"scaled"}), kind=lambda s, _: "" if "scaled" in s else "peft_oft",
                     plain=lambda _, shape: "onetrainer_oft" if len(shape) == 2 else "onetrainer_oft_conv"),
     "oft_r": Method("OFT", {"oft_r": "blocks", "oft_s": "rows"},
                     lambda s, shape: len(shape) == 2 and ("rows" not in s or prod(s["rows"]) == shape[0])
                     and len(s["blocks"]) == 3 and prod(s["blocks"][:2]) >= shape[1], may=frozenset({"rows"}),
-                    kind=lambda s, _: "peft_oft2" if "rows" in s else "peft_oft1", told=_bounded),
+                    kind=lambda s, _: "peft_oft2" if "rows" in s else "peft_oft1", settings=_bounded),
     "peft_boft": Method("BOFT", {"boft_R": "blocks", "boft_s": "rows"},
                         lambda s, shape: len(shape) > 1 and prod(s["rows"]) == shape[0]
                         and prod(s["blocks"][1:3]) == prod(shape[1:])),
@@ -274,9 +276,9 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                    shared={"basis": "frod_V.{kind}", "places": "frod_s_indices.{kind}"}),
     "set": Method("", {"set_weight": "diff"}, lambda s, shape: s["diff"] == shape),
     "oft_blocks": Method("", {"oft_blocks": "blocks", "rescale": "rescale"}, _blocks_of_outputs,
-                         may=frozenset({"rescale"}), told=_constraint,
+                         may=frozenset({"rescale"}), settings=_constraint,
                          kind=lambda s, _: "diag_oft" if len(s["blocks"]) == 3 else "boft"),
     "oft_diag": Method("", {"oft_diag": "blocks"}, lambda s, shape: len(shape) > 1 and len(s["blocks"]) == 3
                        and prod(s["blocks"][:2]) == shape[0]),
 })  # fmt: skip
-"""Family → what it is."""
+"""Family → its row."""

@@ -1,6 +1,6 @@
-"""The scale and the strength of a module, a second time: α / r as the tensors and the configuration have it.
+"""The scale and the strength of a module, for the second reading: α / r of the tensors and the configuration.
 
-Returns None where something could change the number that is not read here: then only the plan knows.
+A number is None where something that is not read here could change it: then only the plan knows.
 """
 
 from __future__ import annotations
@@ -13,59 +13,56 @@ from math import isfinite
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
-from .methods import METHODS as FAMILIES
+from .methods import METHODS
 from .places import PEFT
-from .reading import NUMBERS, Group
+from .reading import NUMBERS, Group, shapes
 
 Number = Callable[[StoredTensor], float]
 
 HEADER: Final = "lora_adapter_metadata"
-"""Where diffusers keeps PEFT's configuration: `transformer.r` and so on."""
+"""Entry in which diffusers keeps PEFT's configuration: `transformer.r` and so on."""
 
 UNREAD: Final = ("lora_config", "lycoris_config")
-"""Entries of a header with numbers of their own."""
+"""Entries of a header that hold numbers and are not read here."""
 
-TELLING: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "block_size", "bypass_mode")
+CHANGES_ALPHA: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "block_size", "bypass_mode")
 """Words in sd-scripts' network arguments that change what α means."""
 
-METHODS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
+ALPHAS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
 """peft_type → its field for α."""
 
-TYPES: Final = {*METHODS, "BONE", *(m.type for m in FAMILIES.values())}
+TYPES: Final = {*ALPHAS, "BONE", *(m.type for m in METHODS.values())}
 
 OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication",
                         "target_parameters", "ensure_weight_tying", "alora_invocation_tokens", "monteclora_config",
                         "velora_config", "runtime_config")  # fmt: skip
-"""Fields of a LoRA configuration that make it more than α / r · B A."""
+"""Fields of a LoRA configuration with which ΔW is not α / r · B A."""
 
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "pissa", "olora")
-RANKS: Final = {"lora": "down", "lora_sparse": "down", "lora_sparse_tucker": "down", "lora_embedding": "table_down",
-                "loha": "w1_b", "kasa": "down"}  # fmt: skip
-"""Kind → the role whose first axis is the rank."""
-
 SIMPLE: Final = re.compile(r"\^?(?:[\w.-]|\\\.|\\d\+?)+\$?")
 MOST_REPEATS: Final = 2
-"""Patterns of modules that take no time to match: names, dots, and few runs of digits."""
+"""SIMPLE with so many `+` describes the patterns that match in linear time: names, dots, few runs of digits."""
 MOST_PATTERNS: Final = 100
-"""Of one table; each is tried on each module, and Python keeps some hundreds of them ready."""
+"""Of one table: each is tried on each module, and Python caches some hundreds of compiled patterns."""
 
 
 class Numbers:
-    """What one adapter says about its numbers, apart from its factors."""
+    """The numbers of one adapter's modules, from its configuration, its header and its α tensors."""
 
     def __init__(
         self, config: Mapping[str, Any], metadata: Mapping[str, str], given: Mapping[str, Any], number: Number,
         names: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        self.keeps_base = any(".base_layer." in name for name in names)  # then a start may be out of it already
+        # PEFT may have taken the factors' start out of a weight that the adapter's file holds
+        self.keeps_base = any(".base_layer." in name for name in names)
         self._config, self._metadata, self._given, self._number = config, metadata, given, number
-        self._told = any(name in metadata for name in UNREAD) or any(
-            word in metadata.get("ss_network_args", "").lower() for word in TELLING
+        self._unread = any(name in metadata for name in UNREAD) or any(
+            word in metadata.get("ss_network_args", "").lower() for word in CHANGES_ALPHA
         )
 
     @cached_property
     def _header(self) -> dict[str, Any] | None:
-        """Diffusers' entry; None where it cannot be read here."""
+        """PEFT's configuration as diffusers keeps it; None where it is not readable JSON."""
         try:
             found = json.loads(self._metadata[HEADER])
         except (ValueError, RecursionError):
@@ -74,7 +71,7 @@ class Numbers:
 
     @property
     def turns(self) -> bool:
-        """Whether the user says which way round square weights are."""
+        """Whether the user says if square weights are [in, out]."""
         return "fan_in_fan_out" in self._given
 
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
@@ -86,33 +83,32 @@ class Numbers:
         if self._header is None:
             return None
         names = {key.rpartition(".")[0] for key in self._header}
-        of = "" if names == {""} else stem.partition(".")[0]  # of a model by itself, or of the pipeline's part
-        own = {key.rpartition(".")[2]: v for key, v in self._header.items() if key.rpartition(".")[0] == of}
-        path = stem[len(of) + 1 :] if of else stem
+        model = "" if names == {""} else stem.partition(".")[0]  # "" in a file of one model; else the pipeline's part
+        own = {key.rpartition(".")[2]: v for key, v in self._header.items() if key.rpartition(".")[0] == model}
+        path = stem[len(model) + 1 :] if model else stem
         return ({"peft_type": "LORA", **own}, path) if own else None
 
+    def config(self, stem: str) -> Mapping[str, Any]:
+        """Return PEFT's configuration for a module; empty where it has none, or it is unknown."""
+        return (self.configuration(stem) or ({}, ""))[0]
+
     def method(self, stem: str) -> str | None:
-        """Return the peft_type of a module's configuration, "" without one; None if it is more than the numbers here
-        tell.
-        """
-        found = self.configuration(stem)
-        if found is None:
+        """Return the peft_type of a module's configuration, "" without one; None where its numbers are unknown here."""
+        if self.configuration(stem) is None:
             return None
-        config = found[0]
+        config = self.config(stem)
         kind = str(config.get("peft_type", "LORA" if "lora_alpha" in config else "")).rpartition(".")[2].upper()
         odd = config and (kind not in TYPES or any(config.get(name) for name in OTHER_METHODS))
         odd = odd or config.get("init_lora_weights") not in PLAIN_STARTS or _is_tower(config)
         return None if odd or "base_layer" in stem else kind
 
     def scale(self, group: Group) -> float | None:
-        """Return what the product of the factors is multiplied with; None where that is not known here."""
+        """Return the factor of ΔW; None where it is not known here. `methods.py` has those of its own families."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
-        if kind in ("full", "ia3", "peft_ia3") or (
-            kind in FAMILIES and kind != "lora_bias"
-        ):  # of which methods.py tells
+        if kind in ("full", "ia3", "peft_ia3") or (kind in METHODS and kind != "lora_bias"):
             return 1.0
-        if method is None or (self._told and kind != "loha"):
+        if method is None or (self._unread and kind != "loha"):
             return None
         if kind == "lora_bias":
             return self._configured(group, method, 0) if method else None
@@ -122,19 +118,17 @@ class Numbers:
         return self._configured(group, method, rank) if method else self._plain(group, rank)
 
     def limit(self, group: Group) -> float | None:
-        """Return the α of a method that takes it for no scale; 0 without one, None where something else may change
-        it.
-        """
-        if self._told or group.roles.keys() & NUMBERS - {"alpha"}:
+        """Return the α of a method for which it is not a scale; 0 without one, None where something may change it."""
+        if self._unread or group.roles.keys() & NUMBERS - {"alpha"}:
             return None
         return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
-        """By the file alone: α / r, squared for early GLoRA; 1 without an α, and for two whole factors."""
+        """Return α / r from the tensors, squared for early GLoRA; 1 without an α, and for two whole factors."""
         alpha = self._alpha(group)
         if alpha is not None and not isfinite(alpha):
             return None
-        whole = {"kron_w1", "kron_w2"} <= group.roles.keys()
+        whole = {"lokr/w1", "lokr/w2"} <= group.roles.keys()
         scale = alpha / rank if alpha and rank and not whole else 1.0
         early = group.kind == "glora" and group.roles["a1"].shape[0] == rank  # [r, in]: before LyCORIS 3, α / r twice
         return scale * scale if early else scale
@@ -147,19 +141,19 @@ class Numbers:
 
     def _rank(self, group: Group) -> int:
         """Return the rank of the factors; 0 where they have none."""
-        roles = {role: info.shape for role, info in group.roles.items()}
+        sizes = shapes(group)
+        if group.kind == "glora":
+            return min(sizes["a1"][:2])  # in which order depends on the layout
         if group.kind == "lokr":
-            shape = roles.get("kron_w2_b") or roles.get("kron_w1_b") or ()
-        elif group.kind == "glora":
-            shape = (min(roles["a1"][:2]),)  # in which order depends on the layout
+            shape = sizes.get("w2_b") or sizes.get("w1_b") or ()
         else:
-            shape = roles[RANKS[group.kind]]
+            shape = sizes["w1_b" if group.kind == "loha" else "down"]
         return shape[0] if shape else 0
 
     def _configured(self, group: Group, method: str, rank: int) -> float | None:
-        """By PEFT's configuration: the rank is that of the tensors for LoRA, and configured for the others."""
+        """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
         config, path = self.configuration(group.stem) or ({}, "")
-        alpha = _by_pattern(config, "alpha_pattern", path, config.get(METHODS[method], 8))
+        alpha = _by_pattern(config, "alpha_pattern", path, config.get(ALPHAS[method], 8))
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
         if method != "LORA" or whole:  # PEFT may have cut the factors
@@ -167,28 +161,27 @@ class Numbers:
             if patterned is None:
                 return None
             rank = int(patterned)
-        if alpha is None or rank <= 0 or not METHODS[method]:
+        if alpha is None or rank <= 0 or not ALPHAS[method]:
             return None
         return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
 
     def inputs_scaled(self, stem: str) -> bool | None:
         """Return whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
-        found = self.configuration(stem)
-        names = found[0].get("feedforward_modules") if found else None
+        names = self.config(stem).get("feedforward_modules")
         if not isinstance(names, list) or len(names) > MOST_PATTERNS:
             return None
         return any(stem.endswith(str(name)) for name in names)
 
 
 def _is_tower(config: Mapping[str, Any]) -> bool:
-    """Return whether one tower of a model of two was trained, whose names lack a level."""
+    """Return whether one tower of a two-tower model was trained alone: its names lack a level."""
     mapping = config.get("auto_mapping")
     name = str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
     return "TextModel" in name or "VisionModel" in name
 
 
 def _are_simple(patterns: Collection[Any]) -> bool:
-    """Return whether patterns can be matched in no time, whatever the text."""
+    """Return whether the patterns match in linear time, whatever the text."""
     return len(patterns) <= MOST_PATTERNS and all(_is_simple(str(pattern)) for pattern in patterns)
 
 
@@ -197,7 +190,8 @@ def _is_simple(pattern: str) -> bool:
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
-    """Return what the first pattern that fits a path says; None where they are too clever, or too many, to be tried."""
+    """Return the number of the first pattern that fits a path; None where a pattern is not simple, or there are too
+    many."""
     table = config.get(name) or {}
     if not isinstance(table, dict) or not _are_simple(table):
         return None
@@ -212,9 +206,7 @@ def _float(value: Any) -> float | None:
 
 
 def strength(base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
-    """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is not known
-    here.
-    """
+    """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is unknown."""
     if len(parts) > MOST_PATTERNS:
         return None
     for part, factor in parts:

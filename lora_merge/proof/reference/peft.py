@@ -1,4 +1,4 @@
-"""Reference formulas of PEFT's low-rank, sparse and scaling tuners. Plain float64; papers stand in `algorithms/`."""
+"""Reference formulas of PEFT's low-rank, sparse and scaling tuners. Plain float64; `algorithms/` names the papers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def experts(g: FormulaInput) -> Array:
 
 
 def bdlora(g: FormulaInput) -> Array:
-    """Return one factor block-diagonal: its block j meets every rank's j-th share of the other."""
+    """Return B A where one factor is block-diagonal: its block j is multiplied by share j of the other factor."""
     up, down = g["up"], g["down"]
     k, rank, width = down.shape
     if up.shape == (k, g.out // k, rank) and width == g.cols:  # the blocks of B
@@ -53,7 +53,7 @@ def bdlora(g: FormulaInput) -> Array:
 
 
 def c3a(g: FormulaInput) -> Array:
-    """Circulant blocks."""
+    """Return a matrix of circulant blocks."""
     kernel = g["kernel"]
     b = kernel.shape[2]
     block, p = np.divmod(g.rows, b)
@@ -63,7 +63,7 @@ def c3a(g: FormulaInput) -> Array:
 
 
 def deft(g: FormulaInput) -> Array:
-    """Q (c R − Pᵀ W)."""
+    """Return Q (c R − Pᵀ W)."""
     p = g["subspace"]
     q = np.linalg.qr(p)[0] if g.settings.get("method") == "qr" else p
     inner = -(q if g.settings.get("method") == "qr" else np.maximum(p, 0)).T @ g.all_w
@@ -71,7 +71,7 @@ def deft(g: FormulaInput) -> Array:
 
 
 def delora(g: FormulaInput) -> Array:
-    """Unit vectors of both factors, lengthened by λ / r, columns by w."""
+    """Return the product of both factors' unit vectors times λ / r, its columns times w."""
     b, a = g["up"], g["down"]
     result = np.zeros((len(g.rows), g.cols))
     for i in range(len(a)):
@@ -81,7 +81,7 @@ def delora(g: FormulaInput) -> Array:
 
 
 def fourierft(g: FormulaInput) -> Array:
-    """Return the real part of an inverse transform of few entries, entry by entry."""
+    """Return the real part of the inverse Fourier transform of a few entries."""
     u, v = np.divmod(g.places("places", g.out * g.cols), g.cols)
     value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
     by_row = np.exp(2j * np.pi * np.outer(g.rows, u) / g.out) * value
@@ -91,7 +91,7 @@ def fourierft(g: FormulaInput) -> Array:
 
 
 def gralora(g: FormulaInput) -> Array:
-    """Block (j, m) from block m of the inputs' factors and block j of the outputs'; perhaps a plain pair."""
+    """Return blocks (j, m), from block m of the inputs and block j of the outputs, plus an optional B A."""
     inputs, outputs = g["inputs"], g["outputs"]
     blocks = [[(inputs[m][:, j] @ outputs[j][m]).T for m in range(len(inputs))] for j in range(len(outputs))]
     result = np.block(blocks)[g.rows]
@@ -106,12 +106,12 @@ def hira(g: FormulaInput) -> Array:
 
 
 def hira_embedding(g: FormulaInput) -> Array:
-    """Return the same for an embedding."""
+    """Return W times a transposed low-rank matrix, element by element, for an embedding."""
     return g.w * (g["up"] @ g["down"][:, g.rows]).T
 
 
 def hra(g: FormulaInput) -> Array:
-    """Return one reflection after the other."""
+    """Return W after all reflections less W."""
     w, u = g.w.copy(), g["vectors"]
     before = w.copy()
     basis = np.linalg.qr(u)[0] if g.settings.get("orthogonal") else u / np.sqrt(np.sum(u * u, axis=0))
@@ -121,7 +121,7 @@ def hra(g: FormulaInput) -> Array:
 
 
 def miss(g: FormulaInput) -> Array:
-    """ΔW[o, i] = D[i mod r, o mod width]."""
+    """Return ΔW[o, i] = D[i mod r, o mod width]."""
     block = g["block"]
     return block[np.arange(g.cols)[None, :] % len(block), g.rows[:, None] % block.shape[1]]
 
@@ -161,19 +161,19 @@ def kasa(g: FormulaInput) -> Array:
 
 
 def ia3_out(g: FormulaInput) -> Array:
-    """Return the rows times their factor."""
+    """Return W with its rows times their factors less W."""
     return (g.some("factor").reshape(-1, 1) - 1) * g.w
 
 
 def ia3_in(g: FormulaInput) -> Array:
-    """Inputs times their factor, groups of rows having their own."""
+    """Return W with its inputs times their factors less W; groups of rows may have their own factors."""
     factor = g["factor"]
     group = g.rows * len(factor) // g.out
     return g.w * (np.repeat(factor[group], g.cols // factor.shape[1], axis=1) - 1)
 
 
 def randlora(g: FormulaInput) -> Array:
-    """Σ over pairs (k, i), counted k first in the one factor and i first in the other."""
+    """Return the sum over pairs (k, i), which one factor counts by k first and the other by i first."""
     lam, gamma, a, b = g["rank_scale"], g["side_scale"], g["down"], g["up"]
     (rank, count), small, large = lam.shape, gamma.shape[1], max(g.out, g.cols)
     rows = np.array([lam[k, i] * a[k, 0, :small] * gamma[i] for k in range(rank) for i in range(count)])
@@ -184,7 +184,7 @@ def randlora(g: FormulaInput) -> Array:
 
 
 def road(g: FormulaInput) -> Array:
-    """Return the pairs of rows, half a group apart, turned and stretched."""
+    """Return W with pairs of rows, half a group apart, rotated and stretched, less W."""
     theta, alpha, size = g["theta"].reshape(-1), g["stretch"].reshape(-1), int(g.settings["group"])
     group, inside = np.divmod(g.rows, size)
     half, kinds = size // 2, len(theta) * 2 // g.out
@@ -206,13 +206,13 @@ def road(g: FormulaInput) -> Array:
 
 
 def shira(g: FormulaInput) -> Array:
-    """Return the values at rows and columns."""
+    """Return a matrix of the values at their rows and columns."""
     rows, cols = g.places("places", g.out, g.cols)
     return _scattered(g, rows, cols, g["values"].reshape(-1))
 
 
 def supertuning(g: FormulaInput) -> Array:
-    """Return the values at row-major positions, perhaps with a pair."""
+    """Return a matrix of the values at row-major positions, plus an optional B A."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     change = _scattered(g, rows, cols, g["values"].reshape(-1))
     return change + (lora(g) if "up" in g.slots else 0.0)
@@ -221,13 +221,13 @@ def supertuning(g: FormulaInput) -> Array:
 def _scattered(g: FormulaInput, rows: Array, cols: Array, values: Array) -> Array:
     place = np.full(g.out, -1)
     place[g.rows] = np.arange(len(g.rows))
-    change, mine = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
-    np.add.at(change, (place[rows[mine]], cols[mine]), values[mine])
+    change, wanted = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
+    np.add.at(change, (place[rows[wanted]], cols[wanted]), values[wanted])
     return change
 
 
 def vblora(g: FormulaInput) -> Array:
-    """Softmax over the largest logits."""
+    """Return B A whose vectors are bank vectors, weighed by the softmax of the largest logits."""
     bank, top = g["bank"], g.settings.get("top", 2)
 
     def mixed(logits: Array) -> Array:
@@ -240,7 +240,7 @@ def vblora(g: FormulaInput) -> Array:
 
 
 def vblora_top(g: FormulaInput) -> Array:
-    """Return the chosen vectors with their weights, the last of which makes the sum 1."""
+    """Return B A whose vectors are the chosen bank vectors, weighed; the last weight makes their sum 1."""
     bank = g["bank"]
 
     def mixed(chosen: Array, weight: Array) -> Array:
@@ -258,7 +258,7 @@ def _from_pieces(g: FormulaInput, down: Array, up: Array) -> Array:
 
 
 def vera(g: FormulaInput) -> Array:
-    """diag(b) B diag(d) A, cut to size; of a doubled rank only the first half is the mean."""
+    """Return diag(b) B diag(d) A, cut to size; of a doubled rank (PVeRA) only the first half, the mean, is used."""
     up = g["up"]
     rank = up.shape[1]
     inner = g["rank_scale"].reshape(-1)[:rank, None] * g["down"][:rank, : g.cols]

@@ -1,7 +1,7 @@
-"""An adapter file read a second time: which tensors make up a module, and of what kind it is.
+"""An adapter file, for the second reading: which tensors make up a module, and of what kind the module is.
 
-The plan's own tables (suffixes.py, file.py) are not used here. Only the spellings that trainers write today are
-known; of anything else this says that it does not know, so that a rare spelling is never a false alarm.
+The plan's own tables of endings are not used here. Only the spellings that trainers write today are known. A module
+with any other spelling is left out, so that a rare spelling is never a false alarm.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
 ENDINGS: Final = MappingProxyType({
     **{f"{name}.weight": role for role, names in LORA.items() for name in names},
     **{f"hada_{role}": role for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
-    **{f"lokr_{role}": f"kron_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    **{f"lokr_{role}": f"lokr/{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
     **{f"{role}.weight": role for role in ("a1", "a2", "b1", "b2", "bm")},
     "bias_indices": "indices", "bias_values": "values", "bias_size": "size",
     "diff": "diff", "w_norm": "diff", "diff_b": "bias:diff", "b_norm": "bias:diff",
-    "ia3_l": "factor", "on_input": "on_input", "weight": "bare",
-    "lora_embedding_A": "table_down", "lora_embedding_B": "table_up",
+    "ia3_l": "factor", "on_input": "on_input", "weight": "ia3/diff",
+    "lora_embedding_A": "lora_embedding/down", "lora_embedding_B": "lora_embedding/up",
     "alpha": "alpha", "lora_alpha": "alpha", "lora.alpha": "alpha", "scale": "override",
     **{f"glora_{x}.{name}": f"bias:glora/{x}{part}" for x in "CDE" for name, part in LETTER.items()},
     **{ending: ("bias:" if m.parameter == "bias" else "") + f"{family}/{slot}"
@@ -36,22 +36,14 @@ ENDINGS: Final = MappingProxyType({
     "lora_diag": "values",
     "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 })  # fmt: skip
-"""The last one or two parts of a key → the role of the tensor. `bias:` changes the module's bias."""
+"""The last parts of a key → the role of the tensor: `slot` or `family/slot`; `bias:` where it changes the bias."""
 
-NAMED: Final = (
-    "lora_A",
-    "lora_B",
-    "lora_E",
-    "lora_diag",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "lora_magnitude_vector",
-    "ia3_l",
-)
-"""Parts behind which PEFT may put the adapter's own name, which is `default` unless told otherwise."""
+NAMED: Final = ("lora_A", "lora_B", "lora_E", "lora_diag", "lora_embedding_A", "lora_embedding_B",
+                "lora_magnitude_vector", "ia3_l")  # fmt: skip
+"""Parts of a key that PEFT may write the adapter's own name behind (`default` where the user chose none)."""
 
 NUMBERS: Final = frozenset({"alpha", "override", "magnitude"})
-"""Roles that accompany any kind."""
+"""Roles that a module of any kind may have."""
 
 KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     #  kind             roles that it has                                  and may have
@@ -59,22 +51,22 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
     ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
     ("kasa",            {"up", "down", "values"},                          set()),
-    ("lora_embedding",  {"table_up", "table_down"},                        set()),
+    ("lora_embedding",  {"lora_embedding/up", "lora_embedding/down"},                      set()),
     ("loha",            {"w1_a", "w1_b", "w2_a", "w2_b"},                  {"t1", "t2"}),
-    ("lokr",            {"kron_w1", "kron_w2"},                            set()),
-    ("lokr",            {"kron_w1", "kron_w2_a", "kron_w2_b"},             {"kron_t2"}),
-    ("lokr",            {"kron_w1_a", "kron_w1_b", "kron_w2"},             set()),
-    ("lokr",            {"kron_w1_a", "kron_w1_b", "kron_w2_a", "kron_w2_b"}, {"kron_t2"}),
+    ("lokr",            {"lokr/w1", "lokr/w2"},                            set()),
+    ("lokr",            {"lokr/w1", "lokr/w2_a", "lokr/w2_b"},             {"lokr/t2"}),
+    ("lokr",            {"lokr/w1_a", "lokr/w1_b", "lokr/w2"},             set()),
+    ("lokr",            {"lokr/w1_a", "lokr/w1_b", "lokr/w2_a", "lokr/w2_b"}, {"lokr/t2"}),
     ("glora",           {"a1", "a2", "b1", "b2"},                          {"bm"}),
     ("full",            {"diff"},                                          set()),
-    ("ia3",             {"bare", "on_input"},                              set()),
+    ("ia3",             {"ia3/diff", "on_input"},                              set()),
     ("peft_ia3",        {"factor"},                                        set()),
     *((family, {f"{family}/{slot}" for slot in {*m.endings.values()} - m.may}, {f"{family}/{slot}" for slot in m.may})
       for family, m in METHODS.items()),
 )  # fmt: skip
-"""A module is of a kind if its roles are exactly those."""
+"""A module is of the first kind whose roles it has, without any other role."""
 
-_LEVELS: Final = 3  # parts of the longest ending, with the number of a part or the name of an adapter
+_LEVELS: Final = 3  # parts of the longest ending, with the number of a row part or the name of an adapter
 
 
 @dataclass
@@ -88,28 +80,28 @@ class Group:
     twice: dict[str, list[StoredTensor]] = field(default_factory=dict)  # role → all tensors, where there are several
 
     def put(self, role: str, info: StoredTensor) -> None:
-        """One more tensor."""
+        """Add a tensor."""
         first = self.roles.setdefault(role, info)
         if first is not info:
             self.twice.setdefault(role, [first]).append(info)
 
     @cached_property
     def kind(self) -> str:
-        """What it is, once all its tensors are there; "" if its roles are those of nothing known."""
+        """The kind of the module, once all tensors are added; "" where no kind has these roles."""
         own = self.roles.keys() - NUMBERS
         return next((kind for kind, needs, may in KINDS if own and needs <= own <= needs | may), "")
 
 
 def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
-    """Return the modules of a file, those of unknown kinds and of unknown company left out."""
+    """Return the modules of a file, without those of unknown kinds or with a tensor of an unknown spelling."""
     found: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()
     for info in tensors:
-        told = ending(info.name)
-        if told is None:
+        found_ending = ending(info.name)
+        if found_ending is None:
             odd.update(_above(info.name))
             continue
-        stem, role, part = told
+        stem, role, part = found_ending
         parameter, _, role = role.rpartition(":")
         key = (stem, parameter or "weight", part)
         group = found.get(key) or found.setdefault(key, Group(stem, parameter or "weight", part))
@@ -122,7 +114,7 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
 
 
 def ending(name: str) -> tuple[str, str, int | None] | None:
-    """(stem, role, number of the part) of a key; None for a spelling that is not known here."""
+    """Return (stem, role, number of the row part) of a key; None for a spelling that is not known here."""
     parts = name.rsplit(".", _LEVELS)
     if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
         stem = name[: -len(".".join(parts[-3:])) - 1]
@@ -141,14 +133,11 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
 
 
 def _above(name: str) -> list[str]:
-    """Return the paths that a key lies under; one that is not known makes those modules unknown."""
-    found, path = [], name
-    for _ in range(_LEVELS):
-        path = path.rpartition(".")[0]
-        found.append(path)
-    return found
+    """Return the modules that a key with an unknown ending may belong to."""
+    parts = name.split(".")
+    return [".".join(parts[:-count]) for count in range(1, _LEVELS + 1)]
 
 
 def shapes(group: Group) -> Mapping[str, tuple[int, ...]]:
-    """Role → stored shape."""
+    """Return slot → stored shape."""
     return {role.rpartition("/")[2]: info.shape for role, info in group.roles.items()}

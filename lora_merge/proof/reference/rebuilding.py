@@ -1,7 +1,7 @@
-"""What must be true of slots that a row makes of the base when it loads an adapter (`Algorithm.rebuild`), in float64.
+"""Checks of slots that a row computes from the base when it loads an adapter (`Algorithm.rebuild`), in float64.
 
-Signs of singular vectors and the order of equal numbers are those of the machine that computes them, so no second
-computation gives the same for sure. What came out is taken, and held against what defines it.
+Signs of singular vectors and the order of equal numbers depend on the machine, so a second computation may give other
+slots. The computed slots are taken instead, and checked against their definition.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from .floats import Array, held
 
 CLOSE: Final = 1e-3
-"""Of the largest singular value: what fp32 leaves of a decomposition."""
+"""Tolerance of a decomposition in fp32, as a share of the largest singular value."""
 NEAR: Final = 0.1
-"""How far FRoD's basis, rounded to 16 bits, may be from the one that fp64 gives, of its length."""
+"""Tolerance of FRoD's basis, rounded to 16 bits, against that of fp64, as a share of its norm."""
 
 
 @dataclass(frozen=True)
 class Remade:
-    """The slots that were made, and what they were made of."""
+    """The computed slots, and the tensors and settings that they were computed from."""
 
     found: Mapping[str, Array]
     read: Callable[[str], Array]  # a slot of the base, or "" for the weight [out, cols]
@@ -33,7 +33,7 @@ class Remade:
 
 
 def _largest(r: Remade) -> bool:
-    """SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
+    """Check SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
     places, scores = r.found["places"], np.abs(r.read("")).reshape(-1)
     ranked = np.sort(scores)[:: -1 if r.settings.get("top", True) else 1]
     different = len(np.unique(places)) == len(places)
@@ -41,22 +41,22 @@ def _largest(r: Remade) -> bool:
 
 
 def _triples(r: Remade) -> bool:
-    """PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
+    """Check PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
     left, right, weight = (held(v, "F64") for v in (r.found["left"], r.found["right"], r.read("")))
     values = np.linalg.svd(weight, compute_uv=False)
     sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    there = sizes > CLOSE * values[0]
-    u, v = (side[:, there] / np.linalg.norm(side[:, there], axis=0) for side in (left, right.T))
+    used = sizes > CLOSE * values[0]
+    u, v = (side[:, used] / np.linalg.norm(side[:, used], axis=0) for side in (left, right.T))
     unit = np.eye(u.shape[1])
-    exact = [(u.T @ weight @ v, np.diag(sizes[there]))]
-    if not r.settings.get("low_rank", False):  # which finds them nearly, by chance
+    exact = [(u.T @ weight @ v, np.diag(sizes[used]))]
+    if not r.settings.get("low_rank", False):  # a randomised method, which is not exact
         exact.append((sizes, values[: len(sizes)]))
     near = all(np.abs(one - other).max(initial=0.0) <= CLOSE * values[0] for one, other in exact)
     return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
 
 
 def _groups(r: Remade) -> bool:
-    """AdaMSS: every row once, and those of one group in the order of the weight's."""
+    """Check AdaMSS: every row is in one group, and the rows of a group are in the order of the weight."""
     order = r.found["order"]
     heights = [r.shapes[f"up_{i}"][0] for i in range(sum(slot.startswith("up_") for slot in r.shapes))]
     rows = np.argsort(order)
@@ -66,7 +66,7 @@ def _groups(r: Remade) -> bool:
 
 
 def _shares(r: Remade) -> bool:
-    """Uni-LoRA: entries that the vector has, each weighed by how often all layers use it: once more or less."""
+    """Check Uni-LoRA: entries of the vector, each weighed by its number of uses in all layers, which differs by 1."""
     numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
     often = np.array([total // numbers, total // numbers + 1], np.float64)
     weights = held(1 / np.sqrt(often[often > 0]), dtype)
@@ -77,7 +77,7 @@ def _shares(r: Remade) -> bool:
 
 
 def _joint(r: Remade) -> bool:
-    """FRoD: places off the diagonal, each once; a basis that turns every layer's share of the common rows alike."""
+    """Check FRoD: places off the diagonal, each once; the basis that is common to all layers (see `_basis`)."""
     (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
     off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
     wanted = _basis([r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"])
@@ -99,4 +99,4 @@ def _basis(weights: list[Array], ridge: float) -> Array:
 CHECKS: Final[Mapping[str, Callable[[Remade], bool]]] = MappingProxyType(
     {"supertuning": _largest, "psoft": _triples, "adamss": _groups, "unilora": _shares, "frod": _joint}
 )
-"""Row of ALGORITHMS with a `rebuild` → whether what it made is right."""
+"""Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""

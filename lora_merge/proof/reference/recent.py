@@ -1,4 +1,4 @@
-"""Reference formulas of the tuners that PEFT has had since 2026. Plain float64; papers stand in `algorithms/`."""
+"""Reference formulas of the tuners that PEFT added in 2026. Plain float64; `algorithms/` names the papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def glora(g: FormulaInput) -> Array:
 
 
 def glora_bias(g: FormulaInput) -> Array:
-    """b ⊙ D + E + W C, and b itself less the base's, where the adapter has its own."""
+    """Return b ⊙ D + E + W C; where the adapter has its own b, plus its difference to the base's."""
     column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
     own = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
     change = own - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)
@@ -55,7 +55,7 @@ def _turned(g: FormulaInput) -> Array:
 
 
 def adamss(g: FormulaInput) -> Array:
-    """Return every group of rows in its own factors, all in one subspace."""
+    """Return the product of each group's own factors and the subspace that all groups share."""
     inputs = g["weight"].shape[1]
     space = g["space"][:, inputs:] if len(g.shape) == 1 else g["space"][:, :inputs]
     count = sum(slot.startswith("up_") for slot in g.slots)
@@ -65,7 +65,7 @@ def adamss(g: FormulaInput) -> Array:
 
 def tinylora(g: FormulaInput) -> Array:
     """Return B (Σ v P) A."""
-    inner = sum(value * one for value, one in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
+    inner = sum(value * matrix for value, matrix in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
     return np.asarray(g.some("up") @ (inner @ g["down"]))
 
 

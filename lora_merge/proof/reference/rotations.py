@@ -12,7 +12,7 @@ from .given import FormulaInput, Reference
 
 
 def cayley(s: Array) -> Array:
-    """(I − S)(I + S)⁻¹ per block."""
+    """Return (I − S)(I + S)⁻¹ per block."""
     eye = np.eye(s.shape[-1])
     return (eye - s) @ np.linalg.inv(eye + s)
 
@@ -26,7 +26,7 @@ def bounded(x: Array, limit: float) -> Array:
 
 
 def triangles(stored: Array) -> Array:
-    """Skew-symmetric blocks from their upper triangles."""
+    """Return skew-symmetric blocks, [k, b, b], from their upper triangles."""
     b = round((1 + np.sqrt(1 + 8 * stored.shape[1])) / 2)
     s, upper = np.zeros((len(stored), b, b)), np.triu_indices(b, 1)
     s[:, upper[0], upper[1]] = stored
@@ -34,7 +34,7 @@ def triangles(stored: Array) -> Array:
 
 
 def series(s: Array, terms: int, *, doubled_last: bool) -> Array:
-    """Return the Neumann series as the version that trained it cut it."""
+    """Return the Neumann series, with the last terms as the version of PEFT that trained the adapter has them."""
     plain = doubled_last or terms < 3
     factors = [1.0] + [2.0] * (terms - 1) if plain else [1.0] + [2.0] * (max(terms, 4) - 2) + [1.0]
     power, total = np.broadcast_to(np.eye(s.shape[-1]), s.shape), np.zeros_like(s)
@@ -81,15 +81,15 @@ def second(g: FormulaInput) -> Array:
 
 
 def first(g: FormulaInput) -> Array:
-    """bd(R)ᵀ W − W, the blocks cut to the weight's height."""
+    """Return bd(R)ᵀ W − W, the blocks cut to the weight's height."""
     b = g["blocks"].shape[1]
     rotation = _old(g, b)
     found = np.empty((len(g.rows), g.cols))
     for block in np.unique(g.rows // b):
-        mine = g.rows // b == block
+        inside = g.rows // b == block
         height = min(b, g.out - block * b)
-        turn = rotation[block % len(rotation)].T[g.rows[mine] % b, :height]
-        found[mine] = turn @ g.base(np.arange(block * b, block * b + height))
+        turn = rotation[block % len(rotation)].T[g.rows[inside] % b, :height]
+        found[inside] = turn @ g.base(np.arange(block * b, block * b + height))
     return found - g.w
 
 

@@ -1,4 +1,4 @@
-"""Reference formulas of PEFT's tuners that transform coefficients or read the weight. Slow, plain, in float64."""
+"""Reference formulas of PEFT's tuners that transform coefficients or read the weight. Plain float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .floats import Array
 from .given import FormulaInput, Reference
 
 COMPUTED: Final = frozenset(f"db{n}" for n in range(1, 11))
-"""Daubechies' wavelets whose filters follow from their definition; those of longer ones lose digits on the way, and
-those of other families are tables here as in PyWavelets."""
+"""Daubechies' wavelets whose filters are computed from their definition. For longer ones that loses digits; their
+filters, and those of other families, are the tables of PyWavelets."""
 
 
 def _low_pass(moments: int) -> Array:
-    """Daubechies' rebuilding filter, from the zeros of its polynomial."""
+    """Return Daubechies' reconstruction filter from the zeros of its polynomial."""
     y = np.polynomial.Polynomial([comb(moments - 1 + k, k) for k in range(moments)]).roots().astype(complex)
-    zeros = [min(np.roots([1, 4 * one - 2, 1]), key=abs) for one in y]
+    zeros = [min(np.roots([1, 4 * zero - 2, 1]), key=abs) for zero in y]
     filled = np.real(np.poly([*zeros, *[-1.0] * moments]))
     return np.asarray(filled * np.sqrt(2) / filled.sum())
 
@@ -34,7 +34,7 @@ def _synthesis(taps: Array, count: int) -> Array:
 
 
 def waveft(g: FormulaInput) -> Array:
-    """Few coefficients, taken as they are or as the four bands of a wavelet transform."""
+    """Return a matrix of few coefficients, or the inverse wavelet transform of its four bands."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
     values = g["spectrum"].reshape(-1) * g.numbers["scale"]
     if not g.settings["transform"]:
@@ -55,7 +55,7 @@ def waveft(g: FormulaInput) -> Array:
 
 
 def _activation(name: str, x: Array) -> Array:
-    """By their definitions; no error function of numpy's, so GELU goes through the standard library's."""
+    """Return an activation by its definition; numpy has no error function, so GELU uses the standard library's."""
     from math import erf, pi, sqrt
 
     logistic = 1 / (1 + np.exp(-x))
@@ -70,7 +70,7 @@ def _activation(name: str, x: Array) -> Array:
 
 
 def peanut(g: FormulaInput) -> Array:
-    """Return the columns of the weight through a small network with mirrored shortcuts."""
+    """Return the output of a small network with mirrored shortcuts, whose input is the weight's columns."""
     name, depth = str(g.settings["activation"]), int(g.settings["depth"])
     states = [_activation(name, g["down"] @ g.all_w)]
     for i in range(depth):
@@ -82,7 +82,7 @@ def peanut(g: FormulaInput) -> Array:
 
 
 def unilora(g: FormulaInput) -> Array:
-    """Return both factors looked up in one vector."""
+    """Return the product of two factors whose entries are entries of one vector."""
     theta = g["bank"].reshape(-1)
     up = theta[g.places("up_choice", len(theta))[g.rows]] * g.some("up_weight")
     return np.asarray(up @ (theta[g.places("down_choice", len(theta))] * g["down_weight"]))
