@@ -171,7 +171,10 @@ def check_room() -> None:
         import resource
     except ImportError:  # Windows has no such limit
         return
-    if sys.platform == "win32" or (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) == resource.RLIM_INFINITY:
+    if sys.platform == "win32":
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
         return
     found = PathFinder.find_spec("torch")
     folders = (found and found.submodule_search_locations) or ()
