@@ -77,7 +77,7 @@ def test_what_is_rebuilt_is_said(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("layer", "rank", "why"), [("wide", 6, "not the singular vectors"), ("square", 24, "equally far")]
+    ("layer", "rank", "why"), [("wide", 6, "not the singular vectors"), ("square", 24, "the same distance")]
 )
 def test_groups_of_rows_that_this_base_does_not_give_are_refused(
     layer: str, rank: int, why: str, tmp_path: Path

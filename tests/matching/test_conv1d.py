@@ -130,7 +130,7 @@ def test_a_flag_in_an_unknown_model_is_refused_until_the_user_says_it(*, said: b
 
 def test_a_setting_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
     trained(Layers(a=("l", 24, 16)), METHODS["lora"](["a"]), tmp_path)
-    with pytest.raises(lora_merge.MergeError, match="no module of the adapters asks for"):
+    with pytest.raises(lora_merge.MergeError, match="no module of the adapters uses"):
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "o", setting={"fan_in_fan_out": True})
 
 

@@ -463,8 +463,8 @@ def test_the_first_level_of_another_kind_of_model_is_none(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("slot", "said"),
     [
-        ("lora_magnitude_vector.weight", "without DoRA"),
-        ("lora_magnitude_vector", "without DoRA"),
+        ("lora_magnitude_vector.weight", "turns DoRA off"),
+        ("lora_magnitude_vector", "turns DoRA off"),
         ("alpha", "another scale"),
     ],
 )
