@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +86,20 @@ class Nursery:
         """Its exit code, negative for a signal."""
         print(json.dumps({"wait": pid}), file=self.to, flush=True)
         return int(self.back.readline())
+
+    @staticmethod
+    @contextmanager
+    def gate(pid: int, folder: Path, log: Callable[[], str]) -> Iterator[None]:
+        """Wait until the child is at its gate, a fault of the shim, and let it go on after the block."""
+        gate = folder.parent / "waiting"
+        while not gate.exists():
+            assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX", log()
+            time.sleep(0.005)
+        try:
+            yield
+            assert gate.exists(), "it went on"
+        finally:
+            gate.unlink(missing_ok=True)
 
     @staticmethod
     def stopped(pid: int, log: Callable[[], str]) -> None:

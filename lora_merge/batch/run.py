@@ -12,7 +12,7 @@ from typing import Any
 
 from ..disk.destination import protect
 from ..disk.locks import sweep
-from ..disk.publish import remove_stale
+from ..disk.temporary import remove_stale
 from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..options import shown, switch

@@ -1,8 +1,7 @@
 """Publishes an output: a temporary file or folder beside the target is written, synced and renamed.
 
-So the output is complete, or it is not there. A temporary file is called `.<name>.<12 hex digits>.lora-merge.part`.
-Each run holds an advisory lock on its temporary file: the next run removes the unlocked ones, which killed runs left,
-and keeps the locked ones.
+So the output is complete, or it is not there. Runs that publish into one folder take turns (`_turn`). Without that,
+a run whose last flush fails would take back its rename, and with it the output that another run has published since.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
-import secrets
-import shutil
 import stat
 import sys
 import time
@@ -24,17 +20,17 @@ from typing import Final
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, uninterrupted
 from .destination import check_output, failures
-from .system import CAN_LOCK, CAN_OPEN_FOLDERS, lock_now, path_of
-
-PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
-NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
-SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
+from .system import CAN_LOCK, CAN_OPEN_FOLDERS
+from .temporary import create, moved, remove, sibling, sweep, try_lock
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Errors of the disk itself. Any other error means that the file system does not support the call."""
 
-_swept: dict[Path, float] = {}
-"""Folder → time of its last search."""
+PATIENCE: Final = 120.0
+"""Seconds that a run waits for its turn. A turn takes two flushes of a folder; only a stopped process holds it long."""
+
+POLL: Final = 0.01  # seconds between two attempts to take the turn
+TRIES: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
 
 _unsynced: set[Path] = set()
 """Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
@@ -56,32 +52,63 @@ def replacing(
     """
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
+    old: Path | None = None
     made: list[Path] = []
     try:
         with failures(target):
-            with uninterrupted():
-                make_parents(target.parent, made)
-            _sweep(target.parent)
-            with uninterrupted():
-                part, lock = _create(target, folder=folder)
+            for left in range(TRIES)[::-1]:
+                with uninterrupted():
+                    make_parents(target.parent, made)
+                sweep(target.parent)
+                try:
+                    with uninterrupted():
+                        part, lock = create(target, folder=folder)
+                    break
+                except FileNotFoundError:
+                    if not left:
+                        raise
         yield part
         with failures(target):
             _sync(part)
-            if overwrite:  # other programs may have written there meanwhile
-                check_output(target, overwrite=True, folder=folder, contents=contents)
-            _sync_parents(target.parent)
-            sync_folder(target.parent)  # a failing disk shows here, before the rename
-            begin_commit()
-            _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
-            done = True
+            with _turn(target.parent):
+                if overwrite:  # other programs may have written there meanwhile
+                    check_output(target, overwrite=True, folder=folder, contents=contents)
+                _sync_parents(target.parent)
+                sync_folder(target.parent)  # a failing disk shows here, before the rename
+                begin_commit()
+                old = _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
+                done = True
+        if old is not None:
+            remove(old)
     finally:
         if part != target:
-            _remove(part if os.path.lexists(part) else _moved(lock, part))
+            remove(part if os.path.lexists(part) else moved(lock, part))
         if lock >= 0:
             with suppress(OSError):
                 os.close(lock)
         if not done:
             _unmake(made)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Let one run at a time give outputs of this folder their names, where the file system can lock folders.
+
+    Raises UsageError if another run does not end its turn.
+    """
+    fd = os.open(folder, os.O_RDONLY) if CAN_LOCK and CAN_OPEN_FOLDERS else -1
+    try:
+        end = time.monotonic() + PATIENCE
+        while fd >= 0 and try_lock(fd) is False:
+            if time.monotonic() > end:
+                raise UsageError("another run is giving an output its name and does not finish", str(folder),
+                                 "let that run continue or end it, then run again")  # fmt: skip
+            time.sleep(POLL)
+        yield
+    finally:
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def make_parents(folder: Path, made: list[Path]) -> None:
@@ -103,92 +130,6 @@ def _unmake(folders: Sequence[Path]) -> None:
     for path in reversed(folders):
         with suppress(OSError):  # another program put a file there meanwhile
             path.rmdir()
-
-
-def _create(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """Make a locked temporary file or folder; return its path and the descriptor with the lock, -1 without locks."""
-    while True:
-        part = _sibling(target)
-        if folder:
-            part.mkdir()
-        else:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                os.close(fd)
-            except OSError:
-                _remove(part)
-                raise
-        if not CAN_LOCK:
-            return part, -1
-        try:
-            lock = os.open(part, os.O_RDONLY)
-            if try_lock(lock) is not False and os.fstat(lock).st_nlink:
-                return part, lock
-            os.close(lock)  # another run removed it before it was locked
-        except FileNotFoundError:
-            continue
-        except OSError:
-            _remove(part)
-            raise
-
-
-def _sibling(target: Path) -> Path:
-    """Return a new temporary name beside the target."""
-    end = f".{secrets.token_hex(6)}.lora-merge.part"
-    room = NAME_LIMIT - len(end) - 1
-    return target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
-
-
-def _moved(fd: int, part: Path) -> Path:
-    """Return the path of the open temporary file after its folder was moved; `part` if the system cannot say."""
-    now = path_of(fd)
-    return now if now is not None and now.name == part.name else part
-
-
-def try_lock(fd: int) -> bool | None:
-    """Try to take the lock; return whether this process has it now, None where the file system has no locks."""
-    if not CAN_LOCK:
-        return None
-    try:
-        lock_now(fd)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _sweep(folder: Path) -> None:
-    """Call `remove_stale` at most every `SWEEPS` seconds: a batch may write thousands of outputs to one folder."""
-    if time.monotonic() >= _swept.get(folder, -SWEEPS) + SWEEPS:
-        remove_stale(folder)
-        _swept[folder] = time.monotonic()
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove the temporary files of killed runs in this folder. Files that are locked or cannot be opened stay."""
-    for path in folder.iterdir():
-        if not PART.fullmatch(path.name):
-            continue
-        with suppress(OSError):
-            if path.is_symlink():  # a link that an output folder replaced
-                _remove(path)
-                continue
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-            try:
-                if try_lock(fd):
-                    _remove(path)
-            finally:
-                os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder if possible. A failure is no error: the next run tries again."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _sync(part: Path) -> None:
@@ -219,11 +160,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> None:
+def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Path | None:
     """Rename `part` to `target` and sync the folder. Without `overwrite`, raise if `target` exists by now.
 
-    If that sync fails, the rename is undone and the old output has its name again. Where the file system can neither
-    swap nor link names, the old file is lost at that point, and the new one stays.
+    Returns the new name of the old output, which the caller removes, or None. If that sync fails, the
+    rename is undone and the old output has its name again. Where the file system can neither swap nor link names, the
+    old file is lost at that point, and the new one stays.
     """
     if overwrite and target.exists():
         _keep_modes(target, part)
@@ -244,15 +186,14 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> No
         elif old is not None and os.path.lexists(old):
             _undo(old, target, part)
         raise
-    if old is not None:
-        _remove(old)
+    return old
 
 
 def _swap_file(part: Path, target: Path) -> Path | None:
     """Rename the file over the old one; return the new name of the old file, None where it could not be kept."""
     if _exchange(part, target):
         return part
-    old = _sibling(target)
+    old = sibling(target)
     try:
         os.link(target, old, follow_symlinks=False)
     except (OSError, NotImplementedError):
@@ -261,7 +202,7 @@ def _swap_file(part: Path, target: Path) -> Path | None:
     try:
         part.replace(target)
     except OSError:
-        _remove(old)
+        remove(old)
         raise
     return old
 
@@ -300,7 +241,7 @@ def _publish_new(part: Path, target: Path) -> None:
             raise _appeared(target) from e
         part.rename(target)
     else:
-        _remove(part)
+        remove(part)
 
 
 def _keep_modes(old: Path, new: Path) -> None:

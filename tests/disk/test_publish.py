@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.disk import publish
+from lora_merge.disk import publish, temporary
 from lora_merge.disk.locks import claimed
 from lora_merge.errors import MergeError
 
@@ -197,7 +197,7 @@ def test_no_file_stays_open(tmp_path: Path, *, folder: bool) -> None:
     for n in range(5):
         stale = tmp_path / f".out.{n:012x}.{PART}"
         stale.mkdir() if folder else stale.touch()
-    publish.remove_stale(tmp_path)
+    temporary.remove_stale(tmp_path)
     put(target, "another", folder=folder)
     with pytest.raises(RuntimeError), publish.replacing(target, overwrite=True, folder=folder, contents=["weights"]):
         raise RuntimeError

@@ -1,6 +1,7 @@
 /* Loaded in front of the C library: makes the n-th call of one kind fail, fall short, or stop or kill the process.
  * Only calls on files whose path contains the pattern count. fault_set() arms it; each fault happens once, but for
- * "short", which halves every call. */
+ * "short", which halves every call. "stop" waits for SIGCONT, which shells and terminals send as well; "gate" makes
+ * the file ../waiting and waits until it is gone, whatever signals come. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -41,6 +42,11 @@ static int hit_fd(const char *call, int fd) {
 static int happen(void) {
     if (!strcmp(kind, "kill")) raise(SIGKILL);
     if (!strcmp(kind, "stop")) { raise(SIGSTOP); return 0; }
+    if (!strcmp(kind, "gate")) {
+        close(creat("../waiting", 0600));
+        while (!access("../waiting", F_OK)) usleep(1000);
+        return 0;
+    }
     if (!strcmp(kind, "short")) return 0;
     errno = !strcmp(kind, "ENOSPC") ? ENOSPC : !strcmp(kind, "EDQUOT") ? EDQUOT : EIO;
     return 1;

@@ -142,20 +142,18 @@ def test_an_input_that_was_touched_but_has_its_bytes(
 def test_two_merges_into_one_output(scene: Scene) -> None:
     """With --overwrite both succeed; without it the second says that the output appeared."""
     scene.reset()
-    first = scene.start(**scene.armed("fsync", 0, "stop"))
-    scene.stopped(first)
-    assert scene.run() == 0, scene.log()
-    assert len(scene.strays()) == 1, "the live run's file was taken for a stale one"
-    scene.check(finished=True)
-    send(first, signal.SIGCONT)
+    first = scene.start(**scene.armed("fsync", 0, "gate"))
+    with scene.nursery.gate(first, scene.folder, scene.log):
+        assert scene.run() == 0, scene.log()
+        assert len(scene.strays()) == 1, "the live run's file was taken for a stale one"
+        scene.check(finished=True)
     assert scene.nursery.wait(first) == 0, scene.log()
     scene.check(finished=True)
     scene.out.unlink()
     argv = [a for a in scene.argv() if a != "--overwrite"]
-    first = scene.start(argv=argv, **scene.armed("fsync", 0, "stop"))
-    scene.stopped(first)
-    assert scene.run(argv=argv) == 0, scene.log()
-    send(first, signal.SIGCONT)
+    first = scene.start(argv=argv, **scene.armed("fsync", 0, "gate"))
+    with scene.nursery.gate(first, scene.folder, scene.log):
+        assert scene.run(argv=argv) == 0, scene.log()
     assert scene.nursery.wait(first) == 2, scene.log()
     scene.check(finished=True)
     assert scene.strays() == []

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ..conftest import Nursery
 from ..support import sha
-from .conftest import PART, send
+from .conftest import PART
 
 
 @dataclass
@@ -91,14 +91,16 @@ def test_a_folder_is_the_old_one_or_the_new_one(model: Model, call: str, at: int
         assert model.strays() == []
 
 
+@pytest.mark.parametrize("at", [("fsync", 0), ("pwrite", 1), ("fsync", 3)])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_two_merges_into_one_folder(model: Model, more: tuple[str, ...]) -> None:
+def test_two_merges_into_one_folder(model: Model, more: tuple[str, ...], at: tuple[str, int]) -> None:
+    """The first waits at a gate while the second runs, so the first is the last to give the output its name."""
     model.reset()
-    first = model.start(0.5, *more, fault=("fsync", 0, "stop", PART))
-    model.nursery.stopped(first, model.log)
-    assert model.run(1.0, *more) == 0, model.log()
-    assert model.out() == model.new
-    send(first, signal.SIGCONT)
+    first = model.start(0.5, *more, fault=(*at, "gate", PART))
+    with model.nursery.gate(first, model.folder, model.log):
+        assert model.run(1.0, *more) == 0, model.log()
+        assert len(model.strays()) == 1, "the live run's folder was taken for a stale one"
+        assert model.out() == model.new
     assert model.nursery.wait(first) == (0 if more else 2), model.log()
     assert model.out() == (model.old if more else model.new)
     assert model.strays() == []

@@ -216,7 +216,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "moment",
-    ['then(lora_merge.disk.publish, "_remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
+    ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.main, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupted_after_it_has_its_name(scene: Scene, moment: str) -> None:
@@ -236,7 +236,7 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
     folder = scene.folder.parent / f"batch-{together}"
     folder.mkdir()
     (folder / "jobs.yaml").write_text(f"version: 1\njobs: [{', '.join(jobs)}]\n")
-    code = at('then(lora_merge.disk.publish, "_remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
+    code = at('then(lora_merge.disk.publish, "remove")', scene, ["batch", str(folder / "jobs.yaml"), "-q"])
     assert code == 128 + signal.SIGTERM, scene.log()
     assert {p.name for p in folder.iterdir()} == {"jobs.yaml", "x"}
 
@@ -246,7 +246,7 @@ def test_a_batch_interrupted_after_one_has_its_name_makes_no_more(scene: Scene, 
     [
         'then(Path, "mkdir")',
         'then(lora_merge.disk.publish, "make_parents")',
-        'then(lora_merge.disk.publish, "_create")',
+        'then(lora_merge.disk.publish, "create")',
     ],
 )
 def test_interrupted_while_the_place_is_made(scene: Scene, moment: str) -> None:

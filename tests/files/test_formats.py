@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize, safe_open
 
-from lora_merge.disk import publish
+from lora_merge.disk import publish, temporary
 from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
 from lora_merge.dtypes import ITEM_BITS, bytes_of
@@ -328,13 +328,13 @@ def test_of_many_runs_that_write_one_output_exactly_one_wins(tmp_path: Path, chi
 def test_a_folder_is_not_searched_for_every_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix may put 75 000 outputs into one folder: looking at all of them for each would take an hour."""
     looked: list[Path] = []
-    monkeypatch.setattr(publish, "SWEEPS", 3600.0)
-    monkeypatch.setattr(publish, "remove_stale", looked.append)
+    monkeypatch.setattr(temporary, "SWEEPS", 3600.0)
+    monkeypatch.setattr(temporary, "remove_stale", looked.append)
     for n in range(3):
         with publish.replacing(tmp_path / f"{n}") as part:
             part.write_bytes(b"x")
     assert looked == [tmp_path]
-    monkeypatch.setattr(publish, "SWEEPS", 0.0)
+    monkeypatch.setattr(temporary, "SWEEPS", 0.0)
     with publish.replacing(tmp_path / "last"):
         pass
     assert looked == [tmp_path] * 2
