@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -25,8 +26,18 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 
 
 def _same(slot: str, one: StoredTensor, other: StoredTensor, values: Values) -> bool:
-    """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte."""
+    """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte.
+
+    Magnitudes are equal if they also lie along the same axis, [out] and [out, 1] for example.
+    """
     if prod(one.shape) == prod(other.shape) == 1:
         return values.numbers(one) == values.numbers(other)
-    has_axis = [info.name.endswith(dora.SHAPED) for info in (one, other)]
-    return values.same(one, other) and (slot != "magnitude" or len(set(has_axis)) == 1)
+    if slot != "magnitude":
+        return values.same(one, other)
+    flat = [replace(info, shape=(prod(info.shape),)) for info in (one, other)]
+    return _is_of_inputs(one) == _is_of_inputs(other) and values.same(*flat)
+
+
+def _is_of_inputs(info: StoredTensor) -> bool:
+    """Return whether a magnitude lies along the input axis; see algorithms/dora.py."""
+    return info.name.endswith(dora.SHAPED) and len(info.shape) > 1 and info.shape[0] != prod(info.shape)

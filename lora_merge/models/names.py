@@ -50,7 +50,7 @@ UNKNOWN: Final = "unknown"
 REWRITES: Final = (
     (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
     (re.compile(rf"(?:(?<=_)|^)(?:{TRAINING}|module|base_layer)_"), ""),
-    (re.compile(r"[._]base_layer$"), ""),
+    (re.compile(rf"[._](?:{TRAINING}|module|base_layer)$"), ""),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),

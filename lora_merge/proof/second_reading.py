@@ -8,7 +8,7 @@ that the second reading does not know are counted and named.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isclose, nan
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..disk.reader import Reader
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..job import Job
-from ..matching.patch import Match, PatchPart
+from ..matching.patch import COPY, Match, PatchPart
 from ..planning.plan import OutputTensor, Plan
 from ..text import quoted
 from .findings import NAMED, REPORT
@@ -74,7 +74,11 @@ def compare(
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         numbers = Numbers(index.config, index.metadata, dict(job.setting), number, index.tensors)
+        own = [p for (at, _), p in planned.items() if at == n]
+        copies = {name for name, why in matched.unused.items() if why == COPY}
         for claim in claims(index.tensors, numbers, seen, partial(strength, ref.strength, ref.parts)):
+            if copies.issuperset(claim.tensors.values()):
+                claim = _of_original(claim, own)
             found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
             _compare(claim, list(found.values()), ref.path)
             known.update(found)
@@ -97,6 +101,20 @@ def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Plann
             for info in module.slots.values():
                 found[number, info.name] = planned  # the last module, for a tensor that several share
     return found
+
+
+def _of_original(claim: Claim, planned: Sequence[_Planned]) -> Claim:
+    """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
+
+    They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
+    tensors (account.py) compares the bytes of both.
+    """
+    for module in planned:
+        slots = {slot: info.name for slot, info in module.uses[0][1].patch.module.slots.items()}
+        if dict(_spans(module.uses)).keys() == claim.spans.keys() and {*claim.tensors, *claim.shared} == {*slots}:
+            tensors, shared = ({slot: slots[slot] for slot in part} for part in (claim.tensors, claim.shared))
+            return replace(claim, tensors=tensors, shared=shared)
+    return claim
 
 
 def _compare(claim: Claim, planned: Sequence[_Planned], path: Path) -> None:

@@ -59,13 +59,28 @@ def test_different_values_are_refused_in_either_order(pair: tuple[str, str]) -> 
         assert all(f"{X}{ending}" in str(caught.value) for ending in pair)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if ".dora_scale" not in pair], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_equal_values_count_once(pair: tuple[str, str]) -> None:
-    """Not for `.dora_scale`: it tells its axis by its shape, which the others do not."""
     one, two = ({f"{X}{ending}": values(ending, 2)} for ending in pair)
     alone = merged(factors() | one)
     assert torch.equal(merged(factors() | one | two), alone)
     assert torch.equal(merged(factors() | two | one), alone)
+
+
+@pytest.mark.parametrize(("shape", "other", "equal"), [
+    ((8, 1), (8,), True), ((8,), (8, 1), True), ((8, 1), (1, 8, 1, 1), True), ((1, 8), (8,), False), ((1, 8), (1, 8), False),
+])  # fmt: skip
+def test_equal_magnitudes_lie_along_one_axis(shape: tuple[int, ...], other: tuple[int, ...], *, equal: bool) -> None:
+    """The shape of `.dora_scale` tells its axis; `.magnitude` always lies along the output."""
+    square, scale = {f"{X}.weight": rand(8, 8)}, rand(8, seed=3).abs() + 1
+    pair = {f"{X}.lora_up.weight": rand(8, 2, seed=1), f"{X}.lora_down.weight": rand(2, 8, seed=2)}
+    both = pair | {f"{X}.dora_scale": scale.reshape(shape), f"{X}.magnitude": scale.reshape(other)}
+    if equal:
+        alone = lora_merge.merge_state_dict(square, pair | {f"{X}.magnitude": scale})
+        assert torch.equal(lora_merge.merge_state_dict(square, both)[f"{X}.weight"], alone[f"{X}.weight"])
+        return
+    with pytest.raises(lora_merge.MergeError, match="not equal"):
+        lora_merge.merge_state_dict(square, both)
 
 
 def test_equal_values_are_noted(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ BASE = {f"{name}.weight": rand(8, 8, seed=n) for n, name in enumerate(("m.a", "m
 
 def pair(module: str, seed: int = 5) -> Tensors:
     return {f"{module}.lora_up.weight": rand(8, 2, seed=seed), f"{module}.lora_down.weight": rand(2, 8, seed=seed + 1)}
+
+
+def peft_pair(module: str, seed: int) -> Tensors:
+    return {f"{module}.lora_B.weight": rand(8, 2, seed=seed), f"{module}.lora_A.weight": rand(2, 8, seed=seed + 1)}
 
 
 def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any) -> Mapping[str, Any]:
@@ -59,6 +64,23 @@ def test_what_changes_nothing_is_named_with_its_reason(tmp_path: Path) -> None:
     adapter |= {k.replace("m.a", "diffusion_model.m.a"): v.clone() for k, v in pair("m.a").items()}
     found = merged(tmp_path, adapter, unmatched="skip", strength_for=[("re:^m.b", 0.0)])
     assert (found["tensors"], found["used"], found["unused"]) == (9, 2, 7)
+
+
+STEMS = ("m.a", "m.a.default", "m.a._orig_mod", "lycoris_m_a", "base_model.model.m.a.default")
+
+
+@pytest.mark.parametrize(
+    ("stems", "equal"), [*((pair, True) for pair in combinations(STEMS, 2)), (STEMS[:2], False), (STEMS[2:4], False)]
+)
+def test_one_module_under_two_names(tmp_path: Path, stems: tuple[str, str], *, equal: bool) -> None:
+    """Equal copies are applied once, whichever of the names the second reading knows; others are refused."""
+    one, two = peft_pair(stems[0], 1), peft_pair(stems[1], 1 if equal else 2)
+    if equal:
+        assert merged(tmp_path, one | two)["unused"] == 2
+        return
+    with pytest.raises(lora_merge.MergeError) as caught:
+        merged(tmp_path, one | two)
+    assert caught.value.exit_code == 3
 
 
 def test_an_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
