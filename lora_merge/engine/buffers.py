@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
+from ..disk.spool import PartBytes
 from .windows import Change, Window
 
 Item = TypeVar("Item")
@@ -45,16 +46,17 @@ class WindowBuffers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of folding that are too large for their dtype."""
+    """Results of folding that the window does not carry: numbers too large for their dtype, parts beside codes."""
 
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
     largest: Mapping[str, float] = field(default_factory=dict)  # tensor → largest magnitude, too large for its scale
+    parts: tuple[PartBytes, ...] = ()
 
     def __add__(self, other: Outcome) -> Outcome:
         largest = dict(self.largest)
         for name, magnitude in other.largest.items():
             largest[name] = max(magnitude, largest.get(name, 0.0))
-        return Outcome(self.cut + other.cut, largest)
+        return Outcome(self.cut + other.cut, largest, self.parts + other.parts)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
-from ..disk.files import Memory
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, ShapeMismatch, device_full
-from ..files.codecs.base import Packing
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
@@ -28,7 +26,6 @@ from .patch_tensors import PatchTensors
 from .placement import (
     DeviceStream,
     Placement,
-    beyond,
     finite,
     host,
     land,
@@ -37,7 +34,7 @@ from .placement import (
     stage,
     sum_too_large,
 )
-from .tensors import decoded, encoded, stored_numbers
+from .tensors import decoded, recode, stored_numbers
 from .torch_state import exact_products
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
@@ -48,8 +45,8 @@ class Item:
     """A block with its stored base values and the tensor for its result, both on the host."""
 
     block: Block
-    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows
-    into: Tensor  # [rows, cols], output dtype
+    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
+    into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,9 @@ class BlockMerger:
             if not short:
                 raise
         else:
-            return Outcome() if merged is None else self._cut(group, merged)
+            if merged is None:
+                return Outcome()
+            return self._cut(group, merged) if group[0].block.target.packed is None else self._recoded(group, merged)
         self._relieve()  # outside `except`: frames of an exception in hand keep their tensors
         return short
 
@@ -153,32 +152,34 @@ class BlockMerger:
         merged = RULES[blocks[0].target.method.name](base, stacks)
         if merged is base and _in_place(group, at):
             return merged if odd(merged) else None
-        return None if land(self._encoded(group, merged), [i.into for i in group], lane) else merged
-
-    def _encoded(self, group: Sequence[Item], merged: Tensor) -> Tensor:
-        """Return merged blocks as stored numbers that are not yet rounded to their dtype."""
-        blocks = [i.block for i in group]
-        if blocks[0].target.packed is None:
+        if blocks[0].target.packed is not None:
             return merged
-        rows = zip(merged.unbind(), blocks, strict=True)
-        return torch.stack([encoded(v, b.target.packing, b.first, self.tensors.fetch) for v, b in rows])
+        return None if land(merged, [i.into for i in group], lane) else merged
+
+    def _recoded(self, group: Sequence[Item], merged: Tensor) -> Outcome:
+        """Store merged blocks that are not plain numbers."""
+        outcome = Outcome()
+        for item, values in zip(group, merged.unbind(), strict=True):
+            target, own = item.block.target, host(values)
+            if odd(own) and self._overflown(item, values):
+                raise sum_too_large(target.name, values.dtype)
+            parts = recode(target, item.block.stored[0], own, (item.base, item.into), self.tensors.fetch)
+            if parts is None:
+                outcome += Outcome(largest={target.name: float(own[finite(own)].abs().max())})
+            else:
+                outcome += Outcome(parts=parts)
+        return outcome
 
     def _cut(self, group: Sequence[Item], merged: Tensor) -> Outcome:
         """Write the numbers again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
         finite numbers is not finite."""
         found: Counter[str] = Counter()
-        largest: dict[str, float] = {}
         for item, values in zip(group, merged.unbind(), strict=True):
-            name, packing = item.block.target.name, item.block.target.packing
+            name = item.block.target.name
             if self._overflown(item, values):
                 raise sum_too_large(name, values.dtype)
-            numbers = host(encoded(values, packing, item.block.first, self.tensors.fetch))
-            if packing.encoding.codec.refit is not None and beyond(numbers, item.into.dtype).any():
-                own = host(values)
-                largest[name] = max(largest.get(name, 0.0), float(own[finite(own)].abs().max()))
-            else:
-                found[name] += settle(name, numbers, item.into, saturate=self.saturate)
-        return Outcome(+found, largest)
+            found[name] += settle(name, host(values), item.into, saturate=self.saturate)
+        return Outcome(+found)
 
     def _overflown(self, item: Item, values: Tensor) -> bool:
         """Return whether a sum is NaN or infinite where the base is finite.
@@ -189,13 +190,19 @@ class BlockMerger:
         finite_sums = finite(values)
         if finite_sums.all() or not all(finite(self.tensors.whole(key)).all() for key in item.block.reads):
             return False
-        overwritten = item.base is item.into
-        base = stored_numbers(item.block, self.tensors.fetch) if overwritten else item.base
+        block, base = item.block, item.base
+        if base is item.into and block.target.packed is None:  # overwritten
+            base = stored_numbers(block.target.weight, *block.stored, self.tensors.fetch)
+            base = base.view(block.last - block.first, block.cols)
         finite_base = finite(self._base([replace(item, base=base)], HOST, DeviceStream(HOST))[0])
         return bool((finite_base & ~finite_sums).any())
 
     def _values(self, item: Item) -> Tensor:
-        return decoded(item.base, item.block.target.weight, item.block.first, self.tensors.fetch)
+        block, weight = item.block, item.block.target.weight
+        if weight.packed is None:
+            return item.base
+        found = decoded(item.base, weight, *block.stored, self.tensors.fetch)
+        return found.view(block.last - block.first, block.cols)
 
     def _lane(self) -> DeviceStream:
         """Return the calling thread's lane; lanes are distributed over the placements in turn."""
@@ -257,23 +264,11 @@ def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[lis
             yield same[first : first + n]
 
 
-def refitted(target: OutputTensor, largest: float) -> OutputTensor:
-    """Return the target with scales, held in memory, that fit a weight of this largest magnitude."""
-    encoding, sides, beside = target.packing
-    assert encoding.codec.refit is not None, "only weights with a scale outgrow it"
-    made = {
-        role: replace(sides[role], source=Memory.of(sides[role].file, memoryview(bytearray(raw))), offset=0)
-        for role, raw in encoding.codec.refit(encoding, largest).items()
-    }
-    return target._replace(packed=Packing(encoding, {**sides, **made}, beside))
-
-
-def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor]]:
-    """Yield every block of a refitted target with its stored numbers."""
-    shape = target.packing.encoding.stored_shape
+def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:
+    """Yield every block of a refitted target with its codes, as bytes, and its other parts."""
     for block in blocks(target):
-        base = stored_numbers(block, merger.tensors.fetch)
-        into = torch.empty(shape((block.last - block.first, block.cols)), dtype=base.dtype)
-        outcome = merger.fold([Item(block, base, into)])
-        assert not outcome.largest, "the new scale fits the weight"
-        yield block, into
+        base = stored_numbers(target.weight, *block.stored, merger.tensors.fetch)
+        codes = torch.empty_like(base)
+        outcome = merger.fold([Item(block, base, codes)])
+        assert not outcome.largest, "the new scale covers the weight"
+        yield block, codes, outcome

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ..disk.files import Memory
 from ..disk.reader import Reader
+from ..disk.spool import Spool
 from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import Outcome, WindowTask
 from .devices import one_core, places, release, threads
-from .fold_blocks import BlockMerger, Item, made_again, refitted, settled
+from .fold_blocks import BlockMerger, Item, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
-from .tensors import TensorCache, decoded, encoded, packed
+from .tensors import TensorCache, decoded, new_parts, packed, raw, refitted
 from .windows import Change, Fold, Window
 
 
 class WindowMerger:
     """Merges the windows of plans of one layout and one placement; ResourceError if the device is missing."""
 
-    def __init__(self, plans: Sequence[Plan], reader: Reader) -> None:
+    def __init__(self, plans: Sequence[Plan], parts: Sequence[Path], reader: Reader) -> None:
+        """`parts`: the unfinished output of each plan, a file or a folder."""
         self.plans, job = plans, plans[0].job
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
@@ -35,6 +34,7 @@ class WindowMerger:
         self.blocks = BlockMerger.of(job, at, PatchTensors(self.cache.fetch, plans[0].weights), self.pool)
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
+        self.spools = [Spool(part.parent) for part in parts]
 
     def begin(self, task: WindowTask) -> None:
         """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
@@ -44,12 +44,12 @@ class WindowMerger:
             for low, high in _kept(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         for c in task.change.converts:
-            name, cols = c.target.name, max(c.target.matrix[1], 1)
-            shape = (c.count // cols, cols) if c.target.by_rows else (c.count,)
-            numbers = packed(base[c.source : c.source + c.source_bytes], c.target.weight.packing, shape)
-            values = decoded(numbers, c.target.weight, c.first // cols, self.cache.fetch)
-            values = encoded(values, c.target.packing, c.first // cols, self.cache.fetch)
-            into = packed(out[c.at : c.at + c.nbytes], c.target.packing, shape)
+            name, weight = c.target.name, c.target.weight
+            numbers = packed(
+                base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,)
+            )
+            values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
+            into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
         kept = None if task.last else base_bytes  # the last task overwrites the base values
@@ -58,12 +58,25 @@ class WindowMerger:
 
     def settle(self, task: WindowTask) -> None:
         """Wait for the blocks of a task."""
-        self.outcomes[task.plan] += Outcome(task.saturated) + settled(task.under_way)
+        found = settled(task.under_way)
+        self.spools[task.plan].put(found.parts)
+        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=())
 
-    def rescale(self, number: int, part: Path) -> None:
-        """Write weights of a plan's finished output again that are too large for their scales."""
-        _rescale(self.plans[number], part, self.blocks, self.outcomes[number].largest)
-        self.forget()
+    def complete(self, number: int, part: Path) -> None:
+        """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs."""
+        plan, spool = self.plans[number], self.spools[number]
+        homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
+        starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
+        spool.write(starts)
+        for name, magnitude in self.outcomes[number].largest.items():
+            path, old = homes[name]
+            target = refitted(old, magnitude, self.cache.fetch)
+            for block, codes, outcome in made_again(target, self.blocks):
+                amend(path, raw(codes), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
+                spool.put(outcome.parts)
+            spool.put([*new_parts(target)])
+            spool.write(starts)
+            self.forget()
 
     def forget(self) -> None:
         """Drop the adapters' tensors of this window, so that memory does not grow with the model."""
@@ -75,6 +88,8 @@ class WindowMerger:
         self.pool.shutdown()
         self.forget()
         release(self.blocks.at)
+        for spool in self.spools:
+            spool.close()
 
 
 def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
@@ -98,28 +113,9 @@ def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
     Without `base`, the base values lie in `out`, where the result overwrites them.
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
-    into = packed(out[f.at : f.at + f.nbytes], block.target.packing, shape)
+    into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)
     if base is None:
         return Item(block, into, into)
-    weight, raw = block.target.weight, base[f.source : f.source + f.source_bytes]
-    return Item(block, packed(raw, weight.packing, (block.stored[1],) if weight.padded else shape), into)
-
-
-def _rescale(plan: Plan, part: Path, merger: BlockMerger, largest: Mapping[str, float]) -> None:
-    """Write weights of a finished output again that are too large for their scale: name → largest magnitude.
-
-    A scale of a whole weight applies to all of its rows, and lies elsewhere in the file. Windows keep the base's scale,
-    as few weights outgrow it. The largest magnitude is known when all rows are merged: then such a weight gets a new
-    scale, and its bytes are written a second time.
-    """
-    homes = {t.name: (part / f.name if f.name else part, t) for f in plan.files for t in f.targets}
-    for name, magnitude in largest.items():
-        path, old = homes[name]
-        target = refitted(old, magnitude)
-        for block, numbers in made_again(target, merger):
-            raw: Any = numbers.view(torch.uint8).numpy()
-            amend(path, raw.tobytes(), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
-        for side in target.packing.sides.values():
-            if isinstance(side.source, Memory):
-                path, small = homes[side.name]
-                amend(path, bytes(side.source.content()), small.offset)
+    weight, data = block.target.weight, base[f.source : f.source + f.source_bytes]
+    held = (block.stored[1],) if weight.padded else shape
+    return Item(block, packed(data, weight.packing, weight.stored.dtype, held), into)

@@ -19,6 +19,7 @@ from ..adapters.peft.rules import rules
 from ..algorithms import ALGORITHMS, flat
 from ..disk.files import Memory, StoredTensor
 from ..disk.reader import Reader
+from ..disk.spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import InputError, TooLarge, UsageError
 from ..files.checkpoint import Index, open_checkpoint
@@ -37,12 +38,13 @@ from ..planning.make_plan import Inputs, check_stored, match, outputs
 from ..planning.plan import OutputTensor, weights
 from ..text import listed
 from .blocks import Block, BlockPart, blocks
+from .buffers import Outcome
 from .devices import place, places, release
 from .fold import change
-from .fold_blocks import BlockMerger, Item, made_again, refitted
+from .fold_blocks import BlockMerger, Item, made_again
 from .patch_tensors import PatchTensors
 from .placement import FILE_DTYPES, TORCH_DTYPES, DeviceStream, convert, finite, host, settle, stage
-from .tensors import TensorCache, decoded, encoded
+from .tensors import TensorCache, as_bytes, decoded, new_parts, refitted, stored_numbers
 from .torch_state import undisturbed
 from .windows import WINDOW_BYTES
 
@@ -82,7 +84,7 @@ def merge_state_dict(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", "merge_state_dict", "use `merge` for files")
-    base = _index("state dict", state_dict)
+    base = _index("state dict", state_dict).recognised()
     paths, files = _adapters(adapters)
     job = make_job("state dict", paths, "state dict", **options)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
@@ -97,15 +99,17 @@ def merge_state_dict(
         check_stored(found)
         matched = found.adapters
         tensors, saturated = PatchTensors(factors.fetch, weights(base, matched)), Counter[str]()
-        scales: dict[str, Tensor] = {}
+        parts: list[PartBytes] = []
         folder = BlockMerger.of(job, at, tensors)
         stack.callback(release, at)
         stack.callback(folder.leave)
         for some in _portions(target for _, target in outputs(job, base, matched)):
-            merged |= _merged(some, folder, saturated, scales)
+            made, more = _merged(some, folder, saturated)
+            merged |= made
+            parts += more
             factors.forget()
             tensors.kept.clear()
-        merged |= scales
+        _amend(merged, parts)
     if saturated:
         warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
                       f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
@@ -130,49 +134,56 @@ def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
 
 
 def _merged(
-    targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str], scales: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return name → output tensor on the CPU; adds to the counts of cut numbers, and to the scales that changed."""
-    merged, items = {}, []
+    targets: Sequence[OutputTensor], folder: BlockMerger, saturated: Counter[str]
+) -> tuple[dict[str, Tensor], tuple[PartBytes, ...]]:
+    """Return name → output tensor on the CPU, and what changes beside codes; adds to the counts of cut numbers."""
+    merged, items, fetch = {}, [], folder.tensors.fetch
 
-    def put(target: OutputTensor, first: int, numbers: Tensor, into: Tensor) -> None:
-        values = decoded(numbers, target.weight, first, folder.tensors.fetch)
-        values = encoded(values, target.packing, first, folder.tensors.fetch)
+    def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
+        values = decoded(numbers, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else numbers
         if not convert(values, into):
             saturated[target.name] += settle(target.name, values, into, saturate=folder.saturate)
 
     for target in targets:
-        base, padded = folder.tensors.fetch(target.source).reshape(-1), target.weight.padded
-        read, written = target.weight.packing.encoding, target.packing.encoding
+        padded, (name, dtype, shape) = target.weight.padded, target.in_file
         if target.copied:
-            merged[target.name] = base.view(target.source.shape)
+            merged[name] = fetch(replace(target.source, dtype=dtype, shape=shape))
             continue
-        out = torch.empty(written.stored_shape(target.shape), dtype=TORCH_DTYPES[written.dtype])
-        merged[target.name] = out
+        out = merged[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
         for block in blocks(target):
-            (first, count), shape = block.stored, (block.last - block.first, block.cols)
-            numbers = base.narrow(0, read.stored(first), read.stored(count))
-            numbers = numbers if padded else numbers.view(read.stored_shape(shape))
-            into = _rows(out, target, block)
+            numbers, into = stored_numbers(target.weight, *block.stored, fetch), _rows(out, target, block)
+            numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
             if block.slices or padded:
                 items.append(Item(block, numbers, into))
             else:
-                put(target, block.first, numbers, into)
+                put(target, block, numbers, into)
     outcome = folder.fold(items)
     saturated += outcome.cut
     for target in (t for t in targets if t.name in outcome.largest):
-        new = refitted(target, outcome.largest[target.name])
-        for block, numbers in made_again(new, folder):
-            _rows(merged[target.name], target, block).copy_(numbers)
-        scales.update({side.name: folder.tensors.fetch(side).clone() for side in new.packing.sides.values()})
-    return merged
+        new = refitted(target, outcome.largest[target.name], fetch)
+        for block, codes, again in made_again(new, folder):
+            _rows(merged[target.stored], target, block).copy_(codes)
+            outcome += Outcome(parts=again.parts)
+        outcome += Outcome(parts=tuple(new_parts(new)))
+    return merged, outcome.parts
+
+
+def _amend(merged: dict[str, Tensor], parts: Sequence[PartBytes]) -> None:
+    """Write new bytes of parts into copies of their tensors, which share memory with the input."""
+    for name in dict.fromkeys(part.name for part in parts):
+        merged[name] = merged[name].clone()
+    for name, first, data in parts:
+        into = as_bytes(merged[name])[first : first + len(data)]
+        into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
-    """Return the stored numbers of a block in an output tensor."""
-    encoding = target.packing.encoding
-    low, count = encoding.stored(block.first * block.cols), encoding.stored(block.elements)
-    return out.view(-1).narrow(0, low, count).view(encoding.stored_shape((block.last - block.first, block.cols)))
+    """Return the stored numbers of a block in an output tensor: [rows, cols], or codes as flat bytes."""
+    if target.packed is None:
+        return out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
+    size = target.packing.encoding.nbytes
+    low = size(block.first * block.cols)
+    return as_bytes(out)[low : low + size(block.elements)]
 
 
 def _index(name: str, tensors: Mapping[str, Tensor]) -> Index:

@@ -141,7 +141,7 @@ class Pipeline:
     def _make(self) -> WindowMerger:
         from .fold_window import WindowMerger
 
-        made = WindowMerger(self.plans, self.reader)
+        made = WindowMerger(self.plans, self.parts, self.reader)
         self.opened.callback(made.close)
         return made
 
@@ -209,7 +209,7 @@ class Pipeline:
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
         self._leave(number, len(plan.files) - 1)
-        self.merger.rescale(number, self.parts[number])
+        self.merger.complete(number, self.parts[number])
         self.headers[number] = tuple(headings(plan, self.digests.of(plan.inputs)))
         for n, header in enumerate(self.headers[number]):
             amend(self.writers[number, n].path, header)

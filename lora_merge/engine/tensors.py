@@ -3,8 +3,9 @@ tensors that many blocks use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, TypeAlias
@@ -12,13 +13,15 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ..disk.files import Source, StoredTensor
+from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
+from ..disk.spool import PartBytes
+from ..dtypes import ITEM_BYTES
 from ..errors import InputError
-from ..files.codecs.base import Packing
+from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
-from .blocks import Block
-from .placement import TORCH_DTYPES, Placement, odd, stage
+from ..planning.plan import OutputTensor
+from .placement import TORCH_DTYPES, Placement, host, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -32,11 +35,11 @@ class TensorCache:
 
     def __init__(self, reader: Reader, adapters: frozenset[Path]) -> None:
         self._reader, self._adapters = reader, adapters
-        self._kept: dict[tuple[Source, int, int], Tensor] = {}
+        self._kept: dict[tuple[Source, int, int, str], Tensor] = {}
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
-        key = (info.source, info.offset, info.nbytes)  # an empty tensor has the offset of the next one
+        key = (info.source, info.offset, info.nbytes, info.dtype)  # an empty tensor has the offset of the next one
         tensor = self._kept.get(key)
         if tensor is None:
             tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
@@ -80,23 +83,50 @@ class DeviceCache:
             self._numbers = 0
 
 
-def decoded(numbers: Tensor, weight: Weight, first: int, fetch: Fetch) -> Tensor:
-    """Return the values of a weight's rows from `first` on, from their stored numbers; they may share memory."""
-    encoding, sides, _ = weight.packing
-    return encoding.codec.decode(numbers, {role: fetch(info) for role, info in sides.items()}, first)
+def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
+    """Return the stored parts of `count` numbers of a weight from `first` on; `numbers` are the codes."""
+    found = {CODES: numbers}
+    for role, part in packing.parts.items():
+        info, (low, size) = part.info, part.span(first, count)
+        kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
+        shape = (size // ITEM_BYTES[kind],)
+        found[role] = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+    return found
 
 
-def stored_numbers(block: Block, fetch: Fetch) -> Tensor:
-    """Return the stored numbers of a block of a weight that is not padded, read from the base."""
-    (first, count), weight = block.stored, block.target.weight
-    size, offset = weight.packing.encoding.nbytes, weight.stored.offset
-    shape = weight.packing.encoding.stored_shape((block.last - block.first, block.cols))
-    return fetch(replace(weight.stored, shape=shape, offset=offset + size(first), nbytes=size(count)))
+def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
+    """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
+
+    Raises InputError for scales that are no scales.
+    """
+    encoding = weight.packing.encoding
+    if encoding.plain:
+        return numbers
+    try:
+        values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
+    except InvalidPart as e:
+        where = f"{weight.stored.file}: {weight.stored.name}"
+        raise InputError(f"a weight cannot be decoded: {e}", where, "download the model again") from e
+    return values.reshape(-1)
+
+
+def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
+    """Return the stored numbers of a part of a weight that is not padded, flat, read from the base: its codes as bytes
+    where they are not plain numbers."""
+    info, encoding = weight.stored, weight.packing.encoding
+    low = encoding.nbytes(first)
+    if encoding.plain:
+        return fetch(replace(info, shape=(count,), offset=info.offset + low, nbytes=encoding.nbytes(count)))
+    size = max(0, min(encoding.nbytes(count), info.nbytes - low)) if encoding.unit[1] else 0
+    return fetch(replace(info, dtype="U8", shape=(size,), offset=info.offset + low, nbytes=size))
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
     """Return all numbers of a weight; the padding is zeros."""
-    values = decoded(fetch(weight.stored), weight, 0, fetch)
+    count = prod(weight.shape)
+    if weight.packed is not None:
+        return decoded(stored_numbers(weight, 0, count, fetch), weight, 0, count, fetch).reshape(weight.shape)
+    values = fetch(weight.stored)
     if not weight.padded:
         return values
     padded = values.new_zeros(weight.shape)
@@ -113,12 +143,6 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     return torch.cat(parts)
 
 
-def encoded(values: Tensor, packing: Packing, first: int, fetch: Fetch) -> Tensor:
-    """Return a weight's rows from `first` on as stored numbers, not yet rounded to their dtype."""
-    encoding, sides, _ = packing
-    return encoding.codec.encode(values, {role: fetch(info) for role, info in sides.items()}, first)
-
-
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return the bytes as a tensor that shares them."""
     kind = TORCH_DTYPES[dtype]
@@ -127,9 +151,64 @@ def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
 
 
-def packed(raw: memoryview, packing: Packing, shape: tuple[int, ...]) -> Tensor:
-    """Return the stored numbers of a weight's rows of this shape as a tensor that shares the bytes."""
-    return view_bytes(raw, packing.encoding.dtype, packing.encoding.stored_shape(shape))
+def as_bytes(numbers: Tensor) -> Tensor:
+    """Return the bytes of a tensor, flat."""
+    return numbers.contiguous().reshape(-1).view(torch.uint8)
+
+
+def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return stored numbers as a tensor that shares the bytes: plain ones in this shape, codes as flat bytes."""
+    return view_bytes(raw, dtype, shape) if packing.encoding.plain else view_bytes(raw, "U8", (raw.nbytes,))
+
+
+def recode(
+    target: OutputTensor, first: int, values: Tensor, codes: tuple[Tensor, Tensor], fetch: Fetch
+) -> tuple[PartBytes, ...] | None:
+    """Write the codes of merged numbers from `first` on; return the bytes of the other parts that changed.
+
+    `codes`: those of the base, and the tensor for the new ones, both bytes; they may share memory. Returns None, and
+    writes nothing, where a part of the whole weight does not cover the numbers.
+    """
+    packing, count = target.packing, values.numel()
+    old = parts_of(codes[0], packing, first, count, fetch)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
+    if new is None:
+        return None
+    changed = []
+    for role, numbers in new.items():
+        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
+            part = packing.parts[role]
+            changed.append(PartBytes(part.info.name, part.span(first, count)[0], raw(numbers)))
+    codes[1].copy_(as_bytes(new[CODES]))
+    return tuple(changed)
+
+
+def raw(numbers: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    found: Any = as_bytes(numbers).numpy()
+    return bytes(found.tobytes())
+
+
+def refitted(target: OutputTensor, largest: float, fetch: Fetch) -> OutputTensor:
+    """Return the target with parts of the whole weight, held in memory, that cover this largest magnitude."""
+    encoding, _, parts, _ = target.packing
+    whole = {role: fetch(part.info) for role, part in parts.items() if not part.numbers}
+    made = {
+        role: replace(
+            parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(numbers)))), offset=0
+        )
+        for role, numbers in encoding.refit(whole, largest).items()
+    }
+    found = {role: part._replace(info=made.get(role, part.info)) for role, part in parts.items()}
+    return target._replace(packed=target.packing._replace(parts=found))
+
+
+def new_parts(target: OutputTensor) -> Iterator[PartBytes]:
+    """Yield the parts of a refitted target that are held in memory."""
+    for part in target.packing.parts.values():
+        if isinstance(part.info.source, Memory) and not part.numbers:
+            yield PartBytes(part.info.name, 0, bytes(part.info.source.content()))
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from ..disk.files import Source, StoredTensor
 from ..disk.pages import PAGE
 from ..errors import ResourceError
+from ..files.codecs.base import Encoding
 from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .blocks import Block, blocks
@@ -23,7 +25,6 @@ WINDOW_BYTES: Final = 32 * 2**20  # reaches full disk speed; larger windows meas
 SMALLEST_WINDOW: Final = 2**20
 SLOTS: Final = 4  # windows in memory: one is read, one hashed, one folded, one written
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
-WIDTH: Final = 768  # numbers that are whole units in every encoding
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Read:
 @dataclass(frozen=True)
 class Convert:
     """Unchanged elements that the output stores in another encoding: from offset `source` of the input buffer to offset
-    `at` of the output buffer. There are `count` of them from `first` on, in whole rows unless both encodings are plain.
+    `at` of the output buffer. There are `count` of them from `first` on.
     """
 
     target: OutputTensor
@@ -152,7 +153,13 @@ def _widening(plan: Plan) -> float:
     """Return the largest ratio of bytes read to bytes written of all tensors that are converted; at least 1."""
     made = (t for f in plan.files for t in f.targets if not t.copied)
     pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
-    return max([1.0, *(read.nbytes(WIDTH) / written.nbytes(WIDTH) for read, written in pairs)])
+    return max([1.0, *(_width(read) / _width(written) for read, written in pairs)])
+
+
+def _width(encoding: Encoding) -> float:
+    """Return the bytes of one number."""
+    numbers, size = encoding.unit
+    return size / numbers
 
 
 def layout_key(plan: Plan) -> tuple[Any, ...]:
@@ -216,11 +223,10 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[tuple[int, _
             count = min(step, target.nbytes - low)
             yield count, _Copied(target, low, count, untouched=True)
         return
-    rows, cols = target.matrix
-    whole = cols * target.row_group if target.by_rows else 1
+    total, whole = prod(target.matrix), target.group
     step = max(1, target.packing.encoding.count(limit // 4) // whole) * whole
-    for low in range(0, rows * cols, step):
-        count = min(step, rows * cols - low)
+    for low in range(0, total, step):
+        count = min(step, total - low)
         yield target.packing.encoding.nbytes(count), _Copied(target, low, count, untouched=False)
 
 

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..json_text import from_json
 from ..text import listed, quoted
 from .codecs.base import Packing
-from .codecs.recognise import Quantised, packed, quantised, together
+from .codecs.recognise import Quantised, quantised, recognised, together
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
 from .safetensors import parse_file
 
@@ -50,6 +50,8 @@ class Index:
     """Sub-folder → its checkpoint, for a pipeline; the names in `tensors` are then `<component>.<stored name>`."""
     notes: tuple[str, ...] = ()
     """Messages for the user: variants that are not used, entries that are not tensors …"""
+    packed: Mapping[str, Packing] = field(default_factory=dict, repr=False)
+    """Name → packing of the weights that are not stored as plain numbers."""
     unnamed: tuple[Path, ...] = ()
     """Shards of this model that its index does not name; they are copied and never changed."""
 
@@ -60,20 +62,10 @@ class Index:
             return together({name: part.quantised for name, part in self.components.items()})
         return quantised(self.tensors, self.metadata, self.config, self.packed)
 
-    @cached_property
-    def packed(self) -> Mapping[str, Packing]:
-        """Return name → packing of the weights that are not stored as plain numbers."""
-        if not self.components:
-            return packed(self.tensors, self.metadata)
-        return {
-            f"{name}.{key}": Packing(
-                packing.encoding,
-                {role: self.tensors[f"{name}.{info.name}"] for role, info in packing.sides.items()},
-                frozenset(f"{name}.{other}" for other in packing.beside),
-            )
-            for name, part in self.components.items()
-            for key, packing in part.packed.items()
-        }
+    def recognised(self) -> Index:
+        """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
+        tensors, packed = recognised(self.tensors, self.metadata, self.config)
+        return replace(self, tensors=tensors, packed=packed) if packed else self
 
 
 def open_checkpoint(path: Path) -> Index:
@@ -97,7 +89,7 @@ def _opened(path: Path) -> Index:
         found = next((w for w in weights_in(path.parent) if w.index == path), None)
         if found is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
-        return _nonempty(replace(_sharded(path.parent, found), path=path.parent))
+        return _nonempty(replace(_sharded(path.parent, found), path=path.parent).recognised())
     notes: tuple[str, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
@@ -108,7 +100,7 @@ def _opened(path: Path) -> Index:
     beside = configuration(path)
     if beside and not _is_called_trained(path):
         notes = (*notes, f"read with the {beside.name} beside it")
-    return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes))
+    return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes).recognised())
 
 
 def configuration(path: Path) -> Path | None:
@@ -179,7 +171,7 @@ def _folder(path: Path) -> Index:
     config = read_json(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
-    return replace(_component(path), config=config)
+    return replace(_component(path), config=config).recognised()
 
 
 def _component(path: Path) -> Index:
@@ -229,8 +221,20 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
         tuple(f for index in parts.values() for f in index.index_files),
         parts,
         tuple(f"{part}: {note}" for part, index in parts.items() for note in index.notes),
+        {
+            f"{part}.{key}": _inside(part, packing, tensors)
+            for part, index in parts.items()
+            for key, packing in index.packed.items()
+        },
         tuple(f for index in parts.values() for f in index.unnamed),
     )
+
+
+def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor]) -> Packing:
+    """Return how a weight of a pipeline's component is stored; `tensors` are those of the pipeline."""
+    found = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
+    parts = {role: part._replace(info=found[role] or part.info) for role, part in packing.parts.items()}
+    return packing._replace(parts=parts, beside=frozenset(f"{component}.{other}" for other in packing.beside))
 
 
 _KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}

@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..json_text import from_json
 from ..text import listed
 from .checkpoint import Index, json_value, read_json
+from .codecs.recognise import SECTIONS
 from .layouts import entries
 
 LEFT: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part|claim)")
@@ -39,6 +40,11 @@ PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embeddi
 
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
 """EMBEDDING, PATCHES, HEAD: tensors whose size config.json holds: rows = tokens, columns = channels, rows = labels."""
+
+ON_QUANTISATION: Final = frozenset((
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json", "quanto_qmap.json",
+))  # fmt: skip
+"""Files that only say how the weights are quantised."""
 
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
 """Tensor → its shape in the base, () if it was tied to another tensor there, and its shape in the output."""
@@ -212,9 +218,12 @@ def _indented(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
-    """Return a model's config.json with the new dtype and sizes of the weights; unchanged bytes if neither changed."""
-    if dtype not in CONFIG_DTYPES and not resized:
+def configured(content: bytes, dtype: str | None, resized: Resized, *, unpacked: bool = False) -> bytes:
+    """Return a model's config.json with the new dtype and sizes of the weights; unchanged bytes if neither changed.
+
+    `unpacked`: the weights were quantised and are plain numbers now, so nothing may say how they are quantised.
+    """
+    if dtype not in CONFIG_DTYPES and not resized and not unpacked:
         return content
     try:
         config = from_json(content)
@@ -222,6 +231,8 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
         return content
     if not isinstance(config, dict):
         return content
+    if unpacked:
+        _without_sections(config)
     for key in ("dtype", "torch_dtype"):
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
@@ -233,6 +244,13 @@ def configured(content: bytes, dtype: str | None, resized: Resized) -> bytes:
             if isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
                 text["tie_word_embeddings"] = False  # some models read it there too
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _without_sections(config: dict[str, Any]) -> None:
+    """Remove what says how the weights are quantised."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in SECTIONS:
+            part.pop(key, None)
 
 
 def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:

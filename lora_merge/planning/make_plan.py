@@ -19,7 +19,15 @@ from ..files.checkpoint import Index
 from ..files.codecs.plain import plain
 from ..files.codecs.recognise import METADATA
 from ..files.layout_check import layout
-from ..files.side_files import index_files, led_outside, other_tokenizers, output_name, side_files, stored_name
+from ..files.side_files import (
+    ON_QUANTISATION,
+    index_files,
+    led_outside,
+    other_tokenizers,
+    output_name,
+    side_files,
+    stored_name,
+)
 from ..job import Job
 from ..matching.conflicts import with_meetings
 from ..matching.context import AdapterContext
@@ -37,6 +45,8 @@ from ..text import listed
 from .cache import CheckpointCache
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import STALE, blanks, entries
+
+SMALL: Final = 64  # bytes of a part of a weight that is checked before the merge; larger ones are checked when read
 
 USUAL: Final = 4  # a larger strength is probably a mistake: :80 for :0.8
 
@@ -82,6 +92,8 @@ def make_plan(matched: Matched) -> Plan:
     check_stored(matched)
     files, indexes = _files(job, base, found)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
+    if base.packed and job.dtype != "keep":
+        sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
     notes = [f"not copied, because they hold other weights: {listed(left)}"] if left else []
     if led := led_outside(base.path, sides):
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
@@ -136,13 +148,17 @@ def check_stored(matched: Matched) -> None:
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
     with Reader([base] if decoded else []) as reader:
         values = FileValues(reader)
-        for key, (encoding, sides, _) in decoded.items():
+        for key, (encoding, _, parts, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
             if key in whole:
-                what = f"an adapter replaces a weight that is stored as {encoding.codec.name}"
+                what = f"an adapter replaces a weight that is stored as {encoding.name}"
                 raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
-            for role, side in sides.items():
-                if fault := encoding.codec.fault(role, values.numbers(side)):
+            if encoding.decode_only and job.dtype == "keep":
+                what = f"a changed weight cannot be stored as {encoding.name} again: {encoding.decode_only}"
+                raise InputError(what, where, "write --dtype bf16")
+            for role, part in parts.items():
+                small = not part.numbers and part.info.nbytes <= SMALL
+                if small and (fault := encoding.fault(role, values.numbers(part.info))):
                     raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
 
 
@@ -160,7 +176,7 @@ def _files(
         pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers requires this entry
         stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
         kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in stale}
-        rows = [(t.stored, t.dtype, t.packing.encoding.stored_shape(t.shape)) for t in targets]
+        rows = [t.in_file for t in targets]
         header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header)), kept))
@@ -194,14 +210,16 @@ def _target(
     job: Job, name: str, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]]
 ) -> OutputTensor:
     uses, method = tuple(all_uses.get(name, ())), METHODS[job.method]
-    dtype = DTYPES[job.dtype] if job.dtype != "keep" and info.dtype in FLOATS else info.dtype
-    if uses and dtype not in FLOATS:
+    floats = info.dtype in FLOATS or weight.packed is not None
+    dtype = DTYPES[job.dtype] if job.dtype != "keep" and floats else info.dtype
+    if uses and not floats:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else {}
     packed = weight.packed if job.dtype == "keep" else None
-    nbytes = (packed or plain(dtype)).encoding.nbytes(prod(weight.shape))
+    codes = packed.codes if packed is not None else None
+    nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others, packed)
 
 

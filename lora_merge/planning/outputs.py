@@ -41,7 +41,7 @@ def contents(plan: Plan) -> Contents:
         sides[name] = file
         if file.name == "config.json":
             resized = plan.resized(str(Path(name).parent))
-            sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized)
+            sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized, unpacked=plan.unpacked)
     return Contents(frozenset(f.name for f in plan.files), sides)
 
 
@@ -61,11 +61,12 @@ def misleading(plan: Plan, output: Path) -> list[str]:
             found.append(name)
         elif Path(name).name == "config.json":
             content = (plan.base.path / name).read_bytes()
-            resized = configured(content, None, plan.resized(str(Path(name).parent)))
+            resized = configured(content, None, plan.resized(str(Path(name).parent)), unpacked=plan.unpacked)
             texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))
-            found += [name] * any((*undone, *(k for k in KINDS if after.get(k) != now.get(k))))
+            left = (k in now for k in before.keys() - after.keys())
+            found += [name] * any((*undone, *left, *(k for k in KINDS if after.get(k) != now.get(k))))
     return found
 
 

@@ -64,14 +64,23 @@ class OutputTensor(NamedTuple):
         return not self.uses and not self.recoded
 
     @property
-    def by_rows(self) -> bool:
-        """Whether only whole rows can be decoded or encoded."""
-        return self.packed is not None or self.weight.packed is not None
+    def group(self) -> int:
+        """How many consecutive numbers are decoded or encoded together."""
+        if self.packed is None and self.weight.packed is None:
+            return 1
+        return lcm(self.weight.packing.encoding.group, self.packing.encoding.group)
 
     @property
     def row_group(self) -> int:
         """How many rows are decoded or encoded together; blocks end at such groups."""
-        return lcm(self.weight.packing.encoding.row_group, self.packing.encoding.row_group)
+        cols = max(self.matrix[1], 1)
+        return lcm(self.group, cols) // cols
+
+    @property
+    def in_file(self) -> tuple[str, str, Shape]:
+        """Name, dtype and shape of the tensor in its file."""
+        codes = self.packed.codes if self.packed is not None else None
+        return (self.stored, self.dtype, self.shape) if codes is None else (self.stored, codes.dtype, codes.shape)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -141,6 +150,11 @@ class Plan:
             if t.name in parted:
                 found[t.stored] = (), t.shape
         return found
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether weights of the base that are quantised are plain numbers in the output."""
+        return self.job.dtype != "keep" and bool(self.base.packed)
 
     @property
     def is_folder(self) -> bool:

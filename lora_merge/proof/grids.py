@@ -2,86 +2,149 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ..algorithms import Shape
-from ..disk.files import StoredTensor
-from ..disk.reader import Reader
-from ..files.checkpoint import Index
-from .reference.floats import Array, beyond, decode, precision, rounded, saturated, step
-from .sampling import runs
+from .reference.floats import Array, beyond, precision, rounded, saturated, step
 
-SCALES: Final = {"fp8_scaled": "scale"}
-"""Codec → role of the tensor with the one number that scales the whole weight. Other codecs have none."""
+
+class Levels(Protocol):
+    """The numbers that a code can stand for, before scale and shift. Arrays are float64."""
+
+    @property
+    def digits(self) -> int:
+        """Bits of a significand."""
+        ...
+
+    def step(self, values: Array) -> Array:
+        """Return the distance of neighbouring levels around each value."""
+        ...
+
+    def rounded(self, values: Array) -> Array:
+        """Return the nearest levels; nothing overflows."""
+        ...
+
+    def saturated(self, values: Array) -> Array:
+        """Return the values, cut to the range of the levels."""
+        ...
+
+    def beyond(self, values: Array) -> Array:
+        """Return which values are too large."""
+        ...
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The numbers of a dtype, times a scale. Arrays are float64."""
+class Floats:
+    """The numbers of a floating-point dtype."""
 
     dtype: str
-    scale: float = 1.0
-
-    def decode(self, raw: bytes | bytearray | memoryview) -> Array:
-        """Return the elements as float64, integers as int64, in one dimension."""
-        found = decode(raw, self.dtype)
-        return found if self.scale == 1 else found * self.scale
-
-    def step(self, values: Array) -> Array:
-        """Return the distance of neighbouring numbers around each value."""
-        return step(values, self.dtype) if self.scale == 1 else step(values / self.scale, self.dtype) * self.scale
-
-    def rounded(self, values: Array) -> Array:
-        """Return the nearest numbers of the grid, ties to even, cut to its range."""
-        if self.scale == 1:
-            return saturated(rounded(values, self.dtype), self.dtype)
-        return saturated(rounded(values / self.scale, self.dtype), self.dtype) * self.scale
-
-    def saturated(self, values: Array) -> Array:
-        """Return the values, cut to the range of the grid."""
-        return saturated(values / self.scale, self.dtype) * self.scale
-
-    def beyond(self, values: Array) -> Array:
-        """Return which values are too large for the grid."""
-        return beyond(values / self.scale, self.dtype)
 
     @property
     def digits(self) -> int:
         """Bits of a significand."""
         return precision(self.dtype)[0]
 
+    def step(self, values: Array) -> Array:
+        """Return one unit in the last place."""
+        return step(values, self.dtype)
 
-def scale_of(raw: bytes | bytearray) -> float:
-    """Return the number in a scale's tensor; NaN where it is not finite and positive."""
-    (scale,) = struct.unpack("<f", raw)
-    return float(scale) if np.isfinite(scale) and scale > 0 else float("nan")
+    def rounded(self, values: Array) -> Array:
+        """Return the nearest numbers, ties to even."""
+        return rounded(values, self.dtype)
+
+    def saturated(self, values: Array) -> Array:
+        """Return the values, cut to the range of the dtype."""
+        return saturated(values, self.dtype)
+
+    def beyond(self, values: Array) -> Array:
+        """Return which values are too large after rounding."""
+        return beyond(values, self.dtype)
 
 
-class Stored:
-    """Reads entries of the inputs' tensors in float64; those of encoded weights are decoded."""
+class Table:
+    """Levels in any distances: whole numbers, 4-bit floats, the quantiles of a normal distribution."""
 
-    def __init__(self, reader: Reader, base: Index) -> None:
-        self._reader, self._base = reader, base
-        self._grids: dict[str, Grid] = {}  # of the base's weights that are not plain numbers
+    digits: Final = 1
 
-    def grid(self, info: StoredTensor) -> Grid:
-        """Return the numbers that a tensor can hold."""
-        packing = self._base.packed.get(info.name)
-        if packing is None or self._base.tensors[info.name] is not info:
-            return Grid(info.dtype)
-        if info.name not in self._grids:
-            role = SCALES[packing.encoding.codec.name]
-            self._grids[info.name] = Grid(info.dtype, scale_of(self._reader.read(packing.sides[role])))
-        return self._grids[info.name]
+    def __init__(self, levels: Any) -> None:
+        """`levels`: in any order; equal ones count once."""
+        self.levels: Array = np.unique(np.asarray(levels, np.float64))
+        self._middles = (self.levels[1:] + self.levels[:-1]) / 2
+        gaps = np.diff(self.levels)
+        self._gaps = np.concatenate([gaps[:1], gaps, gaps[-1:]])
 
-    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
-        """Return the tensor in `shape`, or these entries of its first axis."""
-        if entries is None:
-            return self.grid(info).decode(self._reader.read(info)).reshape(shape)
-        width = info.nbytes // max(shape[0], 1)
-        raw = b"".join(self._reader.read(info, first * width, count * width) for first, count in runs(entries))
-        return self.grid(info).decode(raw).reshape(len(entries), *shape[1:])
+    def step(self, values: Array) -> Array:
+        """Return the distance of the two levels around each value; beyond the range that of the outermost two."""
+        return np.asarray(self._gaps[np.searchsorted(self.levels, values)])
+
+    def rounded(self, values: Array) -> Array:
+        """Return the nearest levels."""
+        return np.asarray(self.levels[np.searchsorted(self._middles, values)])
+
+    def saturated(self, values: Array) -> Array:
+        """Return the values, cut to the range of the levels."""
+        return np.clip(values, self.levels[0], self.levels[-1])
+
+    def beyond(self, values: Array) -> Array:
+        """Return which values are more than half a step beyond the outermost levels."""
+        low, high = self.levels[0] - self._gaps[0] / 2, self.levels[-1] + self._gaps[-1] / 2
+        return np.asarray((values < low) | (values > high))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Levels, times a scale, plus a shift: numbers or arrays in the shape of the values. Arrays are float64."""
+
+    levels: Levels
+    scale: Any = 1.0
+    shift: Any = 0.0
+
+    def step(self, values: Array) -> Array:
+        """Return the distance of neighbouring numbers around each value."""
+        return np.asarray(self.levels.step(self._level(values)) * np.abs(self.scale))
+
+    def rounded(self, values: Array) -> Array:
+        """Return the nearest numbers of the grid, ties to even, cut to its range."""
+        level = self._level(values)
+        return self.value(self.levels.saturated(self.levels.rounded(level)))
+
+    def saturated(self, values: Array) -> Array:
+        """Return the values, cut to the range of the grid."""
+        return self.value(self.levels.saturated(self._level(values)))
+
+    def beyond(self, values: Array) -> Array:
+        """Return which values are too large for the grid."""
+        return self.levels.beyond(self._level(values))
+
+    def value(self, levels: Array) -> Array:
+        """Return the numbers that levels stand for."""
+        return levels if self._bare else np.asarray(levels * self.scale + self.shift)
+
+    def at(self, choose: Any) -> Grid:
+        """Return the grid of some of the values, as an index or a shape chooses them."""
+        parts = ((name, getattr(self, name)) for name in ("scale", "shift"))
+        found = {k: (v.reshape(choose) if isinstance(choose, tuple) else v[choose]) for k, v in parts if np.ndim(v)}
+        return replace(self, **found)
+
+    def _level(self, values: Array) -> Array:
+        return values if self._bare else np.asarray((values - self.shift) / self.scale)
+
+    @property
+    def _bare(self) -> bool:
+        return isinstance(self.scale, float) and (self.scale, self.shift) == (1.0, 0.0)
+
+
+def joined(grids: list[Grid]) -> Grid:
+    """Return the grid of values that follow each other; grids of one weight differ in scale and shift alone."""
+    first = grids[0]
+    if len(grids) == 1 or not np.ndim(first.scale):
+        return first
+    return replace(first, scale=np.concatenate([g.scale for g in grids]),
+                   shift=np.concatenate([g.shift for g in grids]) if np.ndim(first.shift) else first.shift)  # fmt: skip
+
+
+def plain_grid(dtype: str) -> Grid:
+    """Return the numbers of a dtype."""
+    return Grid(Floats(dtype))

@@ -20,11 +20,12 @@ from ..matching.relatives import kin
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .findings import Findings
-from .grids import Grid, Stored
+from .grids import Grid, plain_grid
 from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
-from .reference.floats import Array, held
+from .reference.floats import Array, decode, held
 from .sampling import runs, sample, shuffled
+from .stored import Coded, Stored
 
 EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
@@ -78,9 +79,9 @@ class Recomputation:
     def __init__(self, plan: Plan, reader: Reader, pool: Executor, *, full: bool) -> None:
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = Stored(reader, plan.base)
-        self.grids: dict[str, Grid] = {}  # of merged weights that are not plain numbers
+        self.outputs: dict[str, Coded] = {}  # merged weights that are not plain numbers, in the written files
         merged = (t.packed for f in plan.files for t in f.targets if t.uses and t.packed)
-        self.scales = frozenset(side.name for packing in merged for side in packing.sides.values())
+        self.scales = frozenset(part.info.name for packing in merged for part in packing.parts.values())
         self.saturate = plan.job.on_overflow == "saturate"
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
@@ -94,8 +95,8 @@ class Recomputation:
     def expected(self, target: OutputTensor) -> Iterator[tuple[int, int]]:
         """Yield (first byte, bytes) of the rows of a merged tensor that `check` will read."""
         if target.name not in self.left_out:
-            width = target.matrix[1] * ITEM_BYTES[target.dtype]
-            yield from ((first * width, count * width) for first, count in runs(self._chosen(target)))
+            cols, size = target.matrix[1], target.packing.encoding.nbytes
+            yield from ((size(first * cols), size(count * cols)) for first, count in runs(self._chosen(target)))
 
     def _chosen(self, target: OutputTensor) -> Array:
         if self.full:
@@ -123,9 +124,9 @@ class Recomputation:
     def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
         """Return the findings of some rows; each stands for `weight` rows of its tensor."""
         cols = target.matrix[1]
-        found, exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
-        findings = self._judged(target, rows, found, exact)
-        self._retention(findings, found, exact, self._grid(target), weight)
+        (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        findings = self._judged(target, rows, found, grid, exact)
+        self._retention(findings, found, exact, grid, weight)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
@@ -145,14 +146,13 @@ class Recomputation:
             exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
         return exact
 
-    def _judged(self, target: OutputTensor, rows: Array, found: Array, exact: Exact) -> Findings:
+    def _judged(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.
 
         The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
         bits after fp32): where terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
         the unit of the row's largest term, on which the rounding of the sum depends.
         """
-        grid = self._grid(target)
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
         units = grid.step(value)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -161,7 +161,7 @@ class Recomputation:
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
         bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
-        coarse = 2.0**-grid.digits > self.rounding
+        coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
@@ -173,7 +173,7 @@ class Recomputation:
             findings.wrong[target.name] = (
                 f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {target.dtype} away"
-                f"{f'; {UNASKED}' if grid.beyond(value[row, col]) else ''}"
+                f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
         return findings
 
@@ -189,14 +189,13 @@ class Recomputation:
             f.applied[number] = weight * float(np.sum(applied * change))
             f.intended[number] = weight * float(np.sum(change * change))
 
-    def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> Array:
-        """Return the rows of the written tensor."""
+    def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
+        """Return the rows of the written tensor, and the numbers that it could hold instead."""
+        if target.name in self.outputs:
+            return self.outputs[target.name].rows(rows, cols)
         width = cols * ITEM_BYTES[target.dtype]
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
-        return self._grid(target).decode(raw).reshape(len(rows), cols)
-
-    def _grid(self, target: OutputTensor) -> Grid:
-        return self.grids.get(target.name) or Grid(target.dtype)
+        return decode(raw, target.dtype).reshape(len(rows), cols), plain_grid(target.dtype)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
         """Return rows of a weight as a matrix `cols` wide; zeros where the weight is padded."""

@@ -69,7 +69,7 @@ def compare(
     """Return the same from headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
-    seen = Base(base.tensors, base.config, Places(shapes, base.components))
+    seen = Base(_as_floats(base), base.config, Places(shapes, base.components))
     known: set[int] = set()
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
@@ -87,6 +87,11 @@ def compare(
     others = [name for name, key in whole if name.removeprefix(PEFT).replace(".set_weight", ".weight") != key]
     alone = [name for at, name in modules.items() if at not in known] + others
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone)
+
+
+def _as_floats(base: Index) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a base; weights of codes count as floating-point numbers."""
+    return {**base.tensors, **{key: replace(base.tensors[key], dtype="F32") for key in base.packed}}
 
 
 def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Planned]:

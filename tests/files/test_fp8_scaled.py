@@ -175,7 +175,7 @@ def test_a_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path
     assert index.packed.keys() == {f"text_encoder.{layer}.weight" for layer in LAYERS}
     for packing in index.packed.values():
         assert packing.names <= index.tensors.keys()
-        assert all(index.tensors[side.name] is side for side in packing.sides.values())
+        assert all(index.tensors[part.info.name] is part.info for part in packing.parts.values())
     assert not index.quantised.parts
 
 

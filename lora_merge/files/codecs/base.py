@@ -1,84 +1,151 @@
 """The interface of a codec: it decodes the stored numbers of a weight, and encodes new ones.
 
-A weight is stored as a group: one tensor with its numbers, row after row, and perhaps small tensors, such as a scale,
-anywhere in the file. Windows carry the numbers; the small tensors are read and written whole.
+A weight is stored as a group of tensors: one with codes, and others (the parts) with scales, zero points, tables. They
+may lie anywhere in the file, or in another shard. Every tensor of the group either grows with the weight, so many bytes
+for so many consecutive numbers, or belongs to the weight as a whole. Windows carry the codes; the other bytes that a
+block needs are read for it, and written back to their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from ...algorithms import Shape
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 
-Sides: TypeAlias = "Mapping[str, Tensor]"
-"""Role → the small tensor beside the numbers, as stored."""
+Parts: TypeAlias = "Mapping[str, Tensor]"
+"""Role → stored numbers of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
+as bytes."""
+
+CODES: str = "codes"
+"""The role of the tensor that the windows carry."""
 
 
-@dataclass(frozen=True, eq=False)
-class Codec:
-    """One way to store weights: a row of `CODECS`. Its functions are pure and know nothing of adapters."""
+class InvalidPart(ValueError):
+    """A stored scale or code that stands for no number. The message says what is wrong, without the tensor's name."""
 
-    name: str
-    decode: Callable[[Tensor, Sides, int], Tensor]
-    """(stored numbers [rows, stored cols], small tensors, index of the first row) → weight [rows, cols], as floats."""
-    encode: Callable[[Tensor, Sides, int], Tensor]
-    """(weight [rows, cols] in the dtype of the arithmetic, small tensors, index of the first row) → numbers
-    [rows, stored cols], not yet rounded to the stored dtype."""
-    claim: Callable[[Tensors, Mapping[str, str]], Iterable[tuple[str, Packing]]] = lambda _, __: ()
-    """(all tensors of a checkpoint, its metadata) → name and packing of each weight that this codec reads."""
-    fault: Callable[[str, Sequence[float]], str] = lambda _, __: ""
-    """(role, numbers of its tensor) → the reason why they are invalid; "" if they are valid."""
-    refit: Callable[[Encoding, float], Mapping[str, bytes]] | None = None
-    """(encoding, largest magnitude of a new weight) → small tensors, by role, whose range covers it."""
+
+class Part(NamedTuple):
+    """One stored tensor of a group: `size` bytes for every `numbers` consecutive numbers of the weight.
+
+    `numbers` is 0 for a tensor that belongs to the whole weight.
+    """
+
+    info: StoredTensor
+    numbers: int = 0
+    size: int = 0
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Return (first byte, bytes) for `count` numbers of the weight from `first` on, which begins a unit."""
+        if not self.numbers:
+            return 0, self.info.nbytes
+        low = first // self.numbers * self.size
+        return low, min(-(-(first + count) // self.numbers) * self.size, self.info.nbytes) - low
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A codec with the dtype and unit of stored numbers. Weights that are stored alike share one object."""
+    """One way to store numbers, with its settings; a subclass for each codec. Weights stored alike share one object.
 
-    codec: Codec
-    dtype: str  # of the stored numbers
-    unit: tuple[int, int]  # (n, bytes): n consecutive numbers of the weight take so many bytes
-    row_group: int = 1  # rows that are encoded together; blocks are cut between such groups
+    The functions are pure, and know nothing of adapters.
+    """
+
+    unit: tuple[int, int]  # (n, bytes): n consecutive numbers of the weight take so many bytes of the codes; bytes may
+    # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
+    group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
+
+    name: ClassVar[str] = ""
+    decode_only: ClassVar[str] = ""
+    """The reason why new numbers cannot be stored; "" if they can."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored numbers are the weight."""
+        return False
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of `count` consecutive numbers, a multiple of the unit."""
+        """Return the bytes of the codes of `count` consecutive numbers, which begin a unit."""
         numbers, size = self.unit
-        return count // numbers * size
-
-    def stored(self, count: int) -> int:
-        """Return the number of stored numbers for `count` consecutive numbers of the weight."""
-        return self.nbytes(count) // ITEM_BYTES[self.dtype]
+        return -(-count // numbers) * size
 
     def count(self, nbytes: int) -> int:
         """Return how many consecutive numbers of the weight `nbytes` bytes hold."""
         numbers, size = self.unit
         return nbytes // size * numbers
 
-    def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape in the container of a weight with this shape: only the last axis is packed."""
-        numbers, size = self.unit
-        width = ITEM_BYTES.get(self.dtype, 0)
-        return shape if numbers * width in (0, size) else (*shape[:-1], shape[-1] // numbers * size // width)
+    def fault(self, role: str, numbers: Sequence[float]) -> str:
+        """Return the reason why the numbers of a part of the whole weight are invalid; "" if they are valid."""
+        return ""
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return `count` numbers of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
+
+        `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
+        where they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
+        """
+        raise NotImplementedError
+
+    def refit(self, parts: Parts, largest: float) -> Parts:
+        """Return the parts of the whole weight that cover numbers of this largest magnitude."""
+        raise NotImplementedError
 
 
 class Packing(NamedTuple):
-    """How one weight is stored: its encoding, and the small tensors beside its numbers by role."""
+    """How one weight is stored: its encoding, and the tensors beside its codes by role."""
 
     encoding: Encoding
-    sides: Mapping[str, StoredTensor]
+    codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
+    parts: Mapping[str, Part] = {}
     beside: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names of all tensors beside the numbers, which a weight of plain numbers does not have."""
-        return self.beside.union(side.name for side in self.sides.values())
+        return self.beside.union(part.info.name for part in self.parts.values())
+
+
+class Claim(NamedTuple):
+    """A weight that a codec reads: its tensor by the name and shape that the model knows, and how it is stored."""
+
+    weight: StoredTensor
+    packing: Packing
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What codecs are recognised by: all tensors, the metadata, and the section on quantisation of a config.json."""
+
+    tensors: Tensors
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any]
+
+    def get(self, stem: str, last: str) -> StoredTensor | None:
+        """Return the tensor `stem.last`."""
+        return self.tensors.get(f"{stem}.{last}")
+
+    def present(self, stem: str, *lasts: str) -> frozenset[str]:
+        """Return which of the names `stem.last` there are."""
+        return frozenset(name for name in (f"{stem}.{last}" for last in lasts) if name in self.tensors)
+
+    def stems(self, last: str) -> Iterable[str]:
+        """Yield every l for which there is a tensor `l.last`."""
+        ending = f".{last}"
+        return (name.removesuffix(ending) for name in self.tensors if name.endswith(ending))
+
+
+def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> Claim:
+    """Return the claim of a weight of this name and shape."""
+    weight = StoredTensor(
+        name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, codes.stored or codes.name
+    )
+    return Claim(weight, packing)

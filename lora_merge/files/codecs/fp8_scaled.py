@@ -7,16 +7,15 @@ https://github.com/comfyanonymous/ComfyUI comfy/ops.py, comfy/utils.py (convert_
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from ...disk.reader import read_bytes
 from ...dtypes import TABLE
-from ...json_text import from_json
-from .base import Codec, Encoding, Packing, Sides, Tensors
+from .base import CODES, Checkpoint, Claim, Encoding, Packing, Part, Parts, claimed
+from .comfy import layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,84 +23,64 @@ if TYPE_CHECKING:
 FORMATS: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 """Name of a format in the JSON of a layer → dtype."""
 
-ENTRY: Final = "_quantization_metadata"
-PREFIX: Final = "model.diffusion_model."
-"""Prefix of layers that some converters omit in the metadata."""
-
-NOTE_LIMIT: Final = 4096  # bytes of the JSON of one layer; writers need about fifty
 SCALE: Final = "scale"
 
 
-def decode(numbers: Tensor, sides: Sides, _: int) -> Tensor:
-    """Return q · s in fp32."""
-    import torch
+@dataclass(frozen=True, eq=False)
+class ScaledFp8(Encoding):
+    """fp8 times one number."""
 
-    values = torch.empty(numbers.shape, dtype=torch.float32, device=numbers.device)
-    return values.copy_(numbers).mul_(float(sides[SCALE]))
+    dtype: str = ""
+    name: ClassVar[str] = "fp8_scaled"
 
+    def fault(self, role: str, numbers: Sequence[float]) -> str:
+        """Return the reason why a scale is invalid; "" if it is valid."""
+        return "" if all(0 < n < inf for n in numbers) else f"its scale is no positive number: {numbers[0]:g}"
 
-def encode(values: Tensor, sides: Sides, _: int) -> Tensor:
-    """Return W / s, in the dtype of the arithmetic."""
-    return values / float(sides[SCALE])
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return q · s in fp32."""
+        from .arithmetic import from_fp8
 
+        return from_fp8(parts[CODES], self.dtype).mul_(parts[SCALE].item())
 
-def fault(_: str, numbers: Sequence[float]) -> str:
-    """Return the reason why a scale is invalid; "" if it is valid."""
-    return "" if all(0 < n < inf for n in numbers) else f"its scale is no positive number: {numbers[0]:g}"
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return the codes of W / s; None if a number is beyond the range."""
+        from .arithmetic import to_fp8
 
+        codes = to_fp8(values / parts[SCALE].item(), self.dtype)
+        return None if codes is None else {CODES: codes}
 
-def refit(encoding: Encoding, largest: float) -> Mapping[str, bytes]:
-    """Return the scale at which the largest magnitude becomes the largest number of the dtype, as in ComfyUI."""
-    return {SCALE: struct.pack("<f", largest / TABLE[encoding.dtype].largest)}
+    def refit(self, parts: Parts, largest: float) -> Parts:
+        """Return the scale at which the largest magnitude becomes the largest number of the dtype, as in ComfyUI."""
+        import torch
 
-
-def claim(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, Packing]]:
-    """Yield name and packing of every weight that is stored in one of the two styles."""
-    marks = [name.removesuffix("scaled_fp8") for name in tensors if name.rpartition(".")[2] == "scaled_fp8"]
-    for name in tensors if marks else ():
-        stem, _, last = name.rpartition(".")
-        mark = next((m for m in marks if name.startswith(m)), None)
-        if last == "scale_weight" and mark is not None:
-            more = (f"{mark}scaled_fp8", f"{stem}.scale_input")
-            yield from _packed(tensors, stem, "scale_weight", more)
-    for stem, dtype in _layers(tensors, metadata):
-        if dtype == getattr(tensors.get(f"{stem}.weight"), "dtype", None):
-            yield from _packed(tensors, stem, "weight_scale", (f"{stem}.comfy_quant", f"{stem}.input_scale"))
+        scale = largest / TABLE[self.dtype].largest
+        return {SCALE: torch.full_like(parts[SCALE], scale)}
 
 
-def _packed(tensors: Tensors, stem: str, scale: str, more: tuple[str, ...]) -> Iterator[tuple[str, Packing]]:
-    """Yield name and packing of the weight of a layer, if this codec can read its dtype and scale."""
-    weight, side = tensors.get(f"{stem}.weight"), tensors.get(f"{stem}.{scale}")
+def claim(found: Checkpoint) -> Iterator[Claim]:
+    """Yield every weight that is stored in one of the two styles."""
+    marks = [name.removesuffix("scaled_fp8") for name in found.tensors if name.rpartition(".")[2] == "scaled_fp8"]
+    for stem in found.stems("scale_weight") if marks else ():
+        mark = next((m for m in marks if stem.startswith(m)), None)
+        if mark is not None:
+            beside = found.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
+            yield from _packed(found, stem, "scale_weight", beside)
+    for stem, layer in layers(found):
+        if FORMATS.get(layer.form) == getattr(found.get(stem, "weight"), "dtype", None):
+            yield from _packed(found, stem, "weight_scale", found.present(stem, "comfy_quant", "input_scale"))
+
+
+def _packed(found: Checkpoint, stem: str, scale: str, beside: frozenset[str]) -> Iterator[Claim]:
+    """Yield the weight of a layer, if this codec can read its dtype and scale."""
+    weight, side = found.get(stem, "weight"), found.get(stem, scale)
     if weight is None or side is None or weight.dtype not in FORMATS.values():
         return
     if side.dtype == "F32" and prod(side.shape) == 1 and len(side.shape) < 2:
-        beside = frozenset(name for name in more if name in tensors)
-        yield weight.name, Packing(_encoding(weight.dtype), {SCALE: side}, beside)
-
-
-def _layers(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield name and dtype of the layers that a new-style file marks as fp8."""
-    try:
-        entry = from_json(metadata[ENTRY].encode()) if ENTRY in metadata else {}
-    except ValueError:
-        entry = {}
-    layers = entry.get("layers") if isinstance(entry, dict) else None
-    found: dict[str, Any] = dict(layers) if isinstance(layers, dict) else {}
-    for name, info in tensors.items():
-        if name.endswith(".comfy_quant") and info.dtype == "U8" and info.nbytes <= NOTE_LIMIT:
-            try:
-                found[name.removesuffix(".comfy_quant")] = from_json(read_bytes(info))
-            except ValueError:
-                continue  # not a layer of this codec: `quantised` then refuses it by its mark
-    for name, layer in found.items():
-        form = layer.get("format") if isinstance(layer, dict) else layer
-        if isinstance(form, str) and form in FORMATS:
-            yield (name if f"{name}.weight" in tensors else PREFIX + name), FORMATS[form]
-
-
-FP8_SCALED: Final = Codec("fp8_scaled", decode, encode, claim, fault, refit)
+        packing = Packing(_encoding(weight.dtype), weight, {SCALE: Part(side)}, beside)
+        yield claimed(weight, weight.name, weight.shape, packing)
 
 
 @cache
 def _encoding(dtype: str) -> Encoding:
-    return Encoding(FP8_SCALED, dtype, (1, 1))
+    return ScaledFp8((1, 1), dtype=dtype)

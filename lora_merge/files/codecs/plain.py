@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from math import gcd
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import ITEM_BITS
-from .base import Codec, Encoding, Packing, Sides
+from .base import CODES, Encoding, Packing, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _as_they_are(numbers: Tensor, _: Sides, __: int) -> Tensor:
-    return numbers
+@dataclass(frozen=True, eq=False)
+class Plain(Encoding):
+    """Numbers of a dtype of the container."""
 
+    dtype: str = ""
+    name: ClassVar[str] = "plain"
 
-PLAIN: Final = Codec("plain", decode=_as_they_are, encode=_as_they_are)
+    @property
+    def plain(self) -> bool:
+        """Whether the stored numbers are the weight."""
+        return True
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return the stored numbers."""
+        return parts[CODES]
 
 
 @cache
@@ -26,4 +36,4 @@ def plain(dtype: str) -> Packing:
     """Return the packing of a weight of plain numbers; one object for each dtype."""
     bits = ITEM_BITS[dtype]
     shared = gcd(bits, 8)
-    return Packing(Encoding(PLAIN, dtype, (8 // shared, bits // shared)), MappingProxyType({}))
+    return Packing(Plain((8 // shared, bits // shared), dtype=dtype))

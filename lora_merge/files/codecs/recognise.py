@@ -15,7 +15,7 @@ from typing import Any, Final
 from ...dtypes import ITEM_BYTES
 from ...errors import FitError, InputError
 from . import CODECS
-from .base import Packing, Tensors
+from .base import Checkpoint, Claim, Packing, Tensors
 
 SIGNS: Final = (
     # a tensor's last name    format that has it
@@ -41,6 +41,9 @@ SIGNS: Final = (
 )  # fmt: skip
 """Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
+
+SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
+"""Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
 
 CODES: Final = frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))
 SCALE: Final = "scale"
@@ -102,9 +105,37 @@ def together(parts: Mapping[str, Quantised]) -> Quantised:
     return Quantised(next(how, ""), frozenset(inside))
 
 
-def packed(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Packing]:
-    """Return name → packing of the weights that a codec reads; all other weights are plain numbers."""
-    return {name: packing for codec in CODECS for name, packing in codec.claim(tensors, metadata)}
+def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of a config.json that tells how the weights are quantised; {} without one."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in SECTIONS:
+            if isinstance(found := part.get(key), Mapping):
+                return found
+    return {}
+
+
+def recognised(
+    tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any]
+) -> tuple[Tensors, dict[str, Packing]]:
+    """Return the tensors as the model knows them, and name → packing of the weights that a codec reads.
+
+    A weight that a codec reads has its own name and shape there, which may differ from those of the stored codes.
+    """
+    found = Checkpoint(tensors, metadata, section(config))
+    claims: dict[str, Claim] = {}  # name of the codes → claim
+    names: set[str] = set()
+    for codec in CODECS:
+        for claim in codec(found):
+            codes, name = claim.packing.codes, claim.weight.name
+            if codes is not None and name not in names and (name == codes.name or name not in tensors):
+                claims.setdefault(codes.name, claim)
+                names.add(name)
+    if not claims:
+        return tensors, {}
+    seen = ((key, claims.get(key)) for key in tensors)
+    known = {c.weight.name if c else key: c.weight if c else tensors[key] for key, c in seen}
+    return known, {c.weight.name: c.packing for c in claims.values()}
 
 
 def quantised(
@@ -130,7 +161,6 @@ def quantised(
     for key, what in METADATA.items():
         if key in metadata and not packed:
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
-    how = config.get("quantization_config") or config.get("quantization")  # of transformers, of mlx
-    if isinstance(how, Mapping):
+    if (how := section(config)) and not packed:
         return Quantised(f"{how.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
