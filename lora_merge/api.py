@@ -52,6 +52,10 @@ def merge(
         max_memory: Limit of the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
         max_vram: The same for the memory of a GPU. Default: 5 GiB, the most that a batched call needs.
         verify: Whether the written file is read again and verified. Default: True.
+        title: The title in the metadata of the output, `modelspec.title`. Default: the base's.
+        metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
+        no_metadata: Leave out the recipe, and all names and hashes of inputs, also those that the base's own metadata
+            has. `verify` and `replay` then have to be told the inputs. Default: False.
 
     Returns:
         A `Report`: `coverage` for each adapter, `written` bytes, `seconds`, `verified`, `to_json()`.

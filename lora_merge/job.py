@@ -29,6 +29,7 @@ from .options import (
     is_finite,
     pairs,
     shown,
+    text,
 )
 from .paths import absolute, exists, expand
 from .patterns import Refused, Steps
@@ -91,6 +92,11 @@ class Job:
     map: Path | None = None
     setting: tuple[tuple[str, Any], ...] = ()
     """Values that a formula needs and the adapter's file lacks: name → number, flag, text or nested tuples."""
+    title: str | None = None
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Entries that the header of the output gets in addition to the base's, or in their place."""
+    no_metadata: bool = False
+    """Whether the header of the output holds no recipe, and no entries of the base but those that loading needs."""
 
 
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
@@ -130,6 +136,8 @@ def make_job(
     base = expand(base)
     found["max_memory"] = parse_size(found["max_memory"])
     found["setting"] = _settings({} if found["setting"] is None else found["setting"])
+    found["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}"))
+                              for key, value in dict(pairs(found["metadata"] or {}, "--metadata")).items())  # fmt: skip
     if found["max_vram"] is not None:
         found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
     if found["map"] is not None:

@@ -54,13 +54,18 @@ class MergeOptions(TypedDict, total=False):
     max_memory: int | str
     max_vram: int | str | None
     verify: bool
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+    no_metadata: bool
 
 
 DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch can tell which of them this machine has."""
 
-Kind: TypeAlias = Literal["dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size"]
+Kind: TypeAlias = Literal[
+    "dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size", "text", "entries"
+]  # fmt: skip
 """The kind of value that an option takes."""
 
 Record: TypeAlias = Literal["always", "given", "adapters", "never"]
@@ -126,12 +131,20 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True),
         Option("max_vram", "size", None, "Bound on a device's memory in use, e.g. 4GiB.", "never", together=True),
         Option("verify", "switch", default=True, help="Prove the written file.", recorded="never"),
+        Option("title", "text", None, "Title in the output's metadata: modelspec.title.", "given", in_verify=True,
+               metavar="TEXT"),
+        Option("metadata", "entries", (), "One more entry of the output's metadata.", "given", in_verify=True,
+               metavar="KEY=VALUE"),
+        Option("no_metadata", "switch", default=False, recorded="given",
+               help="Write no recipe, no names and no hashes: verify then needs --base and --adapter."),
     )
 })  # fmt: skip
 """Name → option, in the order of recipes."""
 
 COMMAND_ONLY: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
 """Options that only the command line has: they choose what is printed, or that nothing is written."""
+
+LONGEST_TEXT: Final = 2**20  # characters of one entry of the metadata; a preview picture has 200 thousand
 
 HUGE: Final = 2**63  # larger than any number of bytes or rows
 
@@ -168,6 +181,15 @@ def switch(value: Any, flag: str) -> bool:
     """Return the value of an option that is on or off; UsageError for other values."""
     if not isinstance(value, bool):
         raise unlike(value, flag, "True or False")
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    """Return a text that a header can hold; UsageError for another value, or a text that is too long."""
+    if not isinstance(value, str):
+        raise unlike(value, where, "a text")
+    if len(value) > LONGEST_TEXT or value.encode(errors="replace").decode() != value:
+        raise UsageError("the text is too long, or no valid Unicode", where, f"give at most {LONGEST_TEXT} characters")
     return value
 
 
@@ -219,6 +241,8 @@ def _known(name: str) -> None:
 def _value(option: Option, value: Any) -> Any:
     if option.kind == "switch":
         return switch(value, option.flag)
+    if option.kind == "text":
+        return None if value is None else text(value, option.flag)
     if option.kind == "dtype":
         return dtype_name(value, option)
     if option.kind == "device":

@@ -27,6 +27,7 @@ OTHERS: dict[str, Any] = {
     "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
     "unmatched": "skip", "on_overflow": "saturate", "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
+    "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True,
 }  # fmt: skip
 """A value that is not the default, of every option."""
 

@@ -221,6 +221,8 @@ class _Loader:
         with self._noting((*place, "map")):
             options["map"] = None if table is None else self._path(table)
         options["overwrite"] = options.get("overwrite", False) or self.overwrite
+        with self._noting((*place, "title")):
+            options |= {name: render(options[name], values) for name in ("title",) if name in options}
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = self.folder, str(self.folder)
         with self._noting((*place, "base")):

@@ -69,7 +69,7 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
     folder = there.path.is_dir()
     weights = {f.relative_to(there.path).as_posix() if folder else "": f for f in there.files}
     if KEY not in there.metadata:
-        return "is not one of ours"
+        return "has no recipe to compare" if job.no_metadata else "is not one of ours"
     if weights.keys() != wanted.weights:
         return "has other files of weights"
     stored = {name: parsed(there.headers[f].metadata.get(KEY, "")) for name, f in weights.items()}

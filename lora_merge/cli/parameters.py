@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..options import OPTIONS, Option
-from .values import one_setting, strengths
+from .values import one_entry, one_setting, strengths
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -36,7 +36,7 @@ def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Co
 
 
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
-    many = option.kind in ("numbers", "parts", "settings")
+    many = option.kind in ("numbers", "parts", "settings", "entries")
     default = None if stated or many else option.default
     kind = list[str] if many else bool if option.kind == "switch" else str
     flag = f"{option.flag}/--no-{option.name}" if default is True else option.flag
@@ -52,7 +52,8 @@ def read(options: Mapping[str, Any], adapters: int) -> dict[str, Any]:
     found = dict(options)
     found["strength"] = strengths(found.get("strength") or (), adapters)
     found["setting"] = [one_setting(text) for text in found["setting"] or ()]
-    return {name: value for name, value in found.items() if value not in (None, ())}
+    found["metadata"] = [one_entry(text) for text in found.get("metadata") or ()]
+    return {name: value for name, value in found.items() if value not in (None, (), [])}
 
 
 def take_text(command: Any, ctx: Any) -> Any:

@@ -120,6 +120,14 @@ def one_setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def one_entry(text: str) -> tuple[str, str]:
+    """Return ("modelspec.author", "me") for "modelspec.author=me"."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"{text[:80]!r} is no KEY=VALUE", "--metadata", "write it like modelspec.author=NAME")
+    return name, value
+
+
 def whole_number(text: str, option: str) -> int:
     """Return 2 for "2"."""
     if text.isascii() and text.isdigit() and len(text) < 10:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..files.layout_check import with_metadata
-from ..files.seal import sealed
+from ..files.seal import SEAL, sealed
 from .plan import Plan
 from .recipe import entries
 
@@ -21,4 +21,5 @@ def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
     """
     found = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
     for file, own in zip(plan.files, found, strict=True):
-        yield sealed(with_metadata(file.header, {**file.kept, **own}))
+        header = with_metadata(file.header, {**file.kept, **own})
+        yield sealed(header) if SEAL in own else header

@@ -17,7 +17,6 @@ from ..dtypes import DTYPES, FLOATS
 from ..errors import InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.plain import plain
-from ..files.codecs.recognise import METADATA
 from ..files.layout_check import layout
 from ..files.side_files import (
     ON_QUANTISATION,
@@ -43,8 +42,9 @@ from ..models.weights import Weight
 from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
+from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
-from .recipe import STALE, blanks, entries
+from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes of a part of a weight that is checked before the merge; larger ones are checked when read
 
@@ -173,9 +173,7 @@ def _files(
     found = entries(job, base, adapters, blanks(base, adapters))
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
-        pickled = {} if path.suffix == ".safetensors" else {"format": "pt"}  # transformers requires this entry
-        stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
-        kept = {k: v for k, v in (pickled | dict(base.headers[path].metadata)).items() if k not in stale}
+        kept = kept_entries(job, base, path)
         rows = [t.in_file for t in targets]
         header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
         name = output_name(path, base) if base.path.is_dir() else ""

@@ -98,7 +98,7 @@ class OutputFile:
     name: str
     header: bytes  # planned: `headings.py` makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
-    kept: Mapping[str, str]  # metadata entries of the base's file that stay
+    kept: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
 
     @cached_property
     def size(self) -> int:

@@ -30,7 +30,11 @@ STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""
 
 STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
-    {"settings": dict, "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")}}
+    {
+        "settings": dict,
+        "entries": dict,
+        "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")},
+    }
 )
 """Kind of an option → its value in a recipe. The text of a file that a merge reads becomes part of the recipe."""
 
@@ -50,10 +54,13 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
 
 
 def entries(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield the metadata entries of every output file, in the order of the base's files.
+    """Yield our own metadata entries of every output file, in the order of the base's files; none for --no-metadata.
 
     `digests`: SHA-256 of the base's files and each adapter's.
     """
+    if job.no_metadata:
+        yield from ({} for _ in base.files)
+        return
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
     others = {} if base.path.is_dir() else _web_ui(job, base, adapters, digests)
     for found in recipes(job, base, adapters, digests):

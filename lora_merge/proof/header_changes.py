@@ -69,6 +69,10 @@ def notes(changes: Sequence[Change], made: Index) -> list[str]:
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
+    if KEY not in made.metadata:
+        return [
+            "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be found"
+        ]
     again = [change.path.name for change in changes]
     found = [f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}"]
     unsealed = [path.name for path in made.files if KEY in made.metadata and SEAL not in made.headers[path].metadata]

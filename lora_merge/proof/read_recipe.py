@@ -93,6 +93,8 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     }
     if "setting" in value:
         options["setting"] = dict(value["setting"])
+    options |= {"title": _text(value["title"])} if "title" in value else {}
+    options |= {"metadata": dict(value["metadata"])} if "metadata" in value else {}
     table = value.get("map", {"name": "", "text": None})
     map_text = None if table["text"] is None else _text(table["text"])
     name = "" if map_text is None else _file_name(table["name"])

@@ -1,0 +1,38 @@
+"""The metadata entries of an output beside our own: which of the base's stay, and what the user adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from ..errors import UsageError
+from ..files.checkpoint import Index
+from ..files.codecs.recognise import METADATA
+from ..job import Job
+from .recipe import OURS, STALE
+
+TITLE: Final = "modelspec.title"
+
+NEEDED: Final = frozenset(
+    {"format", "config", *METADATA, *(f"modelspec.{name}" for name in (
+        "sai_model_spec", "architecture", "implementation", "prediction_type", "predict_key", "resolution",
+        "encoder_layer", "timestep_range",
+    ))}
+)  # fmt: skip
+"""Entries that programs read to load the weights; the others say where a model comes from. Specification:
+https://github.com/Stability-AI/ModelSpec. `config` holds the configuration of single-file LTX-Video models."""
+
+
+def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
+    """Return the entries of the output of one file of the base; UsageError for an entry that only a merge can write."""
+    given = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
+    if wrong := next((key for key in given if key in (*OURS, *STALE)), None):
+        raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
+                         "leave it out; --no-metadata leaves out the entries of the merge")  # fmt: skip
+    stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
+    found = {key: text for key, text in base.headers[path].metadata.items() if key not in stale}
+    if path.suffix != ".safetensors" or job.no_metadata:
+        found = {"format": "pt"} | found  # transformers requires this entry
+    if job.no_metadata:
+        found = {key: text for key, text in found.items() if key in NEEDED}
+    return found | given
