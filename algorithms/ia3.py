@@ -1,7 +1,7 @@
 """(IA)³, ΔW = w ⊙ W along rows or input channels. Liu et al. 2022, arXiv:2205.05638, section 3.3.
 
 LyCORIS stores w, the factor minus 1, and `on_input` 0 or 1 for the axis (lycoris/modules/ia3.py).
-PEFT stores the factor itself, see peft_ia3.py. The bias is not scaled.
+PEFT stores the factor itself, see peft_ia3.py. The bias is scaled in bypass mode alone (adapters/kohya_args.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     size = prod(stored)
     expect(holds=prod(shapes["on_input"]) == 1, otherwise="on_input is not one number")
     expect(
-        holds=len(target) > 1 and size in target[:2] and max(stored, default=0) == size,
+        holds=len(target) > 0 and size in target[:2] and max(stored, default=0) == size,
         otherwise=f"it is {list(stored)}, the weight is {list(target)}",
     )
     return {"diff": (size,), "on_input": (1, 1)}

@@ -47,7 +47,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         otherwise=f"the ranks of {stored} differ",
     )
     expect(
-        holds=(rows, width) == (out, cols) and rank <= min(out, cols) and target[1:2] == (cols,),
+        holds=(rows, width) == (out, cols) and target[1:2] == (cols,),
         otherwise=f"{stored} for a weight of {list(target)}",
     )
     return {"p": (out, rank), "q": (rank, cols), "lambdas": (1, rank)}
@@ -69,7 +69,8 @@ def delta(base: Tensor, t: TloraTensors) -> Tensor:
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)
     rank, total = t.q.shape[1], s.shape[1]
-    first = {"principal": 0, "last": total - rank, "middle": (total - rank) // 2}[t.sig_type]
+    # of a rank above the number of triples, LyCORIS takes all, but in the middle those that Python's slice gives
+    first = {"principal": 0, "last": max(0, total - rank), "middle": (total - rank) // 2}[t.sig_type]
     kept = slice(first, first + rank)
     start = (u[:, :, kept] * s[:, None, kept]) @ vh[:, kept]
     return ((t.p * t.lambdas) @ t.q).sub_(start).mul_(t.scale)

@@ -15,6 +15,9 @@ from typing import Any, Final
 
 from ..algorithms import Algorithm, Bounds
 from ..algorithms.boft import BOFT
+from ..algorithms.ia3 import IA3
+from ..algorithms.loha import LOHA
+from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
@@ -32,9 +35,11 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
 
-ROTATIONS: Final = (DIAG_OFT.name, BOFT.name)
+OF_OUTPUT: Final = (DIAG_OFT.name, BOFT.name, IA3.name)
+DECOMPOSED: Final = (LORA.name, LOHA.name, LOKR.name)
 BYPASS: Final = "bypass_mode"
-"""With this argument OFT and BOFT rotate the layer's output, its bias included: lycoris/modules/{diag_oft,boft}.py."""
+"""With this argument OFT, BOFT and (IA)³ of outputs change the layer's output, its bias included, and DoRA's magnitude
+has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py."""
 
 SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
@@ -53,6 +58,7 @@ class Trained:
     partial: frozenset[str]  # settings that a preset gives to some layers; the file does not say to which
     factor: float  # the scale is α / r times this
     turns_bias: bool  # whether the formula changes the bias too
+    no_magnitude: bool = False  # whether the magnitude had no effect
     split: bool = False  # whether fused layers were trained as one LoRA each, every one with all of α
     has_arguments: bool = False
     note: str = ""  # for the user, on an unreadable entry that the formula does not need
@@ -71,14 +77,16 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
     given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
     settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
-    turns = row.name in ROTATIONS and bool(_like(given.get(BYPASS, False), default=False))
+    bypass = bool(_like(given.get(BYPASS, False), default=False))
+    turns, plain = bypass and row.name in OF_OUTPUT, bypass and row.name in DECOMPOSED
     split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
-    return Trained(settings, frozenset(partial), _factor(row, given, where), turns, split, bool(tables), note)
+    factor = _factor(row, given, where)
+    return Trained(settings, frozenset(partial), factor, turns, plain, split, bool(tables), note)
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
     """Return whether unreadable metadata may hold arguments that the row's formula depends on."""
-    needed = (row.name in ROTATIONS and BYPASS in text.lower()) or any(
+    needed = (row.name in (*OF_OUTPUT, *DECOMPOSED) and BYPASS in text.lower()) or any(
         name in row.settings for names in READ.values() for name in names
     )
     return needed or (row.name == LORA.name and any(word in text.lower() for word in (DYLORA, SPLIT)))

@@ -25,7 +25,18 @@ from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
 from .orientation import Undecided
 from .patch import Patch
-from .remarks import BORROWED, EMPTY, KERNEL_OFT, NO_ALPHA, NO_DORA, OTHER_ALPHA, SHARED_TWICE, ZERO_ALPHA, rebuilt
+from .remarks import (
+    BORROWED,
+    BYPASSED,
+    EMPTY,
+    KERNEL_OFT,
+    NO_ALPHA,
+    NO_DORA,
+    OTHER_ALPHA,
+    SHARED_TWICE,
+    ZERO_ALPHA,
+    rebuilt,
+)
 
 ALPHA: Final = "lora_alpha"
 """The setting that says α where a file holds none."""
@@ -214,6 +225,9 @@ class _Chooser:
         rules = self.rules
         if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not rules.borrowed:
             self.remarks.append(NO_DORA)
+            return None
+        if self.context.trained(name).no_magnitude:
+            self.remarks.append(BYPASSED)
             return None
         row = ALGORITHMS[name]
         if row.of_table or (row.in_out and self.module.name.rpartition(".")[2] in TABLES):

@@ -206,7 +206,9 @@ class MatchBuilder:
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
         """Add a patch for the bias of a layer whose weight was placed, if the formula changes both."""
-        up = module.slots.get("up")
+        up, on_input = module.slots.get("up"), module.slots.get("on_input")
+        if on_input is not None and any(self.values.numbers(on_input)):
+            return  # (IA)³ of inputs
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
         both = ALGORITHMS[patch.algorithm].also_bias or self.context.trained(patch.algorithm).turns_bias
         bias = self.places.look(module.name, "bias") if both or torchtune else None

@@ -23,11 +23,12 @@ OTHER_ALPHA: Final = (
     "its configuration gives another scale than the stored alpha; the configuration is used, as in PEFT"
 )
 NO_DORA: Final = "its configuration turns DoRA off, so its magnitude is left out, as in PEFT"
+BYPASSED: Final = "trained in bypass mode, where its magnitude has no effect, so it is left out; other programs use it"
 LEFT_OUT: Final = "it does not fit the base, and is left out because its strength is 0"
 EMPTY: Final = "it has a tensor without elements (rank 0), which changes nothing"
 KERNEL_OFT: Final = "PEFT's forward pass of OFT on a kernel is no convolution; this is what PEFT merges it to"
 TUNED_BIAS: Final = "torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one"
-TURNED_BIAS: Final = "trained in bypass mode, so its bias is turned with it; other programs leave the bias"
+TURNED_BIAS: Final = "trained in bypass mode, so its bias is changed with it; other programs leave the bias"
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 DYLORA: Final = (
     "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells: scaled by "

@@ -191,6 +191,50 @@ def test_bypass_mode_turns_the_bias_too(algo: str, mode: bool | str, entry: str,
     assert report.verified and ("bypass mode" in str(report.coverage)) is turned
 
 
+@pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
+@pytest.mark.parametrize("mode", [True, False], ids=["bypass", "rebuild"])
+@pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "ia3"])
+def test_bypass_mode_is_what_was_trained(algo: str, mode: bool, entry: str, tmp_path: Path) -> None:  # noqa: FBT001
+    """There DoRA's magnitude has no effect, and (IA)³ of outputs scales the bias; other programs see neither."""
+    torch.manual_seed(3)
+    given = {"algo": algo, "bypass_mode": mode, **({} if algo == "ia3" else {"dora_wd": True})}
+    trained = Model()
+    base = {k: v.clone() for k, v in trained.state_dict().items()}
+    save_file(wrapped(trained, entry, given), tmp_path / "adapter.safetensors", {entry: json.dumps(given)})
+    save_file(base, tmp_path / "base.safetensors")
+    report = lora_merge.merge(
+        tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "out.safetensors"
+    )
+    assert ("bypass mode" in str(report.coverage)) is mode
+    merged, x = Model(), torch.randn(5, 24)
+    merged.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    with torch.no_grad():
+        theirs, mine = trained(x), merged(x)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-6 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("rank", [16, 40])
+def test_tlora_of_a_rank_above_the_width(rank: int, tmp_path: Path) -> None:
+    """LyCORIS fills its factors with zeros."""
+    torch.manual_seed(3)
+    logging.getLogger("LyCORIS").setLevel(logging.ERROR)
+    layer = nn.Linear(12, 20)
+    base, x = {f"m.{k}": v.clone() for k, v in layer.state_dict().items()}, torch.randn(5, 12)
+    module = wrapper.TLoraModule("lycoris_m", layer, 1.0, rank, 4.0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        saved = {f"lycoris_m.{k}": v.clone().contiguous() for k, v in module.custom_state_dict().items()}
+        module.apply_to()
+        wanted = layer(x)
+    save_file(saved, tmp_path / "a.safetensors", {"lycoris_config": json.dumps({"algo": "tlora"})})
+    save_file(base, tmp_path / "b.safetensors")
+    lora_merge.merge(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors")
+    merged = load_file(tmp_path / "o.safetensors")
+    mine = nn.functional.linear(x, merged["m.weight"], merged["m.bias"])
+    torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
 def test_a_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
     """A preset can give arguments to one kind of layers, and no file tells which layers are of that kind."""
     model = Model().double()

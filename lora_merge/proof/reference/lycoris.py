@@ -134,8 +134,8 @@ def triples(g: FormulaInput, count: int, which: str) -> Array:
     """Return rows of the product of `count` singular triples of the weight: the largest (`principal`), the smallest
     (`last`), or those in the middle."""
     u, s, v = np.linalg.svd(g.all_w, full_matrices=False)
-    first = {"principal": 0, "last": len(s) - count}.get(which, (len(s) - count) // 2)
-    part = slice(first, first + count)
+    middle = (len(s) - count) // 2
+    part = {"principal": slice(count), "last": slice(-count, None)}.get(which, slice(middle, middle + count))
     return np.asarray(u[g.rows, part] @ np.diag(s[part]) @ v[part])
 
 
