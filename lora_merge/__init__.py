@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from .api import merge, plan
     from .batch.report import JobReport
     from .batch.run import run_batch
-    from .engine.in_memory import LoadedAdapter, load_adapter, merge_state_dict
     from .errors import MergeError
     from .job import Adapter, Job
+    from .memory.loaded_adapter import LoadedAdapter, load_adapter
+    from .memory.state_dict import merge_state_dict
     from .planning.plan import Plan
     from .report import Report
 
 _HOMES = {
     "merge": "api",
     "plan": "api",
-    "merge_state_dict": "engine.in_memory",
-    "load_adapter": "engine.in_memory",
-    "LoadedAdapter": "engine.in_memory",
+    "merge_state_dict": "memory.state_dict",
+    "load_adapter": "memory.loaded_adapter",
+    "LoadedAdapter": "memory.loaded_adapter",
     "Adapter": "job",
     "Job": "job",
     "Plan": "planning.plan",

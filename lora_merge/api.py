@@ -1,4 +1,4 @@
-"""The Python API for files: `merge` and `plan`. The API for tensors in memory is in engine/in_memory.py."""
+"""The Python API for files: `merge` and `plan`. The API for tensors in memory is in the room `memory`."""
 
 from __future__ import annotations
 

@@ -173,7 +173,9 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
 
 
 def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = None) -> bool:
-    """Write merged [n, …] into n host tensors, with one transfer for all and one cast, on the device if it can.
+    """Write merged [n, …] into n tensors, with one transfer for all and one cast, on the device if it can.
+
+    The tensors are on the host, or on the device of `merged`: then nothing is transferred.
 
     Returns False if a number may be too large for the dtype, as `convert` does; the check is made where the cast is.
     """
@@ -182,7 +184,9 @@ def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = Non
         if _holds(merged.device, dtype):
             merged = _ready(merged, dtype).to(dtype)
             sound = not odd(merged)
-        if lane is None or lane.stream is None:
+        if all(target.device == merged.device for target in into):
+            pass
+        elif lane is None or lane.stream is None:
             merged = merged.cpu()
         else:
             merged = lane.host("down", merged.shape, merged.dtype).copy_(merged, non_blocking=True)

@@ -138,16 +138,14 @@ def _shapes() -> Tensors:
 def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Plan from shapes, then fold the given tensors wherever they are."""
     from lora_merge.engine.blocks import blocks
-    from lora_merge.engine.in_memory import (  # the plan of merge_state_dict, without its fetching of values
-        _adapters,
-        _index,
-    )
     from lora_merge.job import make_job
+    from lora_merge.memory.merging import _adapters  # the plan of merge_state_dict, without its fetching of values
+    from lora_merge.memory.state_index import index_of
     from lora_merge.models.names import names
     from lora_merge.planning.make_plan import Inputs, match, outputs
     from lora_merge.planning.plan import weights as planned
 
-    base = _index("state dict", weights)
+    base = index_of("state dict", weights)
     paths, files = _adapters([factors])
     job = make_job("state dict", paths, "state dict")
     matched = match(Inputs(job, base, names(base), tuple(files))).adapters

@@ -1,0 +1,1 @@
+"""Merges tensors in memory: state dicts and live models."""

@@ -1,0 +1,117 @@
+"""`load_adapter`: an opened adapter, and ΔW of each of its modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile, FileValues, Module, group
+from ..adapters.peft.rules import rules
+from ..algorithms import ALGORITHMS, flat
+from ..disk.reader import Reader
+from ..engine.blocks import BlockPart
+from ..engine.devices import place
+from ..engine.fold import change
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import DeviceStream, finite, host, stage
+from ..engine.tensors import TensorCache
+from ..engine.torch_state import undisturbed
+from ..errors import InputError, TooLarge, UsageError
+from ..files.checkpoint import open_checkpoint
+from ..job import SETTING
+from ..matching.choose import choose
+from ..matching.context import AdapterContext
+from ..matching.orientation import Base, Place
+from ..matching.patch import PatchPart
+from ..models.weights import Weight, whole
+from ..options import unlike
+from ..paths import expand
+from ..planning.plan import OutputTensor
+from .state_index import check_values, index_of
+
+if TYPE_CHECKING:
+    pass
+
+
+class LoadedAdapter:
+    """An opened adapter file: its modules, and ΔW of each module for a given weight. Several threads may share it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = expand(path)
+        self.file: AdapterFile = group(open_checkpoint(self.path))
+        self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules that the adapter changes, as the file spells them."""
+        return tuple(dict.fromkeys(m.name for m in self.file.modules))
+
+    def algorithm(self, name: str) -> str:
+        """Return the name of the algorithm of a module's tensors, a row of ALGORITHMS."""
+        module = self._module(name)
+        complete = module.complete
+        chosen = self._rules.of(name).algorithm(name, complete) or next(iter(complete), None)
+        if chosen is None:
+            raise InputError("the module is incomplete", f"{self.path}: {name}", "export the adapter again")
+        return chosen
+
+    @undisturbed()
+    def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
+        """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
+
+        Whether the weight is [out, in] or [in, out] is found from its shape and the module's name, as in a merge into a
+        base with this weight alone; ShapeMismatch if that contradicts the configuration. Pass `fan_in_fan_out` then,
+        and for a Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
+        """
+        if not isinstance(base_weight, Tensor):
+            raise unlike(base_weight, "the base's weight", "a tensor")
+        check_values(base_weight, "the base's weight")
+        module, shape = self._module(name), tuple(base_weight.shape)
+        rows, cols = flat(shape)
+        view = whole("weight", shape)
+        given = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
+        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
+        context = AdapterContext(0, self.file, self._rules, FileValues(), given=given, base=layers)
+        patch = choose(module, view, context, {"weight": view}).patch
+        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
+        with Reader([self.file.index]) as reader, torch.no_grad():
+            factors = TensorCache(reader, frozenset(self.file.index.files))
+            weight = Weight(shape, index_of("weight", {"weight": base_weight}).tensors["weight"])
+            alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
+            piece = patch.view.pieces[0]
+            part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
+            stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
+            made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+            found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
+        if not finite(found).all() and finite(base_weight).all():
+            raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
+        return found
+
+    def _module(self, name: str) -> Module:
+        for module in self.file.modules:
+            if isinstance(name, str) and module.name == name:
+                return module
+        raise UsageError(f"the adapter has no module {name!r}", str(self.path), "see .modules for the names")
+
+
+def load_adapter(path: str | Path) -> LoadedAdapter:
+    """Open an adapter to read the names of its modules, and to compute the ΔW of each.
+
+    Parameters:
+        path: An adapter file, or a PEFT folder.
+
+    Returns:
+        A `LoadedAdapter`; `merge_state_dict` takes it as an adapter too.
+
+    Raises:
+        InputError: The adapter is missing, damaged or of a kind that is not supported.
+
+    Example:
+        >>> adapter = lora_merge.load_adapter("style.safetensors")
+        >>> adapter.modules[0]
+        'lora_unet_down_blocks_0_attentions_0_proj_in'
+    """
+    return LoadedAdapter(path)

@@ -1,0 +1,220 @@
+"""Merges tensors in memory: the plan and the fold of `merge`, without files for the base and the output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile, group
+from ..disk.reader import Reader
+from ..disk.spool import PartBytes
+from ..dtypes import COMPUTE_DTYPES
+from ..engine.blocks import Block, blocks
+from ..engine.buffers import Outcome
+from ..engine.devices import places
+from ..engine.fold_blocks import BlockMerger, Item, made_again
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import TORCH_DTYPES, Placement, convert, settle
+from ..engine.tensors import TensorCache, as_bytes, decoded, new_parts, refitted, stored_numbers
+from ..engine.windows import WINDOW_BYTES
+from ..errors import UsageError
+from ..files.checkpoint import Index, open_checkpoint
+from ..job import Adapter, Job, is_pair, make_job
+from ..models.names import names
+from ..options import a_list
+from ..paths import expand
+from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
+from ..planning.plan import OutputTensor, weights
+from .loaded_adapter import LoadedAdapter
+from .state_index import TIED, index_of, tied_head
+
+if TYPE_CHECKING:
+    from ..options import MergeOptions
+
+KEEP: Final = "keep"
+"""The value of `device` with which results stay where the tensors of the base are."""
+
+Give = Callable[[OutputTensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class MemoryMerge:
+    """A matched merge of tensors in memory."""
+
+    matched: Matched
+    at: tuple[Placement, ...]
+    own: Mapping[str, Tensor]
+    """Name → tensor of the base whose result is made on the device of that tensor; empty: all results on the CPU."""
+    head: tuple[str, ...]
+    """The names of embeddings and head, if a state dict holds the same values under both."""
+
+    @property
+    def job(self) -> Job:
+        """Return the job."""
+        return self.matched.inputs.job
+
+    def targets(self) -> Iterator[OutputTensor]:
+        """Yield every tensor of the result."""
+        inputs = self.matched.inputs
+        return (target for _, target in outputs(inputs.job, inputs.base, self.matched.adapters))
+
+    def run(self, give: Give) -> Counter[str]:
+        """Pass every target with its result to `give`; return how many numbers of each were cut to their dtype.
+
+        The tensors of `Packing.parts` come last, as they are known when all weights are merged.
+        """
+        inputs, saturated = self.matched.inputs, Counter[str]()
+        with ExitStack() as stack:
+            reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
+            factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
+            tensors = PatchTensors(factors.fetch, weights(inputs.base, self.matched.adapters))
+            folder = BlockMerger.of(self.job, self.at, tensors)
+            stack.callback(folder.leave)
+            late = {name for packing in inputs.base.packed.values() for name in packing.names}
+            kept: dict[str, tuple[OutputTensor, Tensor]] = {}
+            parts: list[PartBytes] = []
+            for some in _portions(self.targets()):
+                made, more = _merged(some, folder, self.own, saturated)
+                parts += more
+                for target in some:
+                    name = target.in_file[0]
+                    if name in late:
+                        kept[name] = target, made[name]
+                    else:
+                        give(target, made[name])
+                factors.forget()
+                tensors.kept.clear()
+            _amend(kept, parts)
+            for target, result in kept.values():
+                give(target, result)
+        return saturated
+
+
+def prepare(base: Index, adapters: Any, options: MergeOptions, own: Mapping[str, Tensor], called: str) -> MemoryMerge:
+    """Match adapters with a base in memory.
+
+    `own`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a state
+    dict: whether its head is tied is found from its values.
+    """
+    if wrong := sorted(options.keys() & {"base", "output"}):
+        raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
+    keep = options.get("device") == KEEP
+    if keep:
+        options = {**options, "device": _device(own.values())}
+    paths, files = _adapters(adapters)
+    job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
+    at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
+    lookup = names(base, job.map)
+    head = () if base.config else tied_head(base, lookup)
+    found = match(Inputs(job, replace(base, config=TIED) if head else base, lookup, tuple(files)))
+    check_stored(found)
+    return MemoryMerge(found, at, own if keep else {}, head)
+
+
+def _device(tensors: Iterable[Tensor]) -> str:
+    """Return the device on which all tensors are; "auto" if they are on several."""
+    found = {str(tensor.device) for tensor in tensors}
+    return found.pop() if len(found) == 1 else "auto"
+
+
+def _portions(targets: Iterable[OutputTensor]) -> Iterator[list[OutputTensor]]:
+    """Yield lists of targets, about a window's bytes each, as for files: equal kinds are folded in one call."""
+    portion: list[OutputTensor] = []
+    size = 0
+    for target in targets:
+        portion.append(target)
+        size += target.nbytes
+        if size >= WINDOW_BYTES:
+            yield portion
+            portion, size = [], 0
+    yield portion
+
+
+def _merged(
+    targets: Sequence[OutputTensor], folder: BlockMerger, own: Mapping[str, Tensor], saturated: Counter[str]
+) -> tuple[dict[str, Tensor], tuple[PartBytes, ...]]:
+    """Return name → result, and what changes beside codes; adds to the counts of cut numbers."""
+    merged, items, fetch = {}, [], folder.tensors.fetch
+
+    def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
+        values = decoded(numbers, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else numbers
+        if not convert(values, into):
+            saturated[target.name] += settle(target.name, values, into, saturate=folder.saturate)
+
+    for target in targets:
+        padded, (name, dtype, shape) = target.weight.padded, target.in_file
+        held = own.get(target.source.name)
+        if target.copied:
+            merged[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if held is None else held.detach()
+            continue
+        device = "cpu" if held is None else held.device
+        out = merged[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        for block in blocks(target):
+            if held is None or target.weight.packed:
+                numbers = stored_numbers(target.weight, *block.stored, fetch)
+            else:
+                numbers = held.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
+            into = _rows(out, target, block)
+            numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
+            if block.slices or padded:
+                items.append(Item(block, numbers, into))
+            else:
+                put(target, block, numbers, into)
+    outcome = folder.fold(items)
+    saturated += outcome.cut
+    for target in (t for t in targets if t.name in outcome.largest):
+        new = refitted(target, outcome.largest[target.name], fetch)
+        for block, codes, again in made_again(new, folder):
+            _rows(merged[target.stored], target, block).copy_(codes)
+            outcome += Outcome(parts=again.parts)
+        outcome += Outcome(parts=tuple(new_parts(new)))
+    return merged, outcome.parts
+
+
+def _amend(kept: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:
+    """Write new bytes of parts into copies of their tensors, which share memory with the input."""
+    for name in dict.fromkeys(part.name for part in parts):
+        target, numbers = kept[name]
+        kept[name] = target, numbers.clone()
+    for name, first, data in parts:
+        into = as_bytes(kept[name][1])[first : first + len(data)]
+        into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
+    """Return the stored numbers of a block in an output tensor: [rows, cols], or codes as flat bytes."""
+    if target.packed is None:
+        return out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
+    size = target.packing.encoding.nbytes
+    low = size(block.first * block.cols)
+    return as_bytes(out)[low : low + size(block.elements)]
+
+
+def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
+    """Return the adapters in the form that `make_job` takes, and the opened files."""
+    if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
+        given = [given]
+    given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them")
+    refs: list[Any] = []
+    files: list[AdapterFile] = []
+    for number, item in enumerate(given):
+        paired = isinstance(item, tuple) and len(item) == 2
+        source, strength = item if paired else (item, 1.0)
+        if isinstance(source, Mapping):
+            files.append(group(index_of(f"adapter {number}", source)))
+            ref: Any = f"adapter {number}"
+        elif isinstance(source, LoadedAdapter):
+            files.append(source.file)
+            ref = source.path
+        else:
+            ref = source
+            files.append(group(open_checkpoint(expand(ref.path if isinstance(ref, Adapter) else ref))))
+        refs.append((ref, strength) if paired else ref)
+    return refs, files

@@ -1,0 +1,61 @@
+"""`merge_state_dict`: a new state dict with adapters merged in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine.torch_state import undisturbed
+from ..text import listed
+from .merging import prepare
+from .state_index import index_of, ties
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import MergeOptions
+
+
+@undisturbed()
+def merge_state_dict(
+    state_dict: Mapping[str, Tensor], adapters: Any, **options: Unpack[MergeOptions]
+) -> dict[str, Tensor]:
+    """Return a new state dict with the adapters merged in; the input is not changed.
+
+    Tensors may have different dtypes and lie on different devices. Warns of tied entries that differ after the merge.
+    The options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, have no effect.
+
+    Parameters:
+        state_dict: Name → tensor, as `model.state_dict()` gives it.
+        adapters: As for `merge`; also state dicts of adapters, and LoadedAdapter objects.
+        device: As for `merge`. "keep": every result is made and stays on the device of its tensor.
+
+    Returns:
+        Name → tensor: detached, on the CPU (see `device`), in the dtype of the input, or in `dtype`. Untouched tensors
+        that are there already share memory with the input.
+
+    Raises:
+        MergeError: As `merge`, except for errors of the output file and the disk.
+
+    Example:
+        >>> merged = lora_merge.merge_state_dict(model.state_dict(), [("style.safetensors", 0.8)])
+        >>> model.load_state_dict(merged)
+        <All keys matched successfully>
+    """
+    base = index_of("state dict", state_dict).recognised()
+    merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
+    merged: dict[str, Tensor] = {}
+    saturated = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made))
+    if saturated:
+        warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
+                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
+    parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
+    untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
+    for first, second in parted + [merge.head] * untied:
+        warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
+                      "such as with tie_word_embeddings=False, or one is lost", stacklevel=3)  # fmt: skip
+    return merged

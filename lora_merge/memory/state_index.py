@@ -1,0 +1,73 @@
+"""Shows a state dict as a checkpoint, so that it is matched and planned as a file is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import FileValues
+from ..disk.files import Memory, StoredTensor
+from ..engine.placement import FILE_DTYPES, host
+from ..errors import InputError
+from ..files.checkpoint import Index
+from ..files.pickles import raw_bytes
+from ..models.names import Names
+from ..models.tied_weights import tied
+from ..options import unlike
+
+if TYPE_CHECKING:
+    pass
+
+TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
+"""The configuration of a model whose head shares the tensor of its embeddings."""
+
+
+def index_of(name: str, tensors: Mapping[str, Tensor]) -> Index:
+    """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors."""
+    path, infos = Path(f"<{name}>"), {}
+    if not isinstance(tensors, Mapping):
+        raise unlike(tensors, name, "a table of names and tensors")
+
+    @lru_cache(maxsize=4)  # a tensor on a GPU is copied to the host once, also if it is read in pieces
+    def content(value: Tensor) -> memoryview:
+        return raw_bytes(host(value))
+
+    for key, value in tensors.items():
+        if not isinstance(key, str):
+            raise unlike(key, f"a name in {path}", "a str")
+        if not isinstance(value, Tensor) or value.dtype not in FILE_DTYPES or value.layout != torch.strided:
+            fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
+            raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
+        check_values(value, f"{path}: {key}")
+        source, nbytes = Memory(path, partial(content, value)), value.numel() * value.element_size()
+        infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)
+    return Index(path, infos, {}, (path,))
+
+
+def ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return pairs of names of which both are the same tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = []
+    for name, value in tensors.items():
+        at = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if value.numel() and first.setdefault(at, name) != name:
+            found.append((first[at], name))
+    return found
+
+
+def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
+    """Return the names of embeddings and head if both hold the same values; else ()."""
+    head = tied(lookup, base.tensors, TIED)
+    same = head is not None and head.stored and FileValues().same(head.info, base.tensors[head.stored])
+    return (head.info.name, head.stored) if head is not None and same else ()
+
+
+def check_values(tensor: Tensor, where: str) -> None:
+    """Raise InputError for a tensor that has a shape but no values."""
+    if tensor.device.type == "meta":
+        raise InputError("a tensor on the meta device has no values", where, "load the model before merging")
