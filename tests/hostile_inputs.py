@@ -10,11 +10,12 @@ import contextlib
 import io
 import json
 import pickle
+import shutil
 import struct
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -362,8 +363,8 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-def run(root: Path) -> None:
-    """Every input; one line each."""
+def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -> None:
+    """Give every input to the command line; one line each."""
     import torch
     import torch._subclasses.fake_tensor
 
@@ -373,7 +374,7 @@ def run(root: Path) -> None:
 
     torch.set_num_threads(1)
     assert lora_merge.__version__
-    for number, (name, files, act) in enumerate(inputs()):
+    for number, (name, files, act) in enumerate(given):
         folder = root / str(number)
         folder.mkdir()
         for file, content in files.items():
@@ -387,10 +388,11 @@ def run(root: Path) -> None:
         except Exception as e:  # noqa: BLE001  # one that is none of ours is what is looked for
             told = repr(e)[:300]
         spent = time.process_time() - started
+        shutil.rmtree(folder)
         print(
             json.dumps([name, max(map(len, files.values())), told, round(spent, 2), round(peak() - before)]), flush=True
         )
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1]), inputs())

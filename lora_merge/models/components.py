@@ -64,6 +64,9 @@ CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
 ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl": "t5", "mt5xl": "t5"}
 """ComfyUI's name of a text encoder → its kind in the architecture files, if they differ."""
 
+MOST: Final = 32
+"""The most networks in known places; known models have at most six. The names of more are not taken for places."""
+
 UNSURE: Final = ("clip", "unknown")
 """Kinds of encoders that only their position in the checkpoint distinguishes."""
 
@@ -85,6 +88,8 @@ def components(
         if prefix not in found:
             found[prefix] = _container(prefix, folders)
         found[prefix].keys[key[len(prefix) :]] = key
+    if len(found) > MOST and not folders:
+        found, loose = {}, {key: key for key in shapes}
     made = [_identified(c, shapes, extra) for c in found.values() if c.role != "ignored"]
     if loose:
         made.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in made)))

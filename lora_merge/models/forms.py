@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Final, TypeAlias
 
 from ..algorithms import Shape
@@ -34,7 +35,8 @@ Way: TypeAlias = tuple[str, str | None]
 UNKNOWN: Final[Place] = (None, False)
 
 _BETWEEN: Final = re.compile(r"\.[0-9]{1,9}(?=\.)")
-_DIGITS: Final = re.compile("[0-9]+")
+_DIGITS: Final = re.compile("[0-9]+|#")
+MOST_FORMS: Final = 64  # of one flat name; the names of known models have up to four
 
 
 def form(name: str) -> str:
@@ -71,8 +73,7 @@ class NameTable:
 
     def knows(self, name: str) -> bool:
         """Return whether a name, dotted or flat, is known with some numbers, perhaps with others than its own."""
-        coarse = _coarse(name)
-        return any(coarse in forms for forms in self._flat_forms)
+        return any(forms.knows(name) for forms in self._flat_forms)
 
     def dotted(self, name: str) -> Place:
         """Return the place of a parameter by its path, in any spelling."""
@@ -82,9 +83,11 @@ class NameTable:
 
     def flat(self, name: str) -> Place:
         """Return the place of a parameter by a path with underscores for all dots but the last."""
-        coarse = _coarse(name)
         for forms, find in zip(self._flat_forms, (self._strong, self._weak), strict=True):
-            found = _only(find(path, of) for of in forms.get(coarse, ()) for path in _unflattened(of, name))
+            paths = forms.paths(name)
+            if paths is None:
+                return None, True
+            found = _only(find(path, of) for path, of in paths)
             if found[1]:
                 return found
         return UNKNOWN
@@ -158,7 +161,7 @@ class NameTable:
         module, _, leaf = name.rpartition(".")
         if of not in self._live:
             ways = _behind(leaf, self._inner)
-            self._live[of] = [way for way in ways if _coarse(_path(way, name, module)) in self._flat_forms[0]]
+            self._live[of] = [way for way in ways if self._flat_forms[0].knows(_path(way, name, module))]
         paths = (_path(way, name, module) for way in self._live[of])
         return _only(self._strong(path, form(path)) for path in paths if name in _others(path, self._inner))
 
@@ -175,9 +178,9 @@ class NameTable:
         return frozenset(form(other) for of in self._sources for other in _others(of, inner))
 
     @cached_property
-    def _flat_forms(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Flat name with `#` for all digits → its possible forms: among the strong names, and among the weak ones."""
-        return _by_flat(self._sources), _by_flat(self._weak_forms)
+    def _flat_forms(self) -> tuple[FlatForms, FlatForms]:
+        """The forms of the strong names, and of the weak ones."""
+        return FlatForms(self._sources), FlatForms(self._weak_forms)
 
 
 def _only(places: Iterable[Place]) -> Place:
@@ -220,27 +223,44 @@ def _path(way: Way, name: str, module: str) -> str:
     return f"{start}{name if end is None else module + end}"
 
 
-def _coarse(path: str) -> str:
-    """Return the flat name, with `#` for all digits."""
+class FlatForms:
+    """Finds the forms that a flat name may have.
+
+    Digits of a flat name are the number of a level (`#` in the form) or belong to a level's name (`h0`). Which digits
+    are numbers differs from form to form, but few choices occur, so each of them costs one look-up.
+    """
+
+    def __init__(self, forms: Iterable[str]) -> None:
+        self._forms: dict[str, list[str]] = {}  # flat form → forms
+        self._numbers: dict[str, set[tuple[bool, ...]]] = {}  # letters alone → which digits are numbers
+        for of in forms:
+            flat = _flat(of)
+            self._forms.setdefault(flat, []).append(of)
+            self._numbers.setdefault(_DIGITS.sub("#", flat), set()).add(tuple(d == "#" for d in _DIGITS.findall(flat)))
+
+    def knows(self, name: str) -> bool:
+        """Return whether a name, dotted or flat, has a form once other digits stand in it."""
+        return _DIGITS.sub("#", _flat(name)) in self._numbers
+
+    def paths(self, name: str) -> list[tuple[str, str]] | None:
+        """Return (path, its form) for everything that a flat name may mean; None if that is too much to try it all."""
+        digits, found = _DIGITS.findall(name), list[str]()
+        choices = self._numbers.get(_DIGITS.sub("#", name), ())
+        if len(choices) > MOST_FORMS:
+            return None
+        for numbers in choices:
+            if all(is_number(d) or d == "#" for number, d in zip(numbers, digits, strict=True) if number):
+                written = ["#" if number else d for number, d in zip(numbers, digits, strict=True)]
+                found += self._forms.get(_filled(name, written), ())
+        return [(_filled(of, digits), of) for of in found] if len(found) <= MOST_FORMS else None
+
+
+def _filled(text: str, digits: Sequence[str]) -> str:
+    """Return the text with these digits in place of its own."""
+    return "".join(chain.from_iterable(zip_longest(_DIGITS.split(text), digits, fillvalue="")))
+
+
+def _flat(path: str) -> str:
+    """Return the path with underscores for all dots but the last."""
     module, dot, leaf = path.rpartition(".")
-    return _DIGITS.sub("#", f"{module.replace('.', '_')}{dot}{leaf}")
-
-
-def _by_flat(forms: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for of in forms:
-        found.setdefault(_coarse(of), []).append(of)
-    return found
-
-
-@lru_cache(maxsize=10_000)
-def _flat_pattern(of: str) -> re.Pattern[str]:
-    *module, leaf = ["([0-9]{1,9}|#)" if s == "#" else re.escape(s) for s in of.split(".")]
-    return re.compile("_".join(module) + r"\." * bool(module) + leaf)
-
-
-def _unflattened(of: str, name: str) -> Iterator[str]:
-    """Yield the path of this form that a flat name means, if any."""
-    if match := _flat_pattern(of).fullmatch(name):
-        numbers = iter(match.groups())
-        yield ".".join(next(numbers) if s == "#" else s for s in of.split("."))
+    return f"{module.replace('.', '_')}{dot}{leaf}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 import time
@@ -865,3 +866,37 @@ def test_views_join_and_turn() -> None:
 def test_a_model_of_one_network_is_not_called_one_of_several() -> None:
     assert "single network" in absence(["te"], ["model"])
     assert "holds only the unet" in absence(["te"], ["unet"])
+
+
+ALIKE = {
+    "numbers in the names of levels": "p#.a.weight",
+    "braces": "{i}.{i+#}.x.weight",
+    "encoders by number": "text_encoder_#.x.weight",
+    "encoders by name": "text_encoders.e#.transformer.x.weight",
+}
+
+
+@pytest.mark.parametrize("form", ALIKE.values(), ids=ALIKE)
+def test_one_more_name_costs_the_same_however_many_are_alike(form: str) -> None:
+    """The flat names of these differ in digits alone, which belong to the names of their levels."""
+
+    def look_up(count: int) -> None:
+        keys = [form.replace("#", str(i)) for i in range(count)]
+        found = names(index(dict.fromkeys(keys, (2, 2))))
+        for key in keys:
+            module = key.removesuffix(".weight")
+            view = found.find(f"lora_unet_{module.replace('.', '_')}")
+            assert view is not None
+            assert view.pieces[0].key == key
+
+    look_up(1)  # what is made once
+    assert steps(lambda: look_up(400)) < 3 * steps(lambda: look_up(200))
+
+
+def test_a_flat_name_that_may_be_read_in_too_many_ways_fits_no_single_place() -> None:
+    """Every underscore may have been a dot: 255 tensors that are one name in an adapter's spelling."""
+    keys = ["".join(x) + "b.weight" for x in itertools.product(*(["a"], "._") * 8)][:-1]
+    found = names(index(dict.fromkeys(keys, (2, 2))))
+    with pytest.raises(AmbiguousName):
+        found.find("lora_unet_a_a_a_a_a_a_a_a_b")
+    assert found.find("a.a.a.a.a.a.a.a.b") is not None
