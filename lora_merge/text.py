@@ -18,6 +18,11 @@ def size(n: int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "G
     return f"{value:.2f} {units[at]}" if at else f"{n} {units[0]}".rstrip()
 
 
+def plural(count: int, one: str) -> str:
+    """Return "1 job" or "3 jobs"."""
+    return f"{count} {one}{'s' * (count != 1)}"
+
+
 def listed(names: Iterable[str], limit: int = 5) -> str:
     """Return the first names and how many are left: `a, b, c and 7 more`."""
     every = list(names)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
-from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..options import shown
 from ..planning.cache import CheckpointCache
 from ..process import command
+from ..progress import Progress, Step
 from .groups import JobGroup, carry_out
 from .jobs_file import BatchJob
 from .report import JobReport, failed
@@ -136,7 +136,7 @@ class _Local:
                 self._hire(number)
             while self.workers:
                 number, message = self.inbox.get()
-                if isinstance(message, int):
+                if isinstance(message, Step):
                     progress(message)
                 elif isinstance(message, JobReport):
                     self.workers[number].left.pop(message.number)

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from ..disk.locks import claimed
-from ..engine.merge import Progress, run_together
+from ..engine.merge import run_together
 from ..engine.windows import layout_key
-from ..job import Job
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
+from ..progress import Progress, unwatched
 from ..report import Report
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
@@ -44,7 +44,7 @@ class JobGroup:
     wait: bool = False  # for jobs that another process is at; otherwise they come back as `taken`
 
 
-def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = lambda _: None) -> Iterator[JobReport]:
+def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unwatched) -> Iterator[JobReport]:
     """Return every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the group."""
     entries = [_bounded(e, group.workers) for e in group.entries]
     with ExitStack() as claims:
@@ -86,7 +86,7 @@ def _once(
     groups: dict[object, list[tuple[BatchJob, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
-        plan = _caught(partial(_needed, e.job, opened, hashes))
+        plan = _caught(partial(_needed, e, opened, hashes))
         if isinstance(plan, Plan):
             groups.setdefault(layout_key(plan), []).append((e, plan))
         else:
@@ -95,29 +95,30 @@ def _once(
         yield from _together(group, progress, tries)
 
 
-def _needed(job: Job, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
-    """Return the plan for a job; None if its output is there."""
-    plan = plan_job(job, opened)
-    return None if done(job, contents(plan), opened, hashes) else plan
+def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
+    """Return the plan for a job; None if its output is there and is not to be made again."""
+    job, plan = entry.job, plan_job(entry.job, opened)
+    return None if not entry.redo and done(job, contents(plan), opened, hashes) else plan
 
 
 def _together(
     group: Sequence[tuple[BatchJob, Plan]], progress: Progress, tries: int
 ) -> Iterator[tuple[BatchJob, JobReport]]:
-    started = time.monotonic()
+    last = time.monotonic()
     left = dict(enumerate(group))
     with closing(run_together([plan for _, plan in group], progress)) as outcomes:
         while left:
             step = _caught(partial(next, outcomes))
             # What concerns all that are left is reported for each.
             ended = dict.fromkeys(left, step) if isinstance(step, Exception) else dict([step])
+            seconds = (time.monotonic() - last) / len(ended)
             for n, outcome in ended.items():
                 entry, _ = left.pop(n)
-                seconds = time.monotonic() - started
                 if isinstance(outcome, Report):
-                    yield entry, _ended(entry, "merged", seconds=seconds, tries=tries, report=outcome)
+                    yield entry, _ended(entry, "merged", seconds=outcome.seconds, tries=tries, report=outcome)
                 else:
                     yield entry, failed(entry, outcome, seconds=seconds, tries=tries)
+            last = time.monotonic()
 
 
 def _ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:

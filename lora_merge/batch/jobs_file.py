@@ -45,6 +45,7 @@ class BatchJob:
     number: int  # from 1, in the order of the file
     job: Job
     where: str  # "jobs.yaml:12 (jobs[3])"
+    redo: bool = False  # whether it is made again where its output is there, by the same recipe
 
 
 def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[BatchJob, ...]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
-from ..engine.merge import Progress
 from ..errors import MergeError, ResourceError, UsageError
 from ..planning.cache import CheckpointCache
+from ..progress import Gathered, Progress, Step
 from .groups import JobGroup, carry_out
 from .jobs_file import BatchJob
 from .report import JobReport, failed
@@ -137,7 +137,7 @@ class _Ray:
         except (self.ray.exceptions.RayError, TimeoutError):
             return  # its node is lost; all reports come with the tasks as well
         for message in messages:
-            if isinstance(message, int):
+            if isinstance(message, Step):
                 self.progress(message)
             else:
                 yield from self._seen(message)
@@ -186,7 +186,7 @@ def granted(device: str) -> str:
 def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
     """Make a group on a node. Inputs that the plan found but this node does not see are on no shared disk."""
     found: list[JobReport] = []
-    for report in _here(group, inbox.put.remote):
+    for report in _here(group, Gathered(inbox.put.remote)):
         inbox.put.remote(report)
         found.append(report)
     return found

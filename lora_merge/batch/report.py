@@ -25,7 +25,7 @@ class JobReport:
     where: str  # the line that asked for it
     output: str
     status: Status
-    seconds: float = 0.0
+    seconds: float = 0.0  # of its own: its share of the pass in which its base was read, and its proof
     tries: int = 1
     report: Report | None = None  # of the merge, where there was one
     error: MergeError | None = None  # why it failed

@@ -13,11 +13,11 @@ from typing import Any
 from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.temporary import remove_stale
-from ..engine.merge import Progress
 from ..errors import MergeError, UsageError
 from ..options import shown, switch
 from ..paths import expand
 from ..process import deliver_pending, interruptible
+from ..progress import Progress, unwatched
 from .executors import Executor, Workers
 from .executors import executor as find
 from .groups import JobGroup
@@ -39,7 +39,7 @@ class Batch:
 
     def run(
         self, workers: Workers | None = None, *, name: str = "local", fail_fast: bool = False,
-        progress: Progress = lambda _: None,
+        progress: Progress = unwatched,
     ) -> Generator[JobReport, None, None]:  # fmt: skip
         """Return every job's report as it ends, those that need no running first. Nothing is raised for a single job.
 
@@ -132,6 +132,7 @@ def make_batch(
     workers: int | None = None,
     executor: str = "local",
     overwrite: bool = False,
+    redo: bool = False,
 ) -> Batch:
     """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once."""
     switch(overwrite, "--overwrite")
@@ -139,7 +140,7 @@ def make_batch(
         raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
-    entries = load(source, overwrite=overwrite)
+    entries = [replace(e, redo=switch(redo, "--redo")) for e in load(source, overwrite=overwrite)]
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])
@@ -153,6 +154,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     executor: str = "local",
     ray_address: str | None = None,
     overwrite: bool = False,
+    redo: bool = False,
     fail_fast: bool = False,
     on_report: Callable[[JobReport], object] | None = None,
 ) -> list[JobReport]:
@@ -172,6 +174,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         executor: "local", or "ray" (needs the extra `lora-merge[ray]`).
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
+        redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
 
@@ -192,7 +195,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     switch(fail_fast, "--fail-fast")
     ended: list[JobReport] = []
     with interruptible():
-        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite)
+        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo)
         with closing(batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:
             for report in reports:
                 ended.append(report)

@@ -16,7 +16,7 @@ from ..disk.volumes import CLONES, file_system, ignores_case, share_blocks
 from ..disk.writer import require_space
 from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
-from ..job import Job
+from ..job import Adapter, Job
 from ..lines import Lines
 from ..options import OPTIONS
 from ..planning.cache import CheckpointCache
@@ -40,6 +40,7 @@ class PlannedJob:
     needs_disk: int = 0  # those of them that take space: the others are blocks of the base
     replaces: int = 0  # bytes of what is there now and will be replaced
     together: Any = None  # equal for jobs that can share one read of their base
+    strengths: tuple[Mapping[str, Mapping[float, int]], ...] = ()  # of each adapter: part → strength → modules
     done: bool = False
     error: MergeError | None = None
 
@@ -132,6 +133,7 @@ class _Outline:
     spared: tuple[Path, ...]
     contents: Contents
     layout: int
+    strengths: tuple[Mapping[str, Mapping[float, int]], ...]  # of each adapter, as `_outline` has put them
 
 
 class _Surveyor:
@@ -151,6 +153,8 @@ class _Surveyor:
             self.grounded[entry.number] = self._grounded(job)
             outline = self._outline(self.grounded[entry.number])
             complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
+            if complete and entry.redo:
+                complete, blank = False, replace(blank, entry=replace(entry, job=replace(job, overwrite=True)))
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
                 job.output, outline.inputs, overwrite=True, folder=outline.folder, contents=outline.contents.names,
                 spared=outline.spared,
@@ -163,7 +167,7 @@ class _Surveyor:
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         self.planned[entry.number] = replace(
             blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
-            done=complete,
+            strengths=tuple(map(_applied, job.adapters, outline.strengths)), done=complete,
         )  # fmt: skip
 
     def _shares(self, folder: Path, base: Path) -> bool:
@@ -200,7 +204,7 @@ class _Surveyor:
                                  "outputs are checkpoints; they can be a base only")  # fmt: skip
         others = {o.name: o.default for o in OPTIONS.values() if not o.planned}
         kind = replace(job, **others, output=Path(), adapters=tuple(
-            a if a.parts or a.strength in (0, 1) else replace(a, strength=0.5) for a in job.adapters
+            a if _apart(a) else replace(a, strength=0.5) for a in job.adapters
         ))  # fmt: skip
         if kind not in self.outlines:
             self.outlines[kind] = self._planned(job)
@@ -220,8 +224,25 @@ class _Surveyor:
         except MergeError as e:
             return e
         return _Outline(
-            plan.size, unshared, plan.is_folder, plan.inputs, plan.spared, contents(plan), hash(layout_key(plan))
+            plan.size,
+            unshared,
+            plan.is_folder,
+            plan.inputs,
+            plan.spared,
+            contents(plan),
+            hash(layout_key(plan)),
+            tuple(m.strengths for m in plan.adapters),
         )
+
+
+def _apart(adapter: Adapter) -> bool:
+    """Return whether a plan depends on the adapter's strength."""
+    return bool(adapter.parts) or adapter.strength in (0, 1)
+
+
+def _applied(adapter: Adapter, found: Mapping[str, Mapping[float, int]]) -> Mapping[str, Mapping[float, int]]:
+    """Return the strengths of an adapter, from those of the outline that stands for all strengths."""
+    return found if _apart(adapter) else {part: {adapter.strength: sum(n.values())} for part, n in found.items()}
 
 
 def disk_needs(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Path, int]]:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..process import collect_rarely, deliver_pending, on_stop, signals_first
+from ..progress import Gathered
 
 if TYPE_CHECKING:
     from .groups import JobGroup
@@ -53,7 +54,9 @@ def _work() -> None:
             task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
-        for report in carry_out(spread(task), opened, lambda n: _send(reports, n)):
+        steps = Gathered(lambda step: _send(reports, step))
+        for report in carry_out(spread(task), opened, steps):
+            steps.flush()
             _send(reports, report)
         _send(reports, None)
 

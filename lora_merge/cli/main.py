@@ -23,6 +23,7 @@ from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .parameters import read, take_text, with_options
 from .proof import add_to
+from .stages import watching
 from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
 
@@ -137,18 +138,19 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
 
     if not dry_run:
         preload()
-    plan = plan_merge(replace(job, overwrite=True) if dry_run else job)
-    if told is not None:
-        told.protect(plan.inputs)
-        told.begin()
     say = silent if as_json or quiet else echo
-    describe(plan, say, verbose=verbose)
-    if dry_run:
+    with watching(quiet=quiet) as display:
+        plan = plan_merge(replace(job, overwrite=True) if dry_run else job)
+        if told is not None:
+            told.protect(plan.inputs)
+            told.begin()
+        describe(plan, say if display is None else display.above(say), verbose=verbose)
+        done = None if dry_run else carry_out(plan, display)
+    if done is None:
         if exists(job.output) and not job.overwrite:
             say("  note: the output exists: the merge will need --overwrite, or another -o")
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
         return
-    done = carry_out(plan, quiet=quiet)
     if told is not None:
         told.replace(done.to_json())
     conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from ..options import OPTIONS
+from ..progress import unwatched
 from .parameters import read, with_options
+from .stages import PROOF, watching
 from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
 from .values import named_adapter, named_parts, with_strengths
 
@@ -41,7 +43,11 @@ def verify(
     strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
     given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
-    proof = prove(expand(output), base, pairs, search=[expand(p) for p in search or []], full=full, options=given)
+    folders = [expand(p) for p in search or []]
+    with watching(quiet=as_json, weights=PROOF) as display:
+        proof = prove(
+            expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
+        )
     if as_json:
         echo(json.dumps(proof, ensure_ascii=False))
     else:
@@ -63,10 +69,12 @@ def replay(
     from ..proof.replay import plan_again
 
     folders = [expand(p) for p in search or []]
-    plan = admit(plan_again(expand(made), output, folders, **options))
     say = silent if as_json or quiet else echo
-    describe(plan, say, verbose=False)
-    conclude(carry_out(plan, quiet=quiet), say, plan.base.notes, as_json=as_json)
+    with watching(quiet=quiet) as display:
+        plan = admit(plan_again(expand(made), output, folders, **options))
+        describe(plan, say if display is None else display.above(say), verbose=False)
+        done = carry_out(plan, display)
+    conclude(done, say, plan.base.notes, as_json=as_json)
 
 
 def unmerge(

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +54,13 @@ class SafeStream:
             self._note(e)
         return len(text)
 
+    def command(self, text: str) -> None:
+        """Write a text of ours that may command a terminal; the names in it are escaped already."""
+        try:
+            self._stream.write(text)
+        except OSError as e:
+            self._note(e)
+
     def flush(self) -> None:
         """Flush, or leave it."""
         try:
@@ -67,6 +74,11 @@ class SafeStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def commanding(stream: Any) -> Callable[[str], object]:
+    """Return the function of a stream that writes texts of ours that may command a terminal."""
+    return stream.command if isinstance(stream, SafeStream) else stream.write
 
 
 def open_descriptors() -> None:

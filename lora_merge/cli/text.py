@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,8 +12,8 @@ from ..lines import shown
 from ..text import by_pattern, by_reason, counted, listed, size
 
 if TYPE_CHECKING:
-    from ..engine.merge import Progress
     from ..planning.plan import Plan
+    from ..progress import Progress
     from ..report import Report
 
 
@@ -83,25 +82,13 @@ def leave_lost_folder() -> None:
         os.chdir(os.path.sep)
 
 
-def carry_out(plan: Plan, *, quiet: bool) -> Report:
-    """Run a plan, with a progress bar on a terminal."""
+def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
+    """Run a plan; `progress` is called with each of its steps."""
     leave_lost_folder()
     from ..engine.merge import run
+    from ..progress import unwatched
 
-    with bar(plan.size, "merging", quiet=quiet) as progress:
-        return run(plan, progress)
-
-
-@contextmanager
-def bar(total: int, what: str, *, quiet: bool) -> Iterator[Progress]:
-    """Draw a bar over so many bytes, on a terminal; the block tells it of those that were just written."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, file=sys.stderr) as drawn:
-        yield drawn.update
+    return run(plan, progress or unwatched)
 
 
 def remarks(coverage: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from ..disk.hashes import RunningHashes
 from ..disk.publish import replacing
@@ -20,6 +20,7 @@ from ..planning.outputs import contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
 from ..process import deliver_pending
+from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify
 from ..report import Report
 from ..version import __version__
@@ -27,11 +28,8 @@ from .pipeline import Pipeline, Written
 
 Outcome = TypeVar("Outcome")
 
-Progress: TypeAlias = Callable[[int], object]
-"""Function that is called with the number of bytes just written."""
 
-
-def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
+def run(plan: Plan, progress: Progress = unwatched) -> Report:
     """Run a plan: the output appears under its name when it is complete and verified, or not at all."""
     with closing(run_together([plan], progress)) as outcomes:
         _, outcome = next(outcomes)
@@ -41,7 +39,7 @@ def run(plan: Plan, progress: Progress = lambda _: None) -> Report:
 
 
 def run_together(
-    plans: Sequence[Plan], progress: Progress = lambda _: None
+    plans: Sequence[Plan], progress: Progress = unwatched
 ) -> Generator[tuple[int, Report | Exception], None, None]:
     """Run plans of one layout, device and compute dtype while the base is read once.
 
@@ -50,18 +48,24 @@ def run_together(
     """
     with _resource_errors(), ExitStack() as stack:
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
+        for plan in plans:
+            progress(Step("load", str(plan.job.output), total=plan.size))
         outputs = [_open(plan, own) for plan, own in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
         reader = stack.enter_context(Reader(indexes))
+        began = time.monotonic()
         written = iter(_write(ready, reader, stack, progress))
+        share = (time.monotonic() - began) / max(1, len(ready))
         for number, o in enumerate(outputs):
             outcome: Report | Exception
             if isinstance(o, _Output):
                 found = next(written)
                 deliver_pending()
                 outcome = (
-                    o.failed(found) if isinstance(found, Exception) else o.attempt(partial(_end, o, found, reader))
+                    o.failed(found)
+                    if isinstance(found, Exception)
+                    else o.attempt(partial(_end, o, found, reader, share, progress))
                 )
             else:
                 deliver_pending()
@@ -99,7 +103,7 @@ class _Output:
     plan: Plan
     part: Path  # with the temporary name
     stack: ExitStack  # renames the output when it is closed, and removes it after an error
-    started: float
+    opening: float  # seconds until it was there
 
     def attempt(self, act: Callable[[], Outcome]) -> Outcome | Exception:
         """Return the result of `act`, or its error of any kind, which ends this output alone."""
@@ -131,23 +135,28 @@ def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
         )
     except Exception as e:  # noqa: BLE001
         return as_resource_error(e) or e
-    output = _Output(plan, part, stack, started)
+    output = _Output(plan, part, stack, 0.0)
 
     def prepared() -> _Output:
         _prepare(plan, part)
-        return output
+        return replace(output, opening=time.monotonic() - started)
 
     return output.attempt(prepared)
 
 
-def _end(output: _Output, written: Written, reader: Reader) -> Report:
-    """Verify the finished output, give it its name, and return the report."""
-    proof = _prove(written, reader)
+def _end(output: _Output, written: Written, reader: Reader, share: float, progress: Progress) -> Report:
+    """Verify the finished output, give it its name, and return the report.
+
+    `share`: its share, in seconds, of the time in which it and others were written.
+    """
+    ending = time.monotonic()
+    progress(Step("prove", str(output.plan.job.output)))
+    proof = _prove(written, reader, progress)
     output.stack.close()
-    return _report(written, proof, time.monotonic() - output.started)
+    return _report(written, proof, output.opening + share + time.monotonic() - ending)
 
 
-def _prove(written: Written, reader: Reader) -> Mapping[str, Any] | None:
+def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
     """Return the result of `verify`, or None if the job does not ask for it.
 
     An input that was touched while it was read must have the bytes that were hashed, and the output is then verified to
@@ -160,7 +169,9 @@ def _prove(written: Written, reader: Reader) -> Mapping[str, Any] | None:
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     wanted = plan.job.verify or full
-    proof = verify(plan, written.part, reader, full=full, written=written.headers) if wanted else None
+    proof = (
+        verify(plan, written.part, reader, full=full, written=written.headers, progress=progress) if wanted else None
+    )
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
     return proof

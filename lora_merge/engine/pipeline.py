@@ -25,6 +25,7 @@ from ..disk.writer import Writer, amend
 from ..planning.headings import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
+from ..progress import Progress, Step
 from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
 from .windows import SLOTS, Window, sharable, window_bytes, windows
 
@@ -52,7 +53,7 @@ class Pipeline:
     """One run of plans, of one layout and one placement, into the folders or files `parts`."""
 
     def __init__(
-        self, plans: Sequence[Plan], parts: Sequence[Path], digests: RunningHashes, progress: Callable[[int], object],
+        self, plans: Sequence[Plan], parts: Sequence[Path], digests: RunningHashes, progress: Progress,
     ) -> None:  # fmt: skip
         self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
         self.reader, self.opened = digests.reader, ExitStack()
@@ -188,7 +189,7 @@ class Pipeline:
         """Write the finished window."""
         if task.plan not in self.failed:
             self._alone(task.plan, lambda n: self._put(self._writer(n, task.window.file), task))
-        self.progress(task.window.size)
+        self._written_now(task.plan, task.window.size)
 
     def _put(self, writer: Writer, task: WindowTask) -> None:
         at, out = task.window.start + self._shift(task), task.own.out
@@ -206,8 +207,15 @@ class Pipeline:
                     self.reader.read_into(rest, r.source, r.offset + start)
                     writer.write(rest, at + r.at + start)
 
+    def _written_now(self, number: int, size: int) -> None:
+        """Report bytes that were just written, and the stage that has been busy for longest."""
+        with self.clock:
+            limit = max(self.seconds, key=self.seconds.__getitem__)
+        self.progress(Step("merge", str(self.plans[number].job.output), size, self.plans[number].size, limit))
+
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
+        self.progress(Step("flush", str(plan.job.output)))
         self._leave(number, len(plan.files) - 1)
         self.merger.complete(number, self.parts[number])
         self.headers[number] = tuple(headings(plan, self.digests.of(plan.inputs)))
@@ -230,7 +238,7 @@ class Pipeline:
             self.writers[number, file] = writer
             self.opened.callback(writer.close)
             writer.write(memoryview(planned.header), 0)
-            self.progress(len(planned.header))
+            self._written_now(number, len(planned.header))
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:

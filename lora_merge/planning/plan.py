@@ -199,6 +199,11 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
     return found
 
 
+def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict[str, int]]:
+    """Return component → strength as text → modules, for JSON."""
+    return {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in strengths.items()}
+
+
 def coverage(plan: Plan) -> Mapping[str, Any]:
     """Return, by each adapter's file name or path, how many modules have their place, and what is left out and why."""
     found: dict[str, Any] = {}
@@ -209,7 +214,7 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
         name = name if name not in found else f"{name} ({len(found) + 1})"
         found[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),
-            "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in m.strengths.items()},
+            "strengths": by_component(m.strengths),
             "patterns": {pattern: len(names) for pattern, names in by_pattern(m.placed).items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip

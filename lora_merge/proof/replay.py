@@ -20,6 +20,7 @@ from ..planning.make_plan import plan_job
 from ..planning.outputs import contents, differing, misleading
 from ..planning.plan import Plan
 from ..planning.recipe import KEY
+from ..progress import Progress, unwatched
 from ..text import listed, quoted
 from .find_inputs import different, find
 from .header_changes import beside, header_changes, notes
@@ -39,6 +40,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     search: Sequence[Path] = (),
     full: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
+    progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
@@ -68,7 +70,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         changes = header_changes(plan, made)
         try:
-            proof = verify(plan, output, reader, full=full)
+            proof = verify(plan, output, reader, full=full, progress=progress)
         except VerificationFailed as e:
             raise beside(e, changes) from e
         proof["warnings"] += notes(changes, made)

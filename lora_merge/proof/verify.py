@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.safetensors import parse_file
 from ..planning.plan import OutputFile, OutputTensor, Plan
+from ..progress import Progress, Step, unwatched
 from ..text import quoted
 from .account import account
 from .loadable import check_loadable
@@ -36,8 +37,14 @@ RETAINED: Final = 0.9  # below this share of an adapter's change, the user is wa
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
-def verify(
-    plan: Plan, part: Path, reader: Reader, *, full: bool = False, written: Sequence[bytes] = ()
+def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
+    plan: Plan,
+    part: Path,
+    reader: Reader,
+    *,
+    full: bool = False,
+    written: Sequence[bytes] = (),
+    progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Return the proof of the files at `part`; VerificationFailed if they are not what the plan says.
 
@@ -47,13 +54,14 @@ def verify(
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         merged = Recomputation(plan, reader, pool, full=full)
+        told = _telling(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
         headers = [*written] or [b""] * len(paths)
         checked = [check_header(f, p, h or None) for f, p, h in zip(plan.files, paths, headers, strict=True)]
         places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
         merged.outputs = {n: coded_output(t, places, read_bytes) for n, (_, t) in places.items() if t.uses and t.packed}
         for path, targets in zip(paths, checked, strict=True):
-            _check(targets, path, merged, compared)
+            _check(targets, path, merged, compared, told)
     notes = check_loadable(plan, part, written)
     _conclude(plan, merged, part)
     proof = _proof(plan, merged, compared, full=full)
@@ -61,7 +69,26 @@ def verify(
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
 
 
-def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int]) -> None:
+def _telling(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], object]:
+    """Return a function that reports bytes that were looked at, of those of all merged and, with `full`, all tensors.
+
+    A sample of the unchanged ones takes next to no time beside the merged ones, and is not counted.
+    """
+    output, left = str(plan.job.output), sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
+    total = left
+
+    def told(count: int) -> None:
+        nonlocal left
+        left -= (done := min(count, left))
+        progress(Step("prove", output, done, total))
+
+    return told
+
+
+def _check(
+    targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int],
+    told: Callable[[int], object],
+) -> None:  # fmt: skip
     """Compare the untouched bytes and merged rows of one file."""
     reader = merged.reader
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -75,9 +102,12 @@ def _check(targets: Sequence[OutputTensor], path: Path, merged: Recomputation, c
                 if len(some) == 1 or not _same(*stretch(some), fd, reader):
                     for target, first, count in some:
                         merged.findings.cut += _compare(target, first, count, fd, merged)
+                if merged.full:
+                    told(sum(count for _, _, count in some))
             for target in targets:
                 if target.uses:
                     merged.check(target, fd)
+                    told(target.nbytes)
     except OSError as e:
         raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
     finally:

@@ -33,6 +33,7 @@ from lora_merge.batch.worker import Task
 from lora_merge.errors import MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
 from lora_merge.planning.cache import CheckpointCache
+from lora_merge.progress import Step
 
 from ..conftest import Nursery
 from ..support import kohya, rand, save, sd1, strays
@@ -253,7 +254,9 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     reports, written, alone = [], [0], 0
     planned = make_batch(mine, workers=2)
     for report in planned.run(
-        Workers(2, cluster), name="ray", progress=lambda n: written.__setitem__(0, written[0] + n)
+        Workers(2, cluster),
+        name="ray",
+        progress=lambda s: written.__setitem__(0, written[0] + (s.done if s.stage == "merge" else 0)),
     ):
         reports.append(report)
         alone += planned.size > written[0] > 0
@@ -302,7 +305,7 @@ def test_a_path_that_a_node_does_not_see_is_told(models: Path) -> None:
     assert isinstance(found[2].error, ResourceError)
     assert f"local, missing on the node {socket.gethostname()}" in found[2].error.where
     assert [m for m in told if isinstance(m, JobReport)] == [found[2], found[1]]
-    assert sum(m for m in told if isinstance(m, int)) > 0, "progress"
+    assert sum(m.done for m in told if isinstance(m, Step)) > 0, "progress"
     driver = object.__new__(on_ray._Ray)
     driver.left = {e.number: e for e in entries}
     assert list(driver._seen(found[1])) == [found[1]]

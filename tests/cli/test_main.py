@@ -21,6 +21,7 @@ import lora_merge
 from lora_merge.cli import main as program
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import ResourceError
+from lora_merge.progress import Step
 
 from ..conftest import Nursery
 from ..support import Tensors, cli, kohya, load, metadata, rand, save, sd1, strays
@@ -124,9 +125,12 @@ def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
 
 
 def test_progress_is_told_of_every_byte(tmp_path: Path, model: Path, style: Path) -> None:
-    plan, told = lora_merge.plan(model, style, tmp_path / "o.safetensors"), list[int]()
+    plan, told = lora_merge.plan(model, style, tmp_path / "o.safetensors"), list[Step]()
     carry_out(plan, told.append)
-    assert sum(told) == plan.size == (tmp_path / "o.safetensors").stat().st_size
+    assert sum(s.done for s in told if s.stage == "merge") == plan.size == (tmp_path / "o.safetensors").stat().st_size
+    assert list(dict.fromkeys(s.stage for s in told)) == ["load", "merge", "flush", "prove"]
+    proven = [s for s in told if s.stage == "prove"]
+    assert sum(s.done for s in proven) == proven[-1].total > 0
 
 
 def test_home_and_relative_paths(

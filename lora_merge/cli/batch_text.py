@@ -1,0 +1,148 @@
+"""What `lora-merge batch` says: a line for each job and a table; what is equal is said once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import IO, TYPE_CHECKING, Any
+
+from ..errors import BatchFailed, error_dict
+from ..lines import Lines, one_line
+from ..planning.plan import by_component
+from ..text import plural, size
+from .text import applied, echo, remarks
+
+if TYPE_CHECKING:
+    from ..batch.report import JobReport
+    from ..batch.run import Batch
+    from ..batch.survey import PlannedJob
+
+SKIPPED = "done already"
+
+
+@dataclass
+class Telling:
+    """Says how the jobs of a batch end. Jobs that were skipped one after the other have one line."""
+
+    total: int
+    quiet: bool
+    say: Callable[[str], object] = echo
+    remark: Callable[[str], object] = lambda text: echo(text, err=True)
+    _skipped: int = 0
+    _told: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
+
+    def ended(self, one: JobReport) -> None:
+        """Say how a job has ended."""
+        if one.status == "skipped":
+            self._skipped += 1
+            return
+        self.flush()
+        found = [] if one.report is None else list(remarks(one.report.coverage, one.report.notes))
+        if self.quiet and one.ok:
+            for text in found:
+                self.remark(f"{one.output}: {text}")
+            return
+        self.say(self._line(one))
+        for text in found:
+            self.say(f"    {text}")
+
+    def flush(self) -> None:
+        """Say how many jobs were skipped since the last line."""
+        if self._skipped and not self.quiet:
+            self.say(f"{self._skipped} skipped: {SKIPPED}")
+        self._skipped = 0
+
+    def _line(self, one: JobReport) -> str:
+        """ "[3/9] merged  out/ink-0.5.safetensors  1.99 GiB in 3.1 s", and for a failure what, where and fix."""
+        head = f"[{one.number}/{self.total}] {one.status}  {one.output}"
+        if one.report is not None:
+            head += f"  {size(one.report.written)} in {one.seconds:.1f} s"
+        if one.error is None:
+            return head
+        first = self._told.setdefault(str(one.error), one.number)
+        if first != one.number:
+            return f"{head}  for the same reason as [{first}]"
+        return Lines(f"{one_line(head)}\n{indented(one.error)}")
+
+
+def indented(error: Exception) -> Lines:
+    """Return an error as lines that stand below the one of its job."""
+    return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
+
+
+def announced(made: Batch) -> str:
+    """Return the line about a batch before it runs: how many jobs of each kind."""
+    runs = [s for s in made.planned if s.runs]
+    return (
+        f"{plural(len(made.planned), 'job')}: {len(runs)} to run ({size(made.size)} to write), "
+        f"{sum(s.done for s in made.planned)} done already, {broken(made)} that cannot run"
+    )
+
+
+def broken(made: Batch) -> int:
+    """Return the number of jobs that cannot run."""
+    return sum(s.error is not None for s in made.planned)
+
+
+def planned(s: PlannedJob, total: int) -> str:
+    """Return the line of a job in a dry run: what would become of it, and what it merges with which strengths."""
+    fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
+    job = s.entry.job
+    return f"[{s.entry.number}/{total}] {fate}  {job.output}  " + " + ".join([job.base.name, *_adapters(s)])
+
+
+def _adapters(s: PlannedJob) -> Iterator[str]:
+    """Yield "0.5 × ink.safetensors"; with factors for parts, "ink.safetensors (0.5× unet (48))"."""
+    for adapter, strengths in zip_longest(s.entry.job.adapters, s.strengths):
+        if adapter.parts and strengths:
+            yield f"{adapter.path.name} ({applied(strengths)})"
+        else:
+            yield f"{adapter.strength:g} × {adapter.path.name}"
+
+
+def facts(s: PlannedJob) -> dict[str, Any]:
+    """Return what a dry run says of a job with --json."""
+    job = s.entry.job
+    adapters = [
+        {"path": str(a.path), "strength": a.strength, "strengths": by_component(found or {})}
+        for a, found in zip_longest(job.adapters, s.strengths)
+    ]
+    return {
+        "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
+        "base": str(job.base), "adapters": adapters,
+        "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size,
+        "error": None if s.error is None else error_dict(s.error),
+    }  # fmt: skip
+
+
+def conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
+    """Print the table; raise BatchFailed if any job has no output."""
+    counts = Counter(one.status for one in ended)
+    not_run = len(made.planned) - len(ended)
+    written = sum(one.report.written for one in ended if one.report is not None)
+    row = (counts["merged"], counts["skipped"], counts["failed"], not_run)
+    print(f"\n{'merged':>8} {'skipped':>8} {'failed':>8} {'not run':>8} {'written':>10}", file=to)
+    print("".join(f"{n:>8} " for n in row) + f"{size(written):>10}", file=to)
+    bad = [one for one in ended if not one.ok]
+    for line in _failures(bad):
+        print(one_line(line), file=to)
+    if bad or not_run:
+        raise failure(len(bad), len(made.planned), "run")
+
+
+def _failures(bad: list[JobReport]) -> Iterator[str]:
+    """Yield a line for each different reason, with the first job that failed for it."""
+    by_reason: dict[str, list[JobReport]] = {}
+    for one in bad:
+        by_reason.setdefault(one.error.what if one.error is not None else one.status, []).append(one)
+    for what, some in by_reason.items():
+        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+        yield f"  failed  {some[0].where}  {some[0].output}{more}: {what}"
+
+
+def failure(count: int, total: int, what: str) -> BatchFailed:
+    """Return the error that ends a batch in which some jobs have no output."""
+    return BatchFailed(f"{count} of {plural(total, 'job')} could not be {what}", "see the lines above",
+                       "correct them and start again; what is done is not done twice")  # fmt: skip

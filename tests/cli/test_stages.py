@@ -1,0 +1,196 @@
+"""Progress on a terminal: stages, time left, heartbeat, jobs of a batch; by a clock of the test's own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from lora_merge.cli import stages
+from lora_merge.cli.stages import BEAT, MOST, PROOF, Display, interval
+from lora_merge.progress import APART, Gathered, Step
+
+from ..support import kohya, save, sd1
+from .terminal import played_here
+
+GIB = 1 << 30
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(**more: object) -> tuple[Display, Clock]:
+    clock = Clock()
+    return Display(Terminal(), clock=clock, columns=lambda: 80, **more), clock  # type: ignore[arg-type]
+
+
+def line(display: Display, width: int = 80) -> str:
+    (found,) = display.lines(width)
+    return found
+
+
+def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
+    display, clock = shown()
+    assert "headers are read" in line(display)
+    display(Step("load", "out.safetensors", total=GIB))
+    clock.now += 2
+    assert "load" in line(display) and "0:02 so far" in line(display)
+    display(Step("merge", "out.safetensors", 1, GIB))
+    for _ in range(10):
+        clock.now += 1
+        display(Step("merge", "out.safetensors", GIB // 20, GIB, "read"))
+    text = line(display, 160)
+    assert "512.00 MiB of 1.00 GiB" in text
+    assert "51.20 MiB/s" in text
+    assert "0:12 left" in text, "ten seconds for the other half, and some for flush and proof"
+    assert "mostly reading" in text
+    display(Step("merge", "out.safetensors", GIB // 2, GIB, "read"))
+    clock.now += 1
+    assert "0:00" not in line(display) and "100%" not in line(display), "flush and proof are to come"
+    display(Step("flush", "out.safetensors"))
+    assert "flush" in line(display)
+    before = line(display)
+    clock.now += 3
+    assert "0:03 so far" in line(display) != before, "it moves while nothing is reported"
+    display(Step("prove", "out.safetensors"))
+    display(Step("prove", "out.safetensors", 30, 60))
+    assert "prove" in line(display) and "50% of the proof" in line(display)
+    display(Step("prove", "out.safetensors", 30, 60))
+    assert "100%" in line(display) and "0:00 left" in line(display)
+
+
+def test_a_rate_of_a_disk_that_stands_still_falls() -> None:
+    display, clock = shown()
+    rates = []
+    for wrote in (GIB // 10,) * 4 + (0,) * 8:
+        clock.now += 1
+        display(Step("merge", "o", wrote, GIB))
+        rates.append(line(display, 160))
+    assert "MiB/s" in rates[3]
+    assert "0 B/s" in rates[-1], "not the mean since the beginning"
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    display, clock = shown(total=20 * GIB, jobs=20)
+    for n in range(MOST + 3):
+        display(Step("load", f"/a/folder/{'long name ' * 20}{n}.safetensors", total=GIB))
+        display(Step("merge", f"/a/folder/{'long name ' * 20}{n}.safetensors", GIB // 3, GIB, "write"))
+    clock.now += 7
+    display.end("/another.safetensors", GIB)
+    found = display.lines(width)
+    assert all(len(text) < width for text in found)
+    assert len(found) == MOST + 2
+    assert "and 3 more" in found[-2]
+    assert "1/20 jobs" in found[-1] and "GiB" in found[-1]
+
+
+def test_never_more_than_ten_redraws_a_second_whatever_is_reported() -> None:
+    display, clock = shown()
+    for _ in range(1000):
+        clock.now += 0.001
+        display(Step("merge", "o", 1, 1000))
+        display.draw()
+    assert display.beats <= 11
+    clock.now += BEAT
+    display.draw()
+    assert display.beats <= 12
+
+
+def test_the_lines_are_taken_back_where_the_terminal_was_made_narrower() -> None:
+    clock, columns = Clock(), [160]
+    out = Terminal()
+    display = Display(out, 4 * GIB, 4, clock=clock, columns=lambda: columns[0])
+    display(Step("merge", "a.safetensors", 1, GIB))
+    display.draw()
+    out.seek(0)
+    out.truncate()
+    columns[0] = 80
+    clock.now += 1
+    display.draw()
+    assert out.getvalue().startswith("\r\x1b[3A\x1b[J"), "two lines of 159 have become four rows"
+    columns[0] = 200
+    clock.now += 1
+    out.seek(0)
+    out.truncate()
+    display.draw()
+    assert out.getvalue().startswith("\r\x1b[1A\x1b[J")
+
+
+def test_what_is_said_goes_above_the_lines() -> None:
+    display, _ = shown()
+    display(Step("load", "o"))
+    display.draw()
+    display.above(lambda text: display.stream.write(f"{text}\n"))("[1/2] merged")
+    assert display.stream.getvalue().endswith("\r\x1b[J[1/2] merged\n")
+
+
+def test_names_command_no_terminal() -> None:
+    display, _ = shown(jobs=1)
+    display(Step("load", "/a/\x1b[31mred\n.safetensors"))
+    assert all("\x1b" not in text and "\n" not in text for text in display.lines(80))
+
+
+def test_terminals_without_these_letters() -> None:
+    class Ascii(io.StringIO):
+        encoding = "ascii"
+
+    display = Display(Ascii(), clock=Clock(), columns=lambda: 80)
+    display(Step("merge", "o", 5, 10))
+    "".join(display.lines(80)).encode("ascii")
+
+
+def test_a_proof_alone_has_the_whole_bar() -> None:
+    display, _ = shown(weights=PROOF)
+    display(Step("prove", "o", 0, 0))
+    display(Step("prove", "o", 25, 100))
+    assert "25% of the proof" in line(display)
+
+
+def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with stages.watching(quiet=False) as display:
+        assert display is None
+    assert capsys.readouterr() == ("", "")
+
+
+def test_steps_for_another_process_are_added_up() -> None:
+    clock, told = Clock(), list[Step]()
+    steps = Gathered(told.append, clock)
+    steps(Step("load", "o"))
+    for _ in range(100):
+        clock.now += APART / 20
+        steps(Step("merge", "o", 3, 300))
+    steps.flush()
+    assert sum(s.done for s in told) == 300
+    assert len(told) <= 8
+    assert told[0].stage == "load"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (75, "1:15"), (3725, "1:02:05")])
+def test_intervals(seconds: float, text: str) -> None:
+    assert interval(seconds) == text
+
+
+@pytest.mark.parametrize("columns", [60, 160])
+def test_a_merge_on_a_terminal_shows_its_stages_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(stages, "BEAT", 0.001)
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "style.safetensors")
+    monkeypatch.chdir(tmp_path)
+    found = played_here(["base.safetensors", "style.safetensors", "-o", "o.safetensors"], monkeypatch, columns=columns)
+    assert found.code == 0
+    assert found.redraws > 2
+    assert " load " in found.text
+    assert not any("load " in row or "%|" in row for row in found.screen), "the lines are gone at the end"
+    assert any("verified" in row for row in found.screen)
