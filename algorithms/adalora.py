@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect_shapes, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect_shapes, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,13 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    return t.up @ (t.down * (t.values * t.scale))
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: AdaLoraTensors) -> tuple[Tensor, Tensor]:
+    """Return B and diag(E) A · scale; `base` is not read."""
+    return t.up, t.down * (t.values * t.scale)
 
 
 def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
@@ -45,5 +51,5 @@ def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
 ADALORA = Algorithm(
     "adalora", AdaLoraTensors, fitted_shapes, delta, "arXiv:2303.10512", row_axes={"up": 0}, accumulate=accumulate,
     scalars_from=alpha_by(),
-    scale_from_config=True,
+    scale_from_config=True, low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip

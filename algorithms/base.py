@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from math import isfinite, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from .bounds import SEED, Bounds, outside
 
@@ -55,6 +55,15 @@ class Loaded:
             return torch.from_numpy(read(slot))
 
         return cls(tensor, lambda values, dtype: torch.from_numpy(cast(values.numpy(), dtype)), *more)
+
+
+class LowRank(NamedTuple):
+    """The two factors whose product is ΔW."""
+
+    rank: Callable[[Shapes, Shape], int]
+    """(fitted shapes, weight shape) → the number of columns of L, an upper bound of the rank of ΔW."""
+    factors: Callable[[Tensor, Any], tuple[Tensor, Tensor]]
+    """(base [n, out, cols], prepared tensors) → L [n, out, R] and R [n, R, cols] with ΔW = L R at strength 1."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,8 @@ class Algorithm:
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): adds strength · ΔW to acc in place, without
     storing ΔW. Where ΔW depends on the base, acc is the untouched base."""
+    low_rank: LowRank | None = None
+    """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
@@ -243,6 +254,11 @@ def tucker(core: Tensor, inner: Tensor) -> Tensor:
     n, rank, inner_rank, kernel = core.shape
     rows = core.permute(0, 1, 3, 2).reshape(n, rank * kernel, inner_rank)
     return (rows @ inner).reshape(n, rank, kernel, -1).transpose(2, 3).reshape(n, rank, -1)
+
+
+def rank_of(slot: str, axis: int = 0) -> Callable[[Shapes, Shape], int]:
+    """Return the rule for `LowRank.rank` that reads an axis of a fitted slot."""
+    return lambda shapes, _: shapes[slot][axis]
 
 
 def expect(*, holds: bool, otherwise: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,25 @@ def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
     return (up @ t.down).reshape(base.shape)
 
 
+def factors(base: Tensor, t: BdLoraTensors) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · B and A, the one that is stored in blocks with zeros beside them; `base` is not read."""
+    (n, out, cols), blocks, rank = base.shape, t.down.shape[1], t.down.shape[2]
+    up = t.up * t.scale.unsqueeze(3)
+    if t.down.shape[3] * blocks == cols:
+        right = t.down.new_zeros(n, blocks, rank, blocks, cols // blocks)
+        right.diagonal(dim1=1, dim2=3).copy_(t.down.permute(0, 2, 3, 1))
+        return up.reshape(n, out, -1), right.reshape(n, -1, cols)
+    left = up.new_zeros(n, blocks, out // blocks, blocks, rank)
+    left.diagonal(dim1=1, dim2=3).copy_(up.permute(0, 2, 3, 1))
+    return left.reshape(n, out, -1), t.down.reshape(n, -1, cols)
+
+
+def _rank(shapes: Shapes, _: Shape) -> int:
+    return shapes["down"][0] * shapes["down"][1]
+
+
 BDLORA = Algorithm(
     "bdlora", BdLoraTensors, fitted_shapes, delta, "PEFT",
     scalars_from=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1]),
+    low_rank=LowRank(_rank, factors),
 )  # fmt: skip

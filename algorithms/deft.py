@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, expect_shapes, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, expect_shapes, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: DeftTensors) -> Tensor:
     """Return Q (c R − Pᵀ W) [n, out, cols]."""
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
+    """Return Q and c R − Pᵀ W."""
     import torch
 
     if t.method == "qr":
@@ -47,10 +53,10 @@ def delta(base: Tensor, t: DeftTensors) -> Tensor:
     else:
         left, right = t.subspace, t.subspace.relu()
     inner = -right.transpose(1, 2) @ base
-    return left @ (inner if t.content is None else inner + t.content * t.scale)
+    return left, inner if t.content is None else inner + t.content * t.scale
 
 
 DEFT = Algorithm(
     "deft", DeftTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
-    scalars_from=alpha_by(),
+    scalars_from=alpha_by(), low_rank=LowRank(rank_of("subspace", 1), factors),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, length
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +48,18 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: DeloraTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: DeloraTensors) -> tuple[Tensor, Tensor]:
+    """Return B̂ and (λ / r) · Â diag(w), with B's columns and A's rows at length 1; `base` is not read."""
     rank = t.down.shape[1]
     up: Tensor = t.up / length(t.up, (1,)).clamp(min=SMALLEST_NORM)
     down: Tensor = t.down / length(t.down, (2,)).clamp(min=SMALLEST_NORM)
-    return up @ (down * (t.length / rank) * t.norms)
+    return up, down * (t.length / rank) * t.norms
 
 
-DELORA = Algorithm("delora", DeloraTensors, fitted_shapes, delta, "arXiv:2503.18225")
+DELORA = Algorithm(
+    "delora", DeloraTensors, fitted_shapes, delta, "arXiv:2503.18225", low_rank=LowRank(rank_of("down"), factors)
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,6 +95,26 @@ def delta(base: Tensor, t: GloraTensors) -> Tensor:
     return changed.add_(through.reshape(n, out, -1, channels).transpose(2, 3).reshape(n, out, cols))
 
 
+def factors(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
+    """Return the factors of `_joined`; with a kernel, W A₁ of each of its points has columns of its own."""
+    import torch
+
+    n, out, cols = base.shape
+    channels = t.a1.shape[1]
+    if channels == cols:
+        return _joined(base, t)
+    points, rank = cols // channels, t.a1.shape[2]
+    moved = torch.einsum("nock,ncr->nokr", base.reshape(n, out, channels, points), t.a1 * _scale(t))
+    spread = base.new_zeros(n, points, rank, channels, points)
+    spread.diagonal(dim1=1, dim2=4).copy_(t.a2.unsqueeze(3).expand(-1, -1, -1, points))
+    left = torch.cat((moved.reshape(n, out, -1), t.b1 * _scale(t)), 2)
+    return left, torch.cat((spread.reshape(n, -1, cols), _columns(t)), 1)
+
+
+def _rank(shapes: Shapes, target: Shape) -> int:
+    return shapes["b1"][1] + shapes["a2"][0] * (flat(target)[1] // shapes["a2"][1])
+
+
 def accumulate(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
     """Add strength · ΔW to acc, which is the untouched base."""
     if t.a1.shape[1] != acc.shape[2]:
@@ -126,6 +146,11 @@ def delta_old(base: Tensor, t: GloraTensors) -> Tensor:
     return delta(base, _renamed(t))
 
 
+def factors_old(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
+    """Return the factors of the old layout."""
+    return factors(base, _renamed(t))
+
+
 def accumulate_old(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
     """Add strength · ΔW of the old layout to acc, which is the untouched base."""
     accumulate(acc, _renamed(t), strength)
@@ -138,8 +163,10 @@ def _renamed(t: GloraTensors) -> GloraTensors:
 GLORA = Algorithm(
     "glora", GloraTensors, fitted_shapes, delta, "arXiv:2306.07967",
     scalars_from=alpha_over("a2"), row_axes={"b1": 0}, reads_base=True, accumulate=accumulate,
+    low_rank=LowRank(_rank, factors),
 )  # fmt: skip
 GLORA_OLD = Algorithm(
     "glora_old", GloraTensors, fitted_shapes_old, delta_old, "arXiv:2306.07967",
     scalars_from=scalars_from_old, row_axes={"b2": 0}, reads_base=True, accumulate=accumulate_old,
+    low_rank=LowRank(lambda shapes, _: 2 * shapes["a1"][0], factors_old),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, length
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,19 +36,33 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: HraTensors) -> Tensor:
     """Return −(W Û) T Ûᵀ [n, out, cols]."""
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: HraTensors) -> tuple[Tensor, Tensor]:
+    """Return −(W Û) T and Ûᵀ."""
     import torch
 
     if t.orthogonal:
         basis: Tensor = torch.linalg.qr(t.vectors).Q
-        return -2 * (base @ basis) @ basis.transpose(1, 2)
+        return -2 * (base @ basis), basis.transpose(1, 2)
     tiny = torch.finfo(t.vectors.dtype).tiny  # a vector of zeros reflects nothing
     unit: Tensor = t.vectors / length(t.vectors, (1,)).clamp_(min=tiny)
     inverse = (unit.transpose(1, 2) @ unit).triu(1)
     inverse.diagonal(dim1=1, dim2=2).fill_(0.5)
     inner: Tensor = torch.linalg.solve_triangular(inverse, base @ unit, upper=True, left=False)
-    return -inner @ unit.transpose(1, 2)
+    return -inner, unit.transpose(1, 2)
 
 
 HRA = Algorithm(
-    "hra", HraTensors, fitted_shapes, delta, "arXiv:2405.17484", row_axes={}, reads_base=True, decomposes=True
+    "hra",
+    HraTensors,
+    fitted_shapes,
+    delta,
+    "arXiv:2405.17484",
+    row_axes={},
+    reads_base=True,
+    decomposes=True,
+    low_rank=LowRank(rank_of("vectors", 1), factors),
 )

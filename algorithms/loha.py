@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,8 +91,17 @@ def _halves(t: LohaTensors) -> list[tuple[Tensor, Tensor]]:
     return [(a, b) if core is None else (a.transpose(1, 2), tucker(core, b)) for a, b, core in stored]
 
 
+def factors(base: Tensor, t: LohaTensors) -> tuple[Tensor, Tensor]:
+    """Return the products of every column of A₁ with every one of A₂, times α / r, and those of the rows of B₁ and B₂:
+    a sum over r² pairs. `base` is not read."""
+    (rows, cols), (others, width) = _halves(t)
+    left = (rows * t.scale).unsqueeze(3) * others.unsqueeze(2)
+    return left.flatten(2), (cols.unsqueeze(2) * width.unsqueeze(1)).flatten(1, 2)
+
+
 LOHA = Algorithm(
     "loha", LohaTensors, fitted_shapes, delta, "arXiv:2108.06098",
     scalars_from=alpha_over("w1_b"), row_axes={"w1_a": 0, "w2_a": 0},
     not_sliceable_with=frozenset({"t1", "t2"}), accumulate=accumulate,
+    low_rank=LowRank(lambda shapes, _: shapes["w1_b"][0] ** 2, factors),
 )  # fmt: skip

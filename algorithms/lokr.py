@@ -13,10 +13,10 @@ columns with w2's columns and kernel. PEFT trains that product, so it is merged 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,7 +122,44 @@ def _factors(t: LokrTensors, scale: Tensor) -> tuple[Tensor, Tensor]:
     return w1[:, :, None, :, None], w2.flatten(2)[:, None, :, None, :]
 
 
+def factors(base: Tensor, t: LokrTensors) -> tuple[Tensor, Tensor]:
+    """Return the Kronecker products of the left and of the right factors of w1 and w2; `base` is not read."""
+    import torch
+
+    u1, v1 = _pair(t.w1, t.w1_a, t.w1_b)
+    w2 = t.w2 if t.w2 is None else t.w2.flatten(2)
+    u2, v2 = _pair(w2, t.w2_a if t.t2 is None or t.w2_a is None else t.w2_a.mT,
+                   t.w2_b if t.t2 is None or t.w2_b is None else tucker(t.t2, t.w2_b))  # fmt: skip
+    u1 = u1 * (t.rs_scale if t.rs_lora else t.scale)
+    n, rank = len(u1), u1.shape[2] * u2.shape[2]
+    if t.w2 is not None and t.w2.dim() == 4 and t.right_aligned:
+        left = torch.einsum("nla,npb->nplab", u1, u2)
+        right = torch.einsum("nam,nbqk->nabqmk", v1, v2.reshape(n, u2.shape[2], *t.w2.shape[2:]))
+    else:
+        left, right = torch.einsum("nla,npb->nlpab", u1, u2), torch.einsum("nam,nbq->nabmq", v1, v2)
+    return left.reshape(n, -1, rank), right.reshape(n, rank, -1)
+
+
+def _pair(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return two factors of w1 or w2; beside a whole matrix an identity stands on its shorter side."""
+    import torch
+
+    if up is not None and down is not None:
+        return up, down
+    assert whole is not None, "fitted_shapes lets no other combination through"
+    n, rows, cols = whole.shape
+    one = torch.eye(min(rows, cols), dtype=whole.dtype, device=whole.device).expand(n, -1, -1)
+    return (one, whole) if rows <= cols else (whole, one)
+
+
+def _rank(shapes: Shapes, _: Shape) -> int:
+    """Return the product of the ranks of w1 and w2."""
+    whole = [min(flat(shapes[slot])) for slot in ("w1", "w2") if slot in shapes]
+    return prod([*whole, *(shapes[slot][0] for slot in ("w1_b", "w2_b") if slot in shapes)])
+
+
 LOKR = Algorithm(
     "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
     row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
+    low_rank=LowRank(_rank, factors),
 )  # fmt: skip

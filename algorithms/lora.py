@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, rank_of, same_inputs, tucker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,13 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: LoraTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    return (t.up * t.scale) @ _columns(t)
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: LoraTensors) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · B and A; `base` is not read."""
+    return t.up * t.scale, _columns(t)
 
 
 def accumulate(acc: Tensor, t: LoraTensors, strength: Tensor) -> None:
@@ -70,4 +76,5 @@ def _columns(t: LoraTensors) -> Tensor:
 LORA = Algorithm(
     "lora", LoraTensors, fitted_shapes, delta, "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate,
+    low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip

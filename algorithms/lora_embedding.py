@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect_shapes, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,13 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:
     """Return ΔW [n, vocabulary, dim]; `base` is not read."""
-    return t.down.transpose(1, 2) @ (t.up * t.scale).transpose(1, 2)
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: EmbeddingTensors) -> tuple[Tensor, Tensor]:
+    """Return Aᵀ and (α / r) · Bᵀ; `base` is not read."""
+    return t.down.transpose(1, 2), (t.up * t.scale).transpose(1, 2)
 
 
 def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
@@ -45,5 +51,5 @@ def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
 LORA_EMBEDDING = Algorithm(
     "lora_embedding", EmbeddingTensors, fitted_shapes, delta, "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate,
-    of_table=True,
+    of_table=True, low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip

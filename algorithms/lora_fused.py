@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +62,18 @@ def delta(base: Tensor, t: LoraFusedTensors) -> Tensor:
     return change
 
 
+def factors(base: Tensor, t: LoraFusedTensors) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · B with the rank of each part in columns of its own, and A; `base` is not read."""
+    n, rank, done = base.shape[0], t.up.shape[2], 0
+    left = base.new_zeros(n, base.shape[1], t.down.shape[1])
+    for i, (first, end) in enumerate(t.parts):
+        left[:, first:end, i * rank : (i + 1) * rank] = t.up[:, done : done + end - first] * t.scale
+        done += end - first
+    return left, t.down
+
+
 LORA_FUSED = Algorithm(
     "lora_fused", LoraFusedTensors, fitted_shapes, delta, "litgpt",
     scalars_from=alpha_over("up", 1), check_settings=check_settings,
+    low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip

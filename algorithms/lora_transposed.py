@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,13 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    return (t.up.mT * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank)) @ t.down.mT
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: LoraTransposedTensors) -> tuple[Tensor, Tensor]:
+    """Return c · Bᵀ and Aᵀ; `base` is not read."""
+    return t.up.mT * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank), t.down.mT
 
 
 def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
@@ -55,5 +61,5 @@ def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
 LORA_TRANSPOSED = Algorithm(
     "lora_transposed", LoraTransposedTensors, fitted_shapes, delta, "LLMs-from-scratch",
     row_axes={"up": 1}, accumulate=accumulate,
-    in_out=True,
+    in_out=True, low_rank=LowRank(rank_of("up"), factors),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,17 @@ def delta(base: Tensor, t: MissTensors) -> Tensor:
     return rows.repeat(1, out // rows.shape[1], -(-cols // rows.shape[2]))[..., :cols]
 
 
+def factors(base: Tensor, t: MissTensors) -> tuple[Tensor, Tensor]:
+    """Return the block's rows, repeated down the weight, and the 0/1 matrix that repeats them across its columns."""
+    out, cols = base.shape[1:]
+    rows = t.block.transpose(1, 2)
+    rank = rows.shape[2]
+    right = base.new_zeros(rank, cols)
+    for j in range(rank):
+        right[j, j::rank] = 1
+    return rows.repeat(1, out // rows.shape[1], 1), right.expand(len(rows), rank, cols)
+
+
 def delta_bat(base: Tensor, t: MissTensors) -> Tensor:
     """Return ΔW [n, out, cols] of `miss_bat` from the untouched `base`."""
     n, blocks, rank, _ = t.block.shape
@@ -73,6 +84,16 @@ def delta_bat(base: Tensor, t: MissTensors) -> Tensor:
     return (moved.reshape(view.shape) + t.block.unsqueeze(3)).reshape(base.shape)
 
 
-MISS = Algorithm("miss", MissTensors, fitted_shapes, delta, "arXiv:2409.15371", row_axes={"block": 1})
-MISS_MINI = Algorithm("miss_mini", MissTensors, fitted_shapes_mini, delta, "arXiv:2409.15371")
+MISS = Algorithm(
+    "miss",
+    MissTensors,
+    fitted_shapes,
+    delta,
+    "arXiv:2409.15371",
+    row_axes={"block": 1},
+    low_rank=LowRank(rank_of("block"), factors),
+)
+MISS_MINI = Algorithm(
+    "miss_mini", MissTensors, fitted_shapes_mini, delta, "arXiv:2409.15371", low_rank=LowRank(rank_of("block"), factors)
+)
 MISS_BAT = Algorithm("miss_bat", MissTensors, fitted_shapes_bat, delta_bat, "arXiv:2409.15371", reads_base=True)

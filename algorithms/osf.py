@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
-from .pissa import triples
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat
+from .pissa import triple_factors, triples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,4 +41,16 @@ def delta(base: Tensor, t: OsfTensors) -> Tensor:
     return t.left @ (t.values * t.right) - triples(base, total - t.values.shape[1], total)
 
 
-OSF = Algorithm("osf", OsfTensors, fitted_shapes, delta, "arXiv:2504.07097", reads_base=True, decomposes=True)
+def factors(base: Tensor, t: OsfTensors) -> tuple[Tensor, Tensor]:
+    """Return [U, −U₀ S₀] and [S V; V₀], with the m smallest singular triples of `base`."""
+    import torch
+
+    total = min(base.shape[1:])
+    left, right = triple_factors(base, total - t.values.shape[1], total)
+    return torch.cat((t.left, -left), 2), torch.cat((t.values * t.right, right), 1)
+
+
+OSF = Algorithm(
+    "osf", OsfTensors, fitted_shapes, delta, "arXiv:2504.07097", reads_base=True, decomposes=True,
+    low_rank=LowRank(lambda shapes, _: 2 * shapes["values"][0], factors),
+)  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, expect_shapes, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,11 +62,16 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def triples(base: Tensor, first: int, last: int) -> Tensor:
     """Return the sum of the singular triples `first` to `last` of `base`, the largest first, [n, out, cols]."""
+    left, right = triple_factors(base, first, last)
+    return left @ right
+
+
+def triple_factors(base: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return U S and Vᵀ of the singular triples `first` to `last` of `base`, the largest first."""
     import torch
 
     u, s, v = torch.linalg.svd(base, full_matrices=False)
-    part: Tensor = (u[..., first:last] * s[:, None, first:last]) @ v[:, first:last]
-    return part
+    return u[..., first:last] * s[:, None, first:last], v[:, first:last]
 
 
 def pissa_delta(base: Tensor, t: PairTensors) -> Tensor:
@@ -90,18 +95,48 @@ def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
     return t.up @ (t.down * (t.values * t.scale)) - triples(base, total - t.down.shape[1], total)
 
 
+def pissa_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
+    """Return [(α / r) · B, −U S] and [A; Vᵀ], with the r largest singular triples of `base`."""
+    import torch
+
+    left, right = triple_factors(base, 0, t.down.shape[1])
+    return torch.cat((t.up * t.scale, -left), 2), torch.cat((t.down, right), 1)
+
+
+def olora_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · [B, −Q_r] and [A; R_r], with the QR decomposition of `base`."""
+    import torch
+
+    q, r = torch.linalg.qr(base)
+    rank = t.down.shape[1]
+    return torch.cat((t.up, -q[..., :rank]), 2) * t.scale, torch.cat((t.down, r[:, :rank]), 1)
+
+
+def kasa_factors(base: Tensor, t: KasaTensors) -> tuple[Tensor, Tensor]:
+    """Return [B, −U S] and [(α / r) · diag(values) A; Vᵀ], with the r smallest singular triples of `base`."""
+    import torch
+
+    total = min(base.shape[1:])
+    left, right = triple_factors(base, total - t.down.shape[1], total)
+    return torch.cat((t.up, -left), 2), torch.cat((t.down * (t.values * t.scale), right), 1)
+
+
+def _twice(shapes: Shapes, _: Shape) -> int:
+    return 2 * shapes["down"][0]
+
+
 PISSA = Algorithm(
     "pissa", PairTensors, fitted_shapes, pissa_delta, "arXiv:2404.02948",
     scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True,
+    starts_in_base=True, low_rank=LowRank(_twice, pissa_factors),
 )  # fmt: skip
 OLORA = Algorithm(
     "olora", PairTensors, fitted_shapes, olora_delta, "arXiv:2406.01775",
     scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True,
+    starts_in_base=True, low_rank=LowRank(_twice, olora_factors),
 )  # fmt: skip
 KASA = Algorithm(
     "kasa", KasaTensors, fitted_shapes, kasa_delta, "arXiv:2412.06071",
     scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True,
+    starts_in_base=True, low_rank=LowRank(_twice, kasa_factors),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Shape, Shapes, expect, expect_shapes, flat
+from .base import SEEDED, Algorithm, LowRank, Shape, Shapes, expect, expect_shapes, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,13 +60,20 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str
 
 def delta(base: Tensor, t: TinyTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: TinyTensors) -> tuple[Tensor, Tensor]:
+    """Return B and (Σ vᵢ Pᵢ) A; `base` is not read."""
     assert t.mixed is not None, "derived"
     n, count, rank, _ = t.mixed.shape
     inner = (t.vector[:, None, :] @ t.mixed.reshape(n, count, rank * rank)).view(n, rank, rank)
-    return t.up @ (inner @ t.down)
+    return t.up, inner @ t.down
 
 
 TINYLORA = Algorithm(
     "tinylora", TinyTensors, fitted_shapes, delta, "PEFT", row_axes={"up": 0}, shared=frozenset({"vector"}),
     derive=derive, bounds=SEEDED, check_settings=check_settings,
+    low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +65,20 @@ def check_settings(settings: Mapping[str, Any], _: Shapes, __: Shape) -> None:
 
 def delta(base: Tensor, t: TloraTensors) -> Tensor:
     """Return ΔW [n, out, cols]; the start follows from the untouched `base`."""
+    left, right = _start(base, t)
+    return ((t.p * t.lambdas) @ t.q).sub_(left @ right).mul_(t.scale)
+
+
+def factors(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · [P Λ, −U S] and [Q; Vᵀ], with the start's triples from the untouched `base`."""
+    import torch
+
+    left, right = _start(base, t)
+    return torch.cat((t.p * t.lambdas, -left), 2) * t.scale, torch.cat((t.q, right), 1)
+
+
+def _start(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
+    """Return U S and Vᵀ of the triples that the training began with."""
     import torch
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)
@@ -72,11 +86,11 @@ def delta(base: Tensor, t: TloraTensors) -> Tensor:
     # of a rank above the number of triples, LyCORIS takes all, but in the middle those that Python's slice gives
     first = {"principal": 0, "last": max(0, total - rank), "middle": (total - rank) // 2}[t.sig_type]
     kept = slice(first, first + rank)
-    start = (u[:, :, kept] * s[:, None, kept]) @ vh[:, kept]
-    return ((t.p * t.lambdas) @ t.q).sub_(start).mul_(t.scale)
+    return u[:, :, kept] * s[:, None, kept], vh[:, kept]
 
 
 TLORA = Algorithm(
     "tlora", TloraTensors, fitted_shapes, delta, "arXiv:2507.05964", scalars_from=alpha_over("q"),
     check_settings=check_settings, reads_base=True, decomposes=True,
+    low_rank=LowRank(lambda shapes, _: 2 * shapes["q"][0], factors),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -84,12 +84,24 @@ def _tile(down: Shape, up: Shape, bank: Shape, target: Shape) -> None:
 
 def delta(base: Tensor, t: VbTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    return _product(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: VbTensors) -> tuple[Tensor, Tensor]:
+    """Return B and A; `base` is not read."""
+    return _pair(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
 
 
 def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    return _product(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
+    left, right = top_factors(base, t)
+    return left @ right
+
+
+def top_factors(base: Tensor, t: VbTopTensors) -> tuple[Tensor, Tensor]:
+    """Return B and A; `base` is not read."""
+    return _pair(_pick(t.down_choice, t.down_weight, t.bank), _pick(t.up_choice, t.up_weight, t.bank))
 
 
 def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
@@ -114,17 +126,18 @@ def _weigh(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
     return (dense.flatten(1, 2) @ bank).reshape(*dense.shape[:-1], bank.shape[2])
 
 
-def _product(down: Tensor, up: Tensor) -> Tensor:
-    """Return B A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
-    columns = up.transpose(2, 3).reshape(up.shape[0], -1, up.shape[2])
-    return columns @ down.flatten(2)
+def _pair(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B and A from pieces [n, r, in/L, L] and [n, out/L, r, L]."""
+    return up.transpose(2, 3).reshape(up.shape[0], -1, up.shape[2]), down.flatten(2)
 
 
 VBLORA = Algorithm(
     "vblora", VbTensors, fitted_shapes, delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
     bounds={"top": lambda _s, _t: [Bounds(1, COUNT.end)]},
+    low_rank=LowRank(rank_of("down"), factors),
 )  # fmt: skip
 VBLORA_TOP = Algorithm(
     "vblora_top", VbTopTensors, fitted_shapes_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
     bounds={"up_choice": entries, "down_choice": entries},
+    low_rank=LowRank(rank_of("down_choice"), top_factors),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Shape, Shapes, expect, flat
+from .base import SEEDED, Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +57,15 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 def delta(base: Tensor, t: VeraTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
+    left, right = factors(base, t)
+    return left @ right
+
+
+def factors(base: Tensor, t: VeraTensors) -> tuple[Tensor, Tensor]:
+    """Return diag(b) B and diag(d) A, cut to the layer; `base` is not read."""
     assert t.up is not None and t.down is not None, "stored or derived"
     out, cols, rank = base.shape[1], base.shape[2], t.up.shape[2]
-    down = t.rank_scale[:, :rank] * t.down[:, :rank, :cols]
-    return (t.out_scale * t.up[:, :out]) @ down
+    return t.out_scale * t.up[:, :out], t.rank_scale[:, :rank] * t.down[:, :rank, :cols]
 
 
 def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int = 1) -> Mapping[str, Tensor]:
@@ -79,8 +84,12 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any], *, halves: int
     return {"down": down, "up": draw(out, rank)}
 
 
-VERA = Algorithm("vera", VeraTensors, fitted_shapes, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED)
+VERA = Algorithm(
+    "vera", VeraTensors, fitted_shapes, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED,
+    low_rank=LowRank(rank_of("rank_scale"), factors),
+)  # fmt: skip
 PVERA = Algorithm(
     "pvera", VeraTensors, fitted_shapes, delta, "arXiv:2512.07703",
     derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2), bounds=SEEDED,
+    low_rank=LowRank(lambda shapes, _: shapes["rank_scale"][0] // 2, factors),
 )  # fmt: skip
