@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import MergeError
     from .job import Adapter, Job
     from .memory.loaded_adapter import LoadedAdapter, load_adapter
+    from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
     from .planning.plan import Plan
     from .report import Report
@@ -30,6 +31,8 @@ _HOMES = {
     "merge": "api",
     "plan": "api",
     "merge_state_dict": "memory.state_dict",
+    "merge_into": "memory.merge_into",
+    "MergedModel": "memory.merge_into",
     "load_adapter": "memory.loaded_adapter",
     "LoadedAdapter": "memory.loaded_adapter",
     "Adapter": "job",
@@ -47,11 +50,13 @@ __all__ = [
     "JobReport",
     "LoadedAdapter",
     "MergeError",
+    "MergedModel",
     "Plan",
     "Report",
     "__version__",
     "load_adapter",
     "merge",
+    "merge_into",
     "merge_state_dict",
     "plan",
     "run_batch",

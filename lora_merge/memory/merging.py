@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from ..options import a_list
 from ..paths import expand
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor, weights
+from ..text import listed
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
@@ -60,6 +62,10 @@ class MemoryMerge:
         """Return the job."""
         return self.matched.inputs.job
 
+    def of_base(self, target: OutputTensor) -> bool:
+        """Return whether a target starts from a tensor of the base, not from one of an adapter that replaces it."""
+        return target.source.file == self.matched.inputs.base.path
+
     def targets(self) -> Iterator[OutputTensor]:
         """Yield every tensor of the result."""
         inputs = self.matched.inputs
@@ -81,7 +87,8 @@ class MemoryMerge:
             kept: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in _portions(self.targets()):
-                made, more = _merged(some, folder, self.own, saturated)
+                own = {t.name: self.own[t.source.name] for t in some if self.own and self.of_base(t)}
+                made, more = _merged(some, folder, own, saturated)
                 parts += more
                 for target in some:
                     name = target.in_file[0]
@@ -118,6 +125,13 @@ def prepare(base: Index, adapters: Any, options: MergeOptions, own: Mapping[str,
     return MemoryMerge(found, at, own if keep else {}, head)
 
 
+def warn_of_cut(saturated: Counter[str]) -> None:
+    """Warn the caller of a public function of numbers that were cut to the largest of their dtype."""
+    if saturated:
+        warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
+                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=4)  # fmt: skip
+
+
 def _device(tensors: Iterable[Tensor]) -> str:
     """Return the device on which all tensors are; "auto" if they are on several."""
     found = {str(tensor.device) for tensor in tensors}
@@ -150,7 +164,7 @@ def _merged(
 
     for target in targets:
         padded, (name, dtype, shape) = target.weight.padded, target.in_file
-        held = own.get(target.source.name)
+        held = own.get(target.name)
         if target.copied:
             merged[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if held is None else held.detach()
             continue

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.torch_state import undisturbed
-from ..text import listed
-from .merging import prepare
+from .merging import prepare, warn_of_cut
 from .state_index import index_of, ties
 
 if TYPE_CHECKING:
@@ -49,10 +48,7 @@ def merge_state_dict(
     base = index_of("state dict", state_dict).recognised()
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
-    saturated = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made))
-    if saturated:
-        warnings.warn(f"{sum(saturated.values())} numbers were too large for their dtype and were cut to its largest: "
-                      f"{listed([f'{n} of {name}' for name, n in saturated.most_common()])}", stacklevel=3)  # fmt: skip
+    warn_of_cut(merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made)))
     parted = [tie for tie in ties(state_dict) if {*tie} != {*merge.head} and not torch.equal(*(merged[k] for k in tie))]
     untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
     for first, second in parted + [merge.head] * untied:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,15 +27,21 @@ TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_em
 """The configuration of a model whose head shares the tensor of its embeddings."""
 
 
-def index_of(name: str, tensors: Mapping[str, Tensor]) -> Index:
-    """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors."""
+def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> Index:
+    """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors.
+
+    `read` returns a tensor by name when its numbers are needed, if that is not the tensor in the state dict.
+    """
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
         raise unlike(tensors, name, "a table of names and tensors")
 
     @lru_cache(maxsize=4)  # a tensor on a GPU is copied to the host once, also if it is read in pieces
-    def content(value: Tensor) -> memoryview:
+    def of_tensor(value: Tensor) -> memoryview:
         return raw_bytes(host(value))
+
+    def content(key: str) -> memoryview:
+        return of_tensor(read(key) if read else tensors[key])
 
     for key, value in tensors.items():
         if not isinstance(key, str):
@@ -44,7 +50,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor]) -> Index:
             fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
             raise InputError(f"a {type(value).__name__} is not a plain tensor", f"{path}: {key}", fix)
         check_values(value, f"{path}: {key}")
-        source, nbytes = Memory(path, partial(content, value)), value.numel() * value.element_size()
+        source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
         infos[key] = StoredTensor(key, FILE_DTYPES[value.dtype], tuple(value.shape), source, 0, nbytes)
     return Index(path, infos, {}, (path,))
 

@@ -118,3 +118,14 @@ def test_numbers_too_large_are_seen_on_the_device_and_counted(
     assert report.saturated == {"m.0.weight": 2}
     assert [device for device, numbers in looked if numbers == 96 * 64] == ["cuda"]
     assert not cuda.races
+
+
+@pytest.mark.filterwarnings("ignore:.* were tied")  # tensors of the pretended device all have the address 0
+def test_results_stay_on_the_device_of_their_tensors(cuda: Pretended) -> None:
+    want = lora_merge.merge_state_dict(model(), adapter(), device="cpu")
+    held = {name: tensor.to("cuda:0") for name, tensor in model().items()}
+    cuda.counts.clear()
+    got = lora_merge.merge_state_dict(held, adapter(), device="keep")
+    assert {str(tensor.device) for tensor in got.values()} == {"cuda:0"}
+    assert not cuda.counts["down"] and not cuda.races
+    assert close({name: tensor.cpu() for name, tensor in got.items()}, want)

@@ -1,0 +1,71 @@
+"""Finds the tensors of a live model or pipeline, under the names that its saved files would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+from torch.nn import Buffer, Module, Parameter
+
+from ..errors import InputError, UsageError
+from ..files.checkpoint import Index
+from .state_index import index_of
+
+PLAIN: Final = (Tensor, Parameter, Buffer)
+"""Classes of tensors whose bytes are the numbers; libraries of quantisation and sharding have classes of their own."""
+
+PLAIN_MODEL: Final = "give the unquantised model, or merge into its files with `merge`"
+
+
+Original: TypeAlias = Callable[[str], Tensor]
+"""Function that returns the tensor of a name with the numbers that it had before the merge."""
+
+
+def live_model(model: Any, tensors: dict[str, Tensor], original: Original) -> Index:
+    """Return a torch module, or the modules of a diffusers pipeline, as a checkpoint; adds its tensors to `tensors`.
+
+    A tensor that several layers share has the name of the first one, as in files. Raises UsageError for other objects,
+    and InputError for tensors that cannot be changed in place.
+    """
+    label = type(model).__name__
+    if isinstance(model, Module):
+        tensors.update(_tensors(model, label))
+        return replace(index_of(label, tensors, original), config=_config(model))
+    parts = getattr(model, "components", None)
+    modules = {k: v for k, v in parts.items() if isinstance(v, Module)} if isinstance(parts, Mapping) else {}
+    if not modules:
+        raise UsageError(f"a {label} has no weights that can be changed", "merge_into",
+                         "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
+    components = {}
+    for part, module in modules.items():
+        own = _tensors(module, f"{label}: {part}")
+        tensors.update({f"{part}.{name}": tensor for name, tensor in own.items()})
+        components[part] = replace(index_of(label, own), config=_config(module))
+    return replace(index_of(label, tensors, original), config={"_class_name": label}, components=components)
+
+
+def _tensors(module: Module, where: str) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    found.update(module.named_buffers())
+    for name, tensor in found.items():
+        if (type(tensor) not in PLAIN and type(getattr(tensor, "data", None)) not in PLAIN) or _codes(tensor):
+            raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
+    return found
+
+
+def _codes(tensor: Tensor) -> bool:
+    """Return whether a parameter holds codes of a quantisation, as those of bitsandbytes do."""
+    return type(tensor) not in PLAIN and (hasattr(tensor, "quant_state") or hasattr(tensor, "CB"))
+
+
+def _config(module: Module) -> dict[str, Any]:
+    """Return the configuration of a model of transformers or diffusers, as its config.json has it."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return {"architectures": [type(module).__name__]}
+    made = config.to_dict() if hasattr(config, "to_dict") else config
+    found = dict(made) if isinstance(made, Mapping) else {}
+    return {**found, "architectures": found.get("architectures") or [type(module).__name__]}

@@ -1,0 +1,178 @@
+"""`merge_into`: merges adapters into a live model, in place, and restores its exact bytes on request."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..engine.placement import host
+from ..engine.tensors import as_bytes, raw
+from ..engine.torch_state import undisturbed
+from ..errors import FitError, UsageError
+from ..planning.plan import OutputTensor
+from .live_model import live_model
+from .merging import KEEP, prepare, warn_of_cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from ..options import MergeOptions
+
+Keep: TypeAlias = Literal["host", "device", "compressed"]
+
+Restore: TypeAlias = Callable[[], Tensor]
+"""Function that returns the original bytes of a tensor, flat."""
+
+LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
+
+
+class MergedModel:
+    """A live model with adapters merged in, and the original bytes of every changed tensor.
+
+    As a context manager, it restores the model at the end of the block.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], keep: Keep) -> None:
+        self._tensors, self._keep = tensors, keep
+        self._originals: dict[str, Restore] = {}
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the tensors that hold merged numbers; () after `undo`."""
+        return tuple(self._originals)
+
+    def undo(self) -> None:
+        """Restore the exact bytes of every changed tensor. A second call does nothing.
+
+        Merges into one model are undone in reverse order: the last one first.
+        """
+        while self._originals:
+            name, original = self._originals.popitem()
+            _write(self._tensors[name], original())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<MergedModel: {len(self._originals)} tensors changed, originals kept: {self._keep}>"
+
+    def replace(self, name: str, made: Tensor) -> None:
+        """Write merged numbers into a tensor of the model, and keep its original bytes."""
+        tensor = self._tensors[name]
+        self._originals[name] = _KEEPERS[self._keep](tensor, made)
+        _write(tensor, as_bytes(made))
+
+    def original(self, name: str) -> Tensor:
+        """Return a tensor of the model with its original numbers."""
+        tensor, original = self._tensors[name], self._originals.get(name)
+        return tensor if original is None else original().view(tensor.dtype).view(tensor.shape)
+
+
+@undisturbed()
+def merge_into(model: Any, adapters: Any, *, keep: Keep = "host", **options: Unpack[MergeOptions]) -> MergedModel:
+    """Merge adapters into a live model, in place; the returned handle restores its exact bytes.
+
+    Every result is made on the device of its tensor and written into that tensor, so that all references to it stay
+    valid. If the merge fails, the model is as it was before.
+
+    Parameters:
+        model: A torch module (a model of transformers or diffusers, or your own), or a diffusers pipeline. Names that
+            PEFT, FSDP and torch.compile give to wrapped layers (such as `.base_layer.`) are understood.
+        adapters: As for `merge_state_dict`.
+        keep: Where the original numbers of changed tensors are kept for `undo`: "host", "device" (that of each tensor),
+            or "compressed" (on the host, as the compressed difference from the merged numbers, which must then still
+            be in the model: half the memory or less, and a second for every few hundred MB).
+
+    Returns:
+        A `MergedModel` with `undo()` and `changed`; also a context manager that undoes the merge.
+
+    Raises:
+        MergeError: As `merge_state_dict`. Also FitError for adapters that add or resize tensors, or separate a tied
+            head, which needs another model; and InputError for quantised and sharded parameters.
+
+    Example:
+        >>> with lora_merge.merge_into(pipe, [("style.safetensors", 0.8)]):
+        ...     image = pipe("a lighthouse").images[0]
+    """
+    if keep not in _KEEPERS:
+        raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
+    if options.get("dtype", KEEP) != KEEP:
+        raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
+    live: dict[str, Tensor] = {}
+    merged = MergedModel(live, keep)
+    index = live_model(model, live, merged.original)
+    options.setdefault("device", KEEP)
+    merge = prepare(index, adapters, options, live, "merge_into")
+    for target in merge.targets():
+        _check_fits(target, live)
+
+    def give(target: OutputTensor, made: Tensor) -> None:
+        if not (target.copied and merge.of_base(target)):
+            merged.replace(target.name, made)
+
+    try:
+        warn_of_cut(merge.run(give))
+    except BaseException:
+        merged.undo()
+        raise
+    return merged
+
+
+def _check_fits(target: OutputTensor, live: Mapping[str, Tensor]) -> None:
+    """Raise FitError for a result that the live model has no tensor for."""
+    own = live.get(target.name)
+    if own is None:
+        what, where = "the adapter adds a tensor that the live model lacks", target.name
+    elif tuple(own.shape) != tuple(target.shape):
+        what = "the adapter resizes a tensor of the live model"
+        where = f"{target.name}: {list(own.shape)} becomes {list(target.shape)}"
+    else:
+        return
+    raise FitError(what, where, "merge into the model's files with `merge`, and load the result")
+
+
+def _write(tensor: Tensor, data: Tensor) -> None:
+    """Replace the numbers of a live tensor by those with these bytes."""
+    with torch.inference_mode(tensor.is_inference()):  # else torch refuses to change tensors made in that mode
+        tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _on_host(tensor: Tensor, _: Tensor) -> Restore:
+    kept = as_bytes(host(tensor)).clone()
+    return lambda: kept
+
+
+def _on_device(tensor: Tensor, _: Tensor) -> Restore:
+    kept = as_bytes(tensor.detach().resolve_neg()).clone()
+    return lambda: kept
+
+
+def _compressed(tensor: Tensor, made: Tensor) -> Restore:
+    """Keep the bits in which the original and the merged numbers differ: most numbers differ in few of them."""
+    different = as_bytes(host(tensor)) ^ as_bytes(host(made))
+    wide = different.view(-1, tensor.element_size())  # bytes of equal weight together: the upper ones are mostly zero
+    return partial(_restored, tensor, zlib.compress(raw(wide.t()), LEVEL))
+
+
+def _restored(tensor: Tensor, compressed: bytes) -> Tensor:
+    """Return the original bytes from the merged numbers and the compressed difference."""
+    different = torch.frombuffer(bytearray(zlib.decompress(compressed)), dtype=torch.uint8)
+    wide = different.view(tensor.element_size(), -1).t()
+    return as_bytes(wide) ^ as_bytes(host(tensor))
+
+
+_KEEPERS: Final[Mapping[str, Callable[[Tensor, Tensor], Restore]]] = {
+    "host": _on_host,
+    "device": _on_device,
+    "compressed": _compressed,
+}
+"""Value of `keep` → function that keeps a tensor's original numbers; it is given the tensor and its new numbers."""

@@ -1,0 +1,185 @@
+"""Adapters merged into live models, and taken out again. Run: pytest tests/memory"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import lora_merge
+from lora_merge.errors import FitError, InputError, TooLarge, UsageError
+
+from ..support import Tensors, rand
+from ..whole.test_pipelines import PIPELINES, saved
+from ..whole.test_pipelines import model as flux
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # those of transformers and diffusers
+KEEPS = ["host", "device", "compressed"]
+IDS = torch.arange(10)[None]
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=30)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | more)).eval()
+
+
+def tuned(model: Any, folder: Path, **more: Any) -> Any:
+    """The model with a PEFT adapter, which is saved to the folder."""
+    given = dict(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False) | more
+    made = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**given)).eval()
+    made.save_pretrained(folder)
+    return made
+
+
+def state(model: nn.Module) -> Tensors:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model: nn.Module, before: Tensors) -> bool:
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(
+        torch.equal(*(x.contiguous().view(torch.uint8) for x in (after[k], t))) for k, t in before.items()
+    )
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(keep: Any, dora: bool, tmp_path: Path) -> None:
+    model = llama()
+    want = tuned(model, tmp_path, use_dora=dora)(IDS).logits
+    before, pointers = state(model), {n: p.data_ptr() for n, p in model.named_parameters()}
+    with lora_merge.merge_into(model, tmp_path, keep=keep) as merged:
+        assert torch.allclose(model(IDS).logits, want, atol=1e-5)
+        assert len(merged.changed) == 6
+        assert pointers == {n: p.data_ptr() for n, p in model.named_parameters()}
+        assert all(p.requires_grad for p in model.parameters())
+    assert same(model, before)
+    merged.undo()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("name", ["SD", "SDXL"])
+def test_a_live_pipeline_holds_what_its_merged_folder_holds(name: str, tmp_path: Path) -> None:
+    make, parts = PIPELINES[name]
+    _, lora = saved(make, parts, tmp_path, "")
+    torch.manual_seed(0)
+    pipe = make()
+    before = {part: state(getattr(pipe, part)) for part in parts}
+    lora_merge.merge(tmp_path / "base", lora, tmp_path / "merged")
+    want = type(pipe).from_pretrained(tmp_path / "merged", **{k: None for k, v in pipe.components.items() if v is None})
+    merged = lora_merge.merge_into(pipe, lora)
+    assert all(same(getattr(pipe, part), state(getattr(want, part))) for part in parts)
+    merged.undo()
+    assert all(same(getattr(pipe, part), before[part]) for part in parts)
+
+
+def test_a_model_in_peft_layers_is_merged_below_them(tmp_path: Path) -> None:
+    model = llama()
+    want = tuned(model, tmp_path)(IDS).logits
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()  # changes nothing
+    lora_merge.merge_into(wrapped, tmp_path)
+    assert torch.allclose(wrapped(IDS).logits, want, atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(KEEPS),
+    st.sampled_from(["plain", "transposed", "inference"]),
+    st.integers(1, 40),
+)
+def test_results_are_those_of_merge_state_dict(dtype: torch.dtype, keep: Any, memory: str, rows: int) -> None:
+    with torch.inference_mode(memory == "inference"):
+        model = nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 3)).requires_grad_(False).to(dtype)
+        if memory == "transposed":  # its memory is not in the order of its numbers
+            model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    adapter = {"0.lora_up.weight": rand(rows, 2), "0.lora_down.weight": rand(2, 5, seed=1)}
+    before = state(model)
+    want = lora_merge.merge_state_dict(before, adapter)
+    merged = lora_merge.merge_into(model, adapter, keep=keep)
+    assert same(model, want)
+    merged.undo()
+    assert same(model, before)
+
+
+def test_formulas_read_the_original_numbers_of_weights_that_are_changed_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lora_merge.memory.merging.WINDOW_BYTES", 1)  # each tensor is written before the next is read
+    model = flux("FluxTransformer2DModel")
+    width = model.transformer_blocks[0].attn.to_q.weight.shape[1]
+    name = "lora_unet_double_blocks_0_img_attn_qkv"  # one layer of the adapter, three of the model
+    adapter = {f"{name}.lora_up.weight": rand(3 * width, 2), f"{name}.lora_down.weight": rand(2, width, seed=1)}
+    adapter[f"{name}.dora_scale"] = rand(1, width, seed=2).abs() + 1  # a norm over the rows of all three
+    before = state(model)
+    want = lora_merge.merge_state_dict(before, adapter)
+    for keep in KEEPS:
+        with lora_merge.merge_into(model, adapter, keep=keep) as merged:
+            assert len(merged.changed) == 3
+            assert same(model, want)
+        assert same(model, before)
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_merge.memory.merging.WINDOW_BYTES", 1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    before = state(model)
+    adapter = {f"{n}.lora_up.weight": torch.full((4, 1), 10.0 ** (5 * n)) for n in range(2)}
+    adapter |= {f"{n}.lora_down.weight": torch.ones(1, 4) for n in range(2)}
+    with pytest.raises(TooLarge):
+        lora_merge.merge_into(model, adapter)
+    assert same(model, before)
+    with pytest.warns(UserWarning, match="cut to its largest"):
+        lora_merge.merge_into(model, adapter, on_overflow="saturate").undo()
+    assert same(model, before)
+
+
+def test_changes_that_need_another_model_are_refused(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    before = state(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, on tied heads
+        tuned(model, tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(FitError):
+        lora_merge.merge_into(model, tmp_path / "head")
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with pytest.raises(FitError, match="live model lacks"):
+        lora_merge.merge_into(layers, {"0.diff_b": torch.ones(4), "0.diff": torch.ones(4, 4)})
+    assert same(model, before)
+
+
+def test_what_is_no_plain_tensor_is_refused() -> None:
+    class Codes(nn.Parameter):
+        quant_state = None
+
+    layer = nn.Linear(4, 4)
+    layer.weight = Codes(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    adapter = {"lora_up.weight": rand(4, 1), "lora_down.weight": rand(1, 4)}
+    with pytest.raises(InputError, match="Codes cannot be changed in place"):
+        lora_merge.merge_into(nn.Sequential(layer), adapter)
+    with pytest.raises(InputError, match="meta device"):
+        lora_merge.merge_into(nn.Linear(4, 4, device="meta"), adapter)
+    with pytest.raises(UsageError, match="no weights"):
+        lora_merge.merge_into("base.safetensors", adapter)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="keeps its dtypes"):
+        lora_merge.merge_into(nn.Linear(4, 4), adapter, dtype="bf16")
+    with pytest.raises(UsageError, match="host, device, compressed"):
+        lora_merge.merge_into(nn.Linear(4, 4), adapter, keep="disk")  # type: ignore[arg-type]
+
+
+def test_nothing_is_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        model = llama()
+        tuned(model, tmp_path)
+        warnings.simplefilter("error")
+        assert "6 tensors changed" in repr(lora_merge.merge_into(model, tmp_path))
