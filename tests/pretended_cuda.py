@@ -152,7 +152,7 @@ class There(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_(self, source: Tensor, *, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
         """Torch's own asks a real device for a guard where both are on the device."""
         with gpu().lock:
             return copied(self, source, non_blocking=non_blocking)

@@ -53,10 +53,12 @@ def same(model: nn.Module, before: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(keep: Any, dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_live_model_computes_what_its_adapter_computes_and_is_restored(
+    keep: Any, method: Any, tmp_path: Path
+) -> None:
     model = llama()
-    want = tuned(model, tmp_path, use_dora=dora)(IDS).logits
+    want = tuned(model, tmp_path, **method)(IDS).logits
     before, pointers = state(model), {n: p.data_ptr() for n, p in model.named_parameters()}
     with lora_merge.merge_into(model, tmp_path, keep=keep) as merged:
         assert torch.allclose(model(IDS).logits, want, atol=1e-5)
@@ -100,7 +102,7 @@ def test_a_model_in_peft_layers_is_merged_below_them(tmp_path: Path) -> None:
 )
 def test_results_are_those_of_merge_state_dict(dtype: torch.dtype, keep: Any, memory: str, rows: int) -> None:
     with torch.inference_mode(memory == "inference"):
-        model = nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 3)).requires_grad_(False).to(dtype)
+        model = nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 3)).requires_grad_(requires_grad=False).to(dtype)
         if memory == "transposed":  # its memory is not in the order of its numbers
             model[0].weight.data = model[0].weight.data.t().contiguous().t()
     adapter = {"0.lora_up.weight": rand(rows, 2), "0.lora_down.weight": rand(2, 5, seed=1)}
