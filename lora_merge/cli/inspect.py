@@ -106,7 +106,7 @@ def _base(index: Index) -> dict[str, Any]:
 
 def _quantised(index: Index) -> str:
     """Return what of it is stored otherwise than as plain numbers, in words; "" for nothing."""
-    read = Counter(packing.encoding.name for packing in index.packed.values())
+    read = Counter(packing.encoding.title for packing in index.packed.values())
     told = [f"{count} weights as {name}" for name, count in read.items()]
     return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])
 

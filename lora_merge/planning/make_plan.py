@@ -151,10 +151,10 @@ def check_stored(matched: Matched) -> None:
         for key, (encoding, _, parts, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
             if key in whole:
-                what = f"an adapter replaces a weight that is stored as {encoding.name}"
+                what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
             if encoding.decode_only and job.dtype == "keep":
-                what = f"a changed weight cannot be stored as {encoding.name} again: {encoding.decode_only}"
+                what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
                 raise InputError(what, where, "write --dtype bf16")
             for role, part in parts.items():
                 small = not part.numbers and part.info.nbytes <= SMALL
@@ -218,7 +218,8 @@ def _target(
     packed = weight.packed if job.dtype == "keep" else None
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
-    return OutputTensor(name, stored_name(info), dtype, weight, 0, nbytes, uses, method, others, packed)
+    stored = stored_name(info if codes is None else codes)
+    return OutputTensor(name, stored, dtype, weight, 0, nbytes, uses, method, others, packed)
 
 
 def _placed(targets: Sequence[OutputTensor], start: int) -> tuple[OutputTensor, ...]:

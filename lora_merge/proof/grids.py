@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -100,6 +101,7 @@ class Grid:
     levels: Levels
     scale: Any = 1.0
     shift: Any = 0.0
+    turn: Callable[[Array], Array] | None = None  # W ↔ the rotated weight that is stored, rows of a matrix
 
     def step(self, values: Array) -> Array:
         """Return the distance of neighbouring numbers around each value."""

@@ -45,7 +45,8 @@ def _open(file: OutputFile, path: Path, header: bytes) -> str:
     """Compare the library's reading with the plan; return a note if the library does not know a dtype, else ""."""
     import safetensors
 
-    wanted = {t.stored: (t.dtype, list(t.shape)) for t in file.targets}
+    planned = (t.in_file for t in file.targets)
+    wanted = {name: (dtype, list(shape)) for name, dtype, shape in planned}
     try:
         with safetensors.safe_open(str(path), framework="np") as f:
             slices = ((key, f.get_slice(key)) for key in f.keys())  # noqa: SIM118  # it is no dict

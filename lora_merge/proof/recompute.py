@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +47,11 @@ class Exact:
     terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
     loss: float = 1.0  # Reference.loss of the worst formula
     changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
+
+    def turned(self, turn: Callable[[Array], Array]) -> Exact:
+        """Return the rows in the basis in which the weight is stored."""
+        changes = {number: turn(change) for number, change in self.changes.items()}
+        return Exact(turn(self.value), self.terms, self.loss, changes)
 
     @property
     def largest(self) -> Array:
@@ -125,6 +130,8 @@ class Recomputation:
         """Return the findings of some rows; each stands for `weight` rows of its tensor."""
         cols = target.matrix[1]
         (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        if grid.turn is not None:
+            found, exact = grid.turn(found), exact.turned(grid.turn)
         findings = self._judged(target, rows, found, grid, exact)
         self._retention(findings, found, exact, grid, weight)
         return findings

@@ -50,7 +50,8 @@ class Coded:
             where, fix = f"{codes.file}: {codes.name}", "merge again; if it fails again, report it"
             raise VerificationFailed(f"a weight cannot be decoded: {e}", where, fix) from e
         inside = slice(low - start, high - start)
-        return grid.value(levels)[inside], grid.at(inside)
+        values = grid.value(levels)
+        return (values if grid.turn is None else grid.turn(values))[inside], grid.at(inside)
 
     def rows(self, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return rows of the weight, seen as a matrix `cols` wide, and their grid."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +13,7 @@ from ...dtypes import TABLE
 if TYPE_CHECKING:
     from torch import Tensor
 
+FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", "F8_E5M2")}
 
 
@@ -71,3 +72,143 @@ def _single(values: Tensor) -> Tensor:
     back = single.double()
     bits = single.view(torch.int32) - (back.abs() > values.abs()).to(torch.int32)
     return (bits | (back != values).to(torch.int32)).view(torch.float32)
+
+
+def from_bytes(codes: Tensor, dtype: str) -> Tensor:
+    """Return the numbers of codes of one byte, in fp32."""
+    return codes.view(torch.int8).float() if dtype == "I8" else from_fp8(codes, dtype)
+
+
+def to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor | None:
+    """Return the nearest codes as bytes; None if a number is more than half a step beyond the range."""
+    if dtype != "I8":
+        return to_fp8(levels, dtype)
+    low, high = levels.aminmax() if levels.numel() else (0, 0)
+    return None if high > 127.5 or low < lowest - 0.5 else cut_to_bytes(levels, dtype, lowest)
+
+
+def cut_to_bytes(levels: Tensor, dtype: str, lowest: int) -> Tensor:
+    """Return the nearest codes as bytes; numbers beyond the range become the outermost codes."""
+    if dtype != "I8":
+        return cut_to_fp8(levels, dtype)
+    return levels.round().clamp_(lowest, 127).to(torch.int8).view(torch.uint8)
+
+
+@cache
+def _powers() -> Tensor:
+    """Return the number that each byte of e8m0 stands for: 2 ** (b - 127), and NaN for 255."""
+    found = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
+    found[255] = float("nan")
+    return found
+
+
+def powers(raw: Tensor) -> Tensor:
+    """Return the numbers of e8m0 bytes, in fp32."""
+    return _powers()[raw.reshape(-1).view(torch.uint8).int()]
+
+
+def power_above(numbers: Tensor) -> Tensor:
+    """Return the smallest powers of two that are not below the numbers, in fp32; 0 for 0."""
+    mantissa, exponent = torch.frexp(numbers.float())
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    return torch.where(numbers > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-127, 127)), 0.0)
+
+
+def exponents(numbers: Tensor) -> Tensor:
+    """Return powers of two as e8m0 bytes."""
+    return (torch.frexp(numbers.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def swizzle(rows: int, cols: int) -> Tensor:
+    """Return the place of each scale [rows, cols], flat, in cuBLAS's tiles of 128 rows and 4 columns.
+
+    https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+    """
+    r, c = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
+    tile = (r // 128) * (-(-cols // 4)) + c // 4
+    return (tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4).reshape(-1)
+
+
+@cache
+def _hadamard(size: int) -> Tensor:
+    """Return the regular Hadamard matrix of this size, a power of 4, divided by its root: its own inverse."""
+    four = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
+    found = torch.ones(1, 1)
+    while len(found) < size:
+        found = torch.kron(found, four)
+    return found.div_(size**0.5)
+
+
+def rotated(values: Tensor, size: int) -> Tensor:
+    """Return W · H for every group of `size` columns, flat. A second rotation undoes the first."""
+    return torch.mm(values.view(-1, size), _hadamard(size).to(values.dtype)).view(-1)
+
+
+BYTE: Final = torch.uint8
+
+
+@cache
+def e2m1() -> Tensor:
+    """Return the number of each 4-bit code, in fp32."""
+    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return torch.cat([half, -half])
+
+
+@cache
+def _e2m1_codes() -> Tensor:
+    """Return the code for each number of bf16, by its bits; numbers beyond the range give the largest."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    size, codes = numbers.abs(), torch.zeros(2**16, dtype=torch.uint8)
+    for code, (middle, even) in enumerate(
+        [(0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True)], 1
+    ):
+        codes[(size > middle) if even else (size >= middle)] = code  # a tie goes to the even code
+    return codes | (numbers.signbit().to(torch.uint8) << 3)
+
+
+def e2m1_codes(levels: Tensor) -> Tensor:
+    """Return the nearest 4-bit codes, ties to even; numbers beyond the range become the largest. See `cut_to_fp8`."""
+    bits = _single(levels).contiguous().view(torch.int32)
+    return _e2m1_codes()[((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)]
+
+
+@lru_cache(maxsize=64)
+def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
+    """Return the two numbers of each byte of two codes."""
+    codes, numbers = torch.arange(256), torch.tensor(table)
+    low, high = numbers[codes & 15], numbers[codes >> 4]
+    return torch.stack([high, low] if high_first else [low, high], 1)
+
+
+def from_halves(raw: Tensor, table: Tensor, *, high_first: bool) -> Tensor:
+    """Return the numbers of bytes that hold two codes each, flat, by a table of 16 numbers."""
+    return _pairs(tuple(table.tolist()), high_first)[raw.reshape(-1).int()].view(-1)
+
+
+def in_halves(codes: Tensor, *, high_first: bool) -> Tensor:
+    """Return 4-bit codes, two in a byte."""
+    pairs = codes.reshape(-1, 2)
+    first, second = pairs[:, 0], pairs[:, 1]
+    return (first << 4 | second) if high_first else (second << 4 | first)
+
+
+def from_bits(raw: Tensor, bits: int) -> Tensor:
+    """Return the whole numbers of 4 or 8 bits in bytes [..., n], from the lowest bits on, as int16."""
+    if bits == 8:
+        return raw.to(torch.int16)
+    return torch.stack([raw & 15, raw >> 4], -1).flatten(-2).to(torch.int16)
+
+
+def in_bits(numbers: Tensor, bits: int) -> Tensor:
+    """Return bytes that hold whole numbers of 4 or 8 bits."""
+    small = numbers.to(torch.uint8)
+    return small if bits == 8 else small[..., 0::2] | small[..., 1::2] << 4
+
+
+def by_group(groups: Tensor, size: int) -> Tensor | None:
+    """Return the columns in the order of their groups; None unless every group has `size` columns."""
+    counts = torch.bincount(groups.clamp(min=0)) if groups.numel() and int(groups.min()) >= 0 else None
+    if counts is None or not bool((counts == size).all()):
+        return None
+    return groups.argsort(stable=True)

@@ -60,9 +60,16 @@ class Encoding:
     # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
     group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
 
-    name: ClassVar[str] = ""
+    label: str = ""  # for the user, where it is not the name
+
+    name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
     decode_only: ClassVar[str] = ""
     """The reason why new numbers cannot be stored; "" if they can."""
+
+    @property
+    def title(self) -> str:
+        """Name of the format, for the user."""
+        return self.label or self.name
 
     @property
     def plain(self) -> bool:
@@ -145,7 +152,5 @@ class Checkpoint:
 
 def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> Claim:
     """Return the claim of a weight of this name and shape."""
-    weight = StoredTensor(
-        name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, codes.stored or codes.name
-    )
-    return Claim(weight, packing)
+    stored = codes.stored if name == codes.name else ""
+    return Claim(StoredTensor(name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, stored), packing)

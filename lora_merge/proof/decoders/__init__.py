@@ -8,11 +8,14 @@ from typing import Any, Final
 
 from ..grids import Grid
 from ..reference.floats import Array
-from .fp8 import scaled_fp8
+from .fp4 import fp4, packed_ints
 from .numbers import BadPart
+from .scaled import scaled
 
 DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
-    "fp8_scaled": scaled_fp8,
+    "fp4": fp4,
+    "packed_ints": packed_ints,
+    "scaled": scaled,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
 

@@ -1,0 +1,187 @@
+"""4-bit floating-point codes (e2m1) with a scale for each block of a row: nvfp4 and mxfp4.
+
+nvfp4: blocks of 16, scales in fp8, and one scale for the whole weight, which files store as a factor or as a divisor.
+mxfp4: blocks of 32, scales that are powers of two (e8m0). Two codes lie in a byte: ComfyUI puts the even column into
+the high half, compressed-tensors, ModelOpt and gpt-oss into the low half.
+https://github.com/comfyanonymous/ComfyUI comfy/quant_ops.py, https://github.com/vllm-project/compressed-tensors
+compressors/nvfp4, https://github.com/NVIDIA/Model-Optimizer modelopt/torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .comfy import layers
+from .scaled import E8M0, SCALE, TILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHOLE: Final = "whole"
+"""Role of the scale of the whole weight."""
+
+LARGEST: Final = 6.0  # of e2m1
+COVERED: Final = 7.0  # half a step beyond the largest code
+FINE: Final = 2.4  # a block whose largest code would be below is fitted again
+FP8: Final = 448.0  # the largest scale of a block
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4(Encoding):
+    """4-bit floating-point codes with a scale for each block of a row."""
+
+    kind: str = "F8_E4M3"  # of the scales of blocks
+    size: int = 16  # columns with one scale
+    cols: int = 0
+    high_first: bool = False
+    swizzled: bool = False
+    divided: bool = False  # whether the scale of the whole weight is a divisor
+    name: ClassVar[str] = "fp4"
+
+    def fault(self, role: str, numbers: Sequence[float]) -> str:
+        """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
+        bad = role == WHOLE and not all(0 < n < inf for n in numbers)
+        return f"its scale is no positive number: {numbers[0]:g}" if bad else ""
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return e2m1 · s · g in fp32."""
+        from . import arithmetic
+
+        values = arithmetic.from_halves(parts[CODES], arithmetic.e2m1(), high_first=self.high_first)
+        return values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
+        import torch
+
+        from . import arithmetic
+
+        count, blocks = values.numel(), values.view(-1, self.size)
+        old, whole = self._scale(parts, count), self._whole(parts)
+        largest = blocks.abs().amax(1)
+        if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
+            return None
+        refit = (largest > old * COVERED) | (largest < old * FINE)
+        scale = torch.where(refit & (largest > 0), self._fitted(largest.float() / LARGEST, whole), old)
+        safe = torch.where(scale > 0, scale, inf).to(values.dtype)  # a block of zeros may have the scale 0
+        codes = arithmetic.e2m1_codes(blocks / safe[:, None])
+        made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
+        return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: self._stored(made, parts, count)}
+
+    def refit(self, parts: Parts, largest: float) -> Parts:
+        """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
+        import torch
+
+        scale = largest / (FP8 * LARGEST)
+        return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
+
+    def _fitted(self, wanted: Tensor, whole: float) -> Tensor:
+        """Return scales of blocks that the file can hold, times that of the weight, near the wanted ones."""
+        from . import arithmetic
+
+        if self.kind == E8M0:
+            return arithmetic.power_above(wanted)
+        codes = arithmetic.cut_to_fp8((wanted / whole).clamp(2.0**-9, FP8), "F8_E4M3")
+        return arithmetic.from_fp8(codes, "F8_E4M3") * whole
+
+    def _whole(self, parts: Parts) -> float:
+        if WHOLE not in parts:
+            return 1.0
+        scale = parts[WHOLE].item()
+        if not 0 < scale < inf:
+            raise InvalidPart(f"its scale is no positive number: {scale:g}")
+        return 1 / scale if self.divided else scale
+
+    def _scale(self, parts: Parts, count: int) -> Tensor:
+        """Return the scale of each block, times that of the weight, in fp32; InvalidPart if one is negative or NaN."""
+        from . import arithmetic
+
+        raw = parts[SCALE].view(arithmetic.BYTE)
+        found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
+        if self.swizzled:
+            found = found[arithmetic.swizzle(count // self.cols, self.cols // self.size)]
+        if not bool((found >= 0).all()):
+            raise InvalidPart("a scale is negative or no number")
+        return found * self._whole(parts)
+
+    def _stored(self, made: Tensor, parts: Parts, count: int) -> Tensor:
+        from . import arithmetic
+
+        if not self.swizzled:
+            return made
+        found = parts[SCALE].view(arithmetic.BYTE).clone()
+        found[arithmetic.swizzle(count // self.cols, self.cols // self.size)] = made
+        return found
+
+
+class Fp4Tensors(NamedTuple):
+    """The tensors of a weight of 4-bit floating-point codes."""
+
+    codes: StoredTensor
+    scale: StoredTensor
+    label: str
+    whole: StoredTensor | None
+    beside: frozenset[str] = frozenset()
+
+
+def fp4(of: Fp4Tensors, *, high_first: bool = False, swizzled: bool = False, divided: bool = False) -> Packing | None:
+    """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
+
+    With a scale of the whole weight it is nvfp4, without one mxfp4.
+    """
+    codes, scale, nv = of.codes, of.scale, of.whole is not None
+    size, kinds = (16, ("F8_E4M3", "U8")) if nv else (32, ("F8_E8M0", "U8"))
+    if codes.dtype != "U8" or scale.dtype not in kinds or len(codes.shape) not in (2, 3) or not prod(codes.shape):
+        return None
+    if of.whole is not None and (of.whole.dtype != "F32" or prod(of.whole.shape) != 1):
+        return None
+    cols, lead = codes.shape[-1] * 2, codes.shape[:-1]
+    across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
+    wanted = -(-lead[0] // TILE) * tiles if swizzled else prod(lead) * across
+    if cols % size or prod(scale.shape) != wanted or (swizzled and len(lead) > 1):
+        return None
+    kind = "F8_E4M3" if nv else E8M0
+    part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
+    found = _encoding(part.numbers if swizzled else size, kind=kind, size=size, cols=cols, label=of.label,
+                      high_first=high_first, swizzled=swizzled, divided=divided)  # fmt: skip
+    parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
+    return Packing(found, codes, parts, of.beside)
+
+
+@cache
+def _encoding(group: int, **settings: Any) -> Fp4:
+    return Fp4((2, 1), group, **settings)
+
+
+def comfy(found: Checkpoint) -> Iterator[Claim]:
+    """Yield the nvfp4 weights of ComfyUI's files: swizzled scales, even columns in the high half."""
+    for stem, layer in layers(found):
+        codes, scale = found.get(stem, "weight"), found.get(stem, "weight_scale")
+        whole = found.get(stem, "weight_scale_2")
+        if layer.form != "nvfp4" or codes is None or scale is None or whole is None:
+            continue
+        if found.present(stem, "pre_quant_scale"):
+            continue
+        of = Fp4Tensors(codes, scale, "nvfp4", whole, found.present(stem, "comfy_quant", "input_scale"))
+        if packing := fp4(of, high_first=True, swizzled=True):
+            yield claimed(codes, codes.name, (codes.shape[0], codes.shape[1] * 2), packing)
+
+
+def modelopt(found: Checkpoint) -> Iterator[Claim]:
+    """Yield the nvfp4 weights of ModelOpt's folders: scales row after row, even columns in the low half."""
+    if found.config.get("quant_method") != "modelopt" or found.config.get("quant_algo") != "NVFP4":
+        return
+    for stem in found.stems("weight_scale_2"):
+        codes, scale = found.get(stem, "weight"), found.get(stem, "weight_scale")
+        if codes is None or scale is None or found.present(stem, "pre_quant_scale"):
+            continue
+        of = Fp4Tensors(codes, scale, "ModelOpt nvfp4", found.get(stem, "weight_scale_2"),
+                        found.present(stem, "input_scale"))  # fmt: skip
+        if packing := fp4(of):
+            yield claimed(codes, codes.name, (*codes.shape[:-1], codes.shape[-1] * 2), packing)

@@ -1,0 +1,256 @@
+"""Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
+
+One scale stands for the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
+Scales are kept where they cover the new numbers; each of the others is fitted again by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf, lcm, prod
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from ...dtypes import ITEM_BYTES, TABLE
+from .base import CODES, Encoding, InvalidPart, Packing, Part, Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCALE: Final = "scale"
+ZERO: Final = "zero"
+E8M0: Final = "E8M0"
+"""Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
+
+SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
+"""Dtype of a tensor of scales → how its numbers are stored."""
+
+CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
+TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
+COARSE: Final = {True: 2.0**-6, False: 0.8}
+"""Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
+anywhere in the range; a whole number is not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Encoding):
+    """Codes of one byte times scales."""
+
+    dtype: str = ""  # of the codes: F8_E4M3, F8_E5M2 or I8
+    kind: str = "F32"  # of the scales
+    shape: tuple[int, int] = (0, 0)  # rows and columns of one matrix
+    block: tuple[int, int] = (0, 0)  # rows and columns with one scale; (0, 0): one scale for the whole weight
+    swizzled: bool = False  # whether scales lie in cuBLAS's tiles
+    powers: bool = False  # whether all scales are powers of two
+    factor: float = 1.0  # W = q · s · factor
+    lowest: int = -128  # the smallest code of whole numbers
+    zeros: str = ""  # dtype of the zero points; "" without them
+    rotation: int = 0  # columns that are rotated together; 0 without a rotation
+    name: ClassVar[str] = "scaled"
+
+    def fault(self, role: str, numbers: Sequence[float]) -> str:
+        """Return the reason why a scale is invalid; "" if it is valid."""
+        bad = role == SCALE and not all(0 < n < inf for n in numbers)
+        return f"its scale is no positive number: {numbers[0]:g}" if bad else ""
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return (q − z) · s in fp32."""
+        from . import arithmetic
+
+        values = arithmetic.from_bytes(parts[CODES], self.dtype)
+        scale = self._scale(parts, count) * self.factor
+        if not self.block[0]:
+            return values.mul_(scale)
+        blocks = self._blocks(values)
+        if self.zeros:
+            blocks = blocks - self._spread(parts[ZERO].float(), count)
+        values = self._flat(blocks.mul_(self._spread(scale, count)), count)
+        return arithmetic.rotated(values, self.rotation) if self.rotation else values
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return codes, scales and zero points; None where one scale for the whole weight does not cover it."""
+        from . import arithmetic
+
+        count = values.numel()
+        if not self.block[0]:
+            levels = values / (self._scale(parts, count) * self.factor)
+            codes = arithmetic.to_bytes(levels, self.dtype, self.lowest)
+            return None if codes is None else {CODES: codes}
+        if self.rotation:
+            values = arithmetic.rotated(values, self.rotation)
+        blocks = self._blocks(values)
+        low, high = blocks.amin((2, 4)), blocks.amax((2, 4))
+        old, found = self._scale(parts, count).view(low.shape), {}
+        if self.zeros:
+            zero = parts[ZERO].view(low.shape).to(low.dtype)
+            scale, zero = self._fitted_with_zero(low, high, old, zero)
+            found[ZERO] = zero.to(parts[ZERO].dtype).reshape(-1)
+            levels = blocks / scale.to(values.dtype)[:, :, None, :, None] + zero[:, :, None, :, None]
+        else:
+            scale = self._fitted(low, high, old)
+            levels = blocks / (scale.to(values.dtype) * self.factor)[:, :, None, :, None]
+        codes = arithmetic.cut_to_bytes(self._flat(levels, count), self.dtype, self.lowest)
+        return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
+
+    def refit(self, parts: Parts, largest: float) -> Parts:
+        """Return the scale at which the largest magnitude becomes the largest code."""
+        import torch
+
+        limit = TABLE[self.dtype].largest or 127
+        return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor)}
+
+    def _scale(self, parts: Parts, count: int) -> Any:
+        """Return the scales in fp32, flat; InvalidPart if one is no positive number."""
+        from . import arithmetic
+
+        raw = parts[SCALE]
+        found = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
+        if self.swizzled:
+            found = found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)]
+        good = (found > 0) & (found < inf)
+        if not bool(good.all()):
+            raise InvalidPart(f"a scale is no positive number: {found[~good][0].item():g}")
+        return found if self.block[0] else found.item()
+
+    @property
+    def _columns(self) -> int:
+        """How many scales lie beside each other."""
+        return -(-self.shape[1] // self.block[1])
+
+    def _blocks(self, values: Tensor) -> Tensor:
+        """Return [matrices, blocks of rows, rows, blocks of columns, columns]; the last blocks may be padded."""
+        from torch.nn.functional import pad
+
+        (rows, cols), (high, wide) = self.shape, self.block
+        count = values.numel() // cols
+        rows = rows if rows % high and count % rows == 0 else count
+        found = values.view(-1, rows, cols)
+        if rows % high or cols % wide:
+            found = pad(found, (0, -cols % wide, 0, -rows % high))
+        return found.view(len(found), -(-rows // high), high, -(-cols // wide), wide)
+
+    def _flat(self, blocks: Tensor, count: int) -> Tensor:
+        """Return the numbers of `_blocks` in their order, without the padding."""
+        matrices, _, high, _, _ = blocks.shape
+        cols = self.shape[1]
+        rows = count // cols // matrices
+        whole = blocks.reshape(matrices, blocks.shape[1] * high, -1)
+        return whole[:, :rows, :cols].reshape(-1)
+
+    def _spread(self, numbers: Tensor, count: int) -> Tensor:
+        """Return one number for each block in a shape that fits `_blocks`."""
+        (rows, cols), (high, _) = self.shape, self.block
+        total = count // cols
+        matrices = total // rows if rows % high and total % rows == 0 else 1
+        return numbers.view(matrices, -1, 1, self._columns, 1)
+
+    def _fitted(self, low: Tensor, high: Tensor, old: Tensor) -> Tensor:
+        """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
+        import torch
+
+        floats = self.dtype != "I8"
+        largest, limit = torch.maximum(-low, high), TABLE[self.dtype].largest or 127.0
+        top = TABLE[self.dtype].room if floats else 127.5
+        over = largest > old * (self.factor * top)
+        if not floats:
+            over &= (high > old * (self.factor * 127.5)) | (-low > old * (self.factor * (0.5 - self.lowest)))
+        coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
+        wanted = (largest if floats else torch.maximum(high, -low * (127.0 / -self.lowest))) / (limit * self.factor)
+        new = self._rounded(wanted)
+        return torch.where((over | coarse) & (new > 0) & (new < inf), new, old)
+
+    def _fitted_with_zero(self, low: Tensor, high: Tensor, old: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scales and zero points: the old ones where they cover the numbers."""
+        import torch
+
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        over = (high > (127.5 - zero) * old) | (low < (-128.5 - zero) * old)
+        over |= (high - low < COARSE[False] * 255 * old) & (high > low)
+        new = self._rounded((high - low) / 255)
+        over &= (new > 0) & (new < inf)
+        scale = torch.where(over, new, old)
+        return scale, torch.where(over, (-128 - (low / scale).round()).clamp(-128, 127), zero)
+
+    def _rounded(self, scale: Tensor) -> Tensor:
+        """Return scales as the file can hold them, in fp32."""
+        from . import arithmetic
+
+        if self.kind == E8M0 or self.powers:
+            return arithmetic.power_above(scale)
+        return scale.to(arithmetic.FLOAT_DTYPES[self.kind]).float()
+
+    def _stored(self, scale: Tensor, old: Tensor, count: int) -> Tensor:
+        """Return scales as they are stored; padding between them stays."""
+        from . import arithmetic
+
+        made = arithmetic.exponents(scale) if self.kind == E8M0 else scale.to(old.dtype)
+        if not self.swizzled:
+            return made.reshape(-1)
+        found = old.clone()
+        found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)] = made.reshape(-1).view(found.dtype)
+        return found
+
+
+class Stored(NamedTuple):
+    """The tensors of a weight of codes and scales.
+
+    `block`: rows and columns with one scale; by default the shape of the scales says whether there is one for the whole
+    weight, for each matrix or for each row. `byte_powers`: whether bytes among the scales are e8m0.
+    """
+
+    codes: StoredTensor
+    scale: StoredTensor
+    label: str
+    beside: frozenset[str] = frozenset()
+    zero: StoredTensor | None = None
+    block: tuple[int, int] | None = None
+    byte_powers: bool = False
+
+    @property
+    def kind(self) -> str:
+        """How the scales are stored; "" where they are no numbers of a known kind."""
+        return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALES.get(self.scale.dtype, "")
+
+
+def scaled(of: Stored, **settings: Any) -> Packing | None:
+    """Return how a weight is stored as codes and scales; None where their dtypes and shapes do not go together."""
+    shape, size = of.codes.shape, prod(of.scale.shape)
+    settings |= {"dtype": of.codes.dtype, "kind": of.kind, "label": of.label}
+    if of.codes.dtype not in CODE_DTYPES or not of.kind or not prod(shape) or len(shape) < 2:
+        return None
+    if of.block is None and size == 1 and of.zero is None:
+        return Packing(_encoding(1, **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
+    (rows, cols), matrices, block = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
+    rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
+    if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1):
+        return None
+    up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
+    numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
+    wanted = matrices * up * across
+    if swizzled:
+        numbers, scales = TILE * cols, TILE * -(-across // 4) * 4
+        wanted = -(-rows // TILE) * scales
+    zeros = of.zero.dtype if of.zero is not None else ""
+    if size != wanted or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != wanted)):
+        return None
+    parts = {SCALE: Part(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
+    if of.zero is not None:
+        parts[ZERO] = Part(of.zero, numbers, scales)
+    found = _encoding(lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+    return Packing(found, of.codes, parts, of.beside)
+
+
+def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns with one scale, where there is one for each row or each matrix; (0, 0) for neither."""
+    lead, (rows, cols) = shape[:-2], shape[-2:]
+    flat = scales[:-1] if scales and scales[-1] == 1 else scales
+    if flat == (*lead, rows):
+        return 1, cols
+    return (rows, cols) if lead and flat in (lead, (*lead, 1)) else (0, 0)
+
+
+@cache
+def _encoding(group: int, **settings: Any) -> Scaled:
+    return Scaled((1, 1), group, **settings)

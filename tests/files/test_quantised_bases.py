@@ -1,0 +1,108 @@
+"""Quantised bases of every format that is merged: a library writes the base, the merge's output is read by it again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lora_merge
+from lora_merge.files.checkpoint import open_checkpoint
+
+from ..support import Tensors, load, rand, save
+from .quantised_forms import FORMS, SHAPE, Form, note
+
+NAMES = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+SIZES = (0.0005, 0.02)
+"""Adapters of the first two layers: one that the scales cover, and one that they do not."""
+
+
+def base(form: Form, folder: Path) -> tuple[Path, Tensors]:
+    """A checkpoint of three quantised layers and a norm: a file, or a folder with its config.json."""
+    found: Tensors = {"model.norm.weight": rand(8).bfloat16()}
+    for number, layer in enumerate(NAMES):
+        weight = rand(*SHAPE, seed=number, scale=0.02)
+        weight[3, :64] = 0
+        parts = form.make(weight) | note(form)
+        if form.config or form.note:
+            parts["input_scale"] = torch.tensor(1.5)
+        found |= {f"{layer}.{last}": value.contiguous() for last, value in parts.items()}
+    folder.mkdir()
+    file = save(found, folder / "model.safetensors")
+    found = load(file)  # in the order of the file
+    if not form.config:
+        return file, found
+    config = {"model_type": "x", "torch_dtype": "bfloat16", "quantization_config": form.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, found
+
+
+def adapter() -> Tensors:
+    found = {}
+    for number, (layer, size) in enumerate(zip(NAMES, SIZES, strict=False)):
+        found[f"base_model.model.{layer}.lora_A.weight"] = rand(4, SHAPE[1], seed=100 + number)
+        found[f"base_model.model.{layer}.lora_B.weight"] = rand(SHAPE[0], 4, seed=200 + number, scale=size)
+    return found
+
+
+def parts(tensors: Tensors, layer: str) -> Tensors:
+    return {key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith(f"{layer}.")}
+
+
+def exact(form: Form, tensors: Tensors, layer: str) -> Tensor:
+    found, lora = form.read(parts(tensors, layer)).double(), adapter()
+    if (key := f"base_model.model.{layer}.lora_A.weight") in lora:
+        found = found + lora[key.replace("_A", "_B")].double() @ lora[key].double()
+    return found
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    raw = [t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if not form.decode_only])
+def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    report = lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), out)
+    written = out / "model.safetensors" if source.is_dir() else out
+    made = load(written)
+    assert list(made) == list(tensors)
+    for layer, size in zip(NAMES, SIZES, strict=False):
+        want, got = (form.turn(v) for v in (exact(form, tensors, layer), form.read(parts(made, layer)).double()))
+        half = form.half_step(parts(made, layer), want) + form.slack * want.abs()
+        worst = float(((got - want).abs() / half.clamp(min=1e-12)).max())
+        assert worst <= 1.001, f"{size}: {worst} half steps"
+    touched = {f"{layer}.{last}" for layer in NAMES[:2] for last in parts(tensors, layer)}
+    fixed = ("input_scale", "comfy_quant", "weight_shape")
+    assert all(same(made[k], tensors[k]) for k in tensors if k not in touched or k.endswith(fixed))
+    assert all((made[k].dtype, made[k].shape) == (tensors[k].dtype, tensors[k].shape) for k in tensors)
+    assert report.verified is not None
+    assert report.verified["tensors"] == 2
+    if source.is_dir():
+        assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    lora = save(adapter(), tmp_path / "lora.safetensors")
+    (tmp_path / "base" / "hf_quant_config.json").write_text("{}")
+    lora_merge.merge(source, lora, out, dtype="bf16")
+    made = load(out / "model.safetensors" if source.is_dir() else out)
+    assert list(made) == sorted(["model.norm.weight", *(f"{layer}.weight" for layer in NAMES)])
+    for layer in NAMES:
+        want = exact(form, tensors, layer)
+        assert (made[f"{layer}.weight"].double() - want).abs().max() <= want.abs().max() * (2.0**-8 + form.slack)
+    if source.is_dir():
+        config = json.loads((out / "config.json").read_text())
+        assert config == {"model_type": "x", "torch_dtype": "bfloat16"}
+        assert not (out / "hf_quant_config.json").exists()
+    assert not open_checkpoint(out).packed
