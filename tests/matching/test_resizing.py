@@ -11,8 +11,10 @@ import lora_merge
 from lora_merge.cli.main import main
 from lora_merge.engine import blocks
 from lora_merge.errors import FitError, InputError
+from lora_merge.matching.resizing import bias_beside
+from lora_merge.models.weights import RowSlice, WeightView
 
-from ..support import Tensors, flux_control, load, rand, save
+from ..support import Tensors, flux_control, index, load, rand, save
 
 
 def flux() -> Tensors:
@@ -142,3 +144,16 @@ def test_a_larger_weight_is_cut_into_blocks_as_all_others_are(
         padded = torch.zeros(9, 5, 2, 3)
         padded[:6, :4, :2, :1] = base["m.a.weight"]
         torch.testing.assert_close(in_blocks, (padded + torch.einsum("or,rikl->oikl", up[:, :, 0, 0], down)).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "bias"),
+    [([("a.weight", 0, 8)], "a.bias"), ([("a.weight", 0, 4)], ""), ([("a.weight", 4, 8)], ""),
+     ([("a.weight", 0, 8), ("b.weight", 0, 8)], ""), ([("table", 0, 8)], ""), ([("table", 0, 4)], "")],
+)  # fmt: skip
+def test_only_a_layer_that_is_one_whole_tensor_gets_a_new_bias(pieces: list[tuple[str, int, int]], bias: str) -> None:
+    """A part of a fused weight, or several weights, have no bias of their own, and a bare parameter is no layer."""
+    base = index({name: (8, 6) for name in ("a.weight", "b.weight", "table")}).tensors
+    rows = tuple(RowSlice(key, start, stop, 6) for key, start, stop in pieces)
+    view = WeightView(rows, (sum(piece.rows for piece in rows), 6))
+    assert bias_beside(view, base) == bias

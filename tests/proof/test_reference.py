@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli.doctor import computed
 from lora_merge.engine.placement import Placement
 from lora_merge.proof.examples import EXAMPLES, given, weight
 from lora_merge.proof.reference import REFERENCE
+from lora_merge.proof.reference.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
 
 
 def test_every_algorithm_has_a_reference_and_an_example() -> None:
@@ -37,3 +41,22 @@ def test_rows_of_the_reference_are_the_rows_of_the_whole(name: str) -> None:
     rows = np.array([0, len(base) // 2, len(base) - 1])
     some = REFERENCE[name].formula(given(name, example, base, rows))
     np.testing.assert_allclose(some, whole[rows], rtol=1e-12, atol=1e-12)
+
+
+@for_all(
+    st.sampled_from([EQUAL, FIRST_SQUARE, ALL_BUT_LAST_SQUARE]),
+    st.integers(2, 4),
+    st.integers(0, 30),
+    st.integers(0, 8),
+)
+@settings(max_examples=200)
+def test_the_parts_of_a_fused_weight_fill_it(split: str, count: int, rows: int, inputs: int) -> None:
+    """Every part has at least one row, and all together have the weight's; else there is no split."""
+    found = heights(split, count, (rows, inputs))
+    squares = {EQUAL: 0, FIRST_SQUARE: 1, ALL_BUT_LAST_SQUARE: count - 1}[split]
+    left = rows - squares * inputs
+    fits = left > 0 and left % (count - squares) == 0 and (not squares or inputs > 0)
+    assert bool(found) is fits
+    if found:
+        assert len(found) == count and sum(found) == rows and min(found) > 0
+        assert found[:squares] == (inputs,) * squares and len(set(found[squares:])) == 1
