@@ -278,6 +278,33 @@ def test_methods_of_peft_are_known(tmp_path: Path, kind: str) -> None:
     assert found["proven"] == found["modules"] == (2 if kind == "IA3" else 1)
 
 
+CONV1D: dict[str, Callable[[int, int], dict[str, Shape]]] = {
+    "lora": lambda i, o: {"lora_A.weight": (2, i), "lora_B.weight": (o, 2)},
+    "dora": lambda i, o: {"lora_A.weight": (2, i), "lora_B.weight": (o, 2), "lora_magnitude_vector": (o,)},
+    "hira": lambda i, o: {"hira_A": (2, i), "hira_B": (o, 2)},
+    "ia3": lambda _, o: {"ia3_l": (o, 1)},
+}
+"""Method → its tensors for a layer with so many inputs and outputs."""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "openai-gpt", "imagegpt", "decision_transformer", "gpt_bigcode", None])
+@pytest.mark.parametrize("method", CONV1D)
+def test_layers_of_transposed_weights_are_known(model: str | None, method: str) -> None:
+    """Conv1D of transformers; without a model's type, only where the shape tells."""
+    sizes = {"attn.c_attn": (8, 24), "mlp.c_fc": (8, 32)} | ({"attn.c_proj": (8, 8)} if model else {})
+    across = model != "gpt_bigcode"
+    base = {f"h.0.{name}.weight": (i, o) if across else (o, i) for name, (i, o) in sizes.items()}
+    base |= {f"h.0.{name}.bias": (o,) for name, (_, o) in sizes.items()}
+    tensors = {f"base_model.model.h.0.{name}.{ending}": shape for name, size in sizes.items()
+               for ending, shape in CONV1D[method](*size).items()}  # fmt: skip
+    config = {"peft_type": "LORA" if "ora" in method else method.upper(), "r": 2, "fan_in_fan_out": across and method != "hira",
+              "use_dora": method == "dora", "feedforward_modules": []}  # fmt: skip
+    stored = replace(index(base), config={"model_type": model} if model else {})
+    found = read(stored, tensors, config)
+    assert found.modules == len(sizes)
+    assert found.alone == [] or (method == "ia3" and model is None)  # a factor alone does not tell
+
+
 def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
     base, out = sd1(), tmp_path / "out.safetensors"
     odd = tlora("lora_unet_time_embed_0", 64, 16)

@@ -30,8 +30,11 @@ STARTED: Final = ("pissa", "olora")
 COPIED: Final = ".base_layer."
 """Part of the names under which PEFT stores copies of the base's own weights."""
 
-IN_OUT: Final = ("gpt2",)
+IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Types of models in which every layer with a name of CONV1D is [in, out]."""
+
+OUT_IN: Final = ("gpt_bigcode",)
+"""Types of models in which none of them is."""
 
 TABLES: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
                  "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
@@ -190,7 +193,7 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: S
         return None
     rows = list(_spans(place, turned=turned))
     if kind == "peft_ia3_out" or (group.kind in METHODS and METHODS[group.kind].bias):
-        rows += _bias(place, base)
+        rows += _bias(place, base, place.shape[1 if turned else 0])
     spans: dict[Span, float] = {}
     for span in rows:
         factor = strength(span.key, place.network)
@@ -220,11 +223,11 @@ def _spans(place: Place, *, turned: bool) -> Iterator[Span]:
         first += stop - start
 
 
-def _bias(place: Place, base: Base) -> Iterator[Span]:
+def _bias(place: Place, base: Base, outputs: int) -> Iterator[Span]:
     """Yield the bias of a layer whose outputs are scaled."""
     key = place.rows[0].key.removesuffix("weight") + "bias"
     info = base.tensors.get(key)
-    if info is not None and info.shape == place.shape[:1]:
+    if info is not None and info.shape == (outputs,):
         yield Span(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
 
 
@@ -237,12 +240,12 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
     if len(place.shape) != 2 or len(place.rows) > 1 or not across:
         return False if upright else None
     name = place.rows[0].key.split(".")[-2:-1]
-    conv1d = bool(name) and name[0] in CONV1D
+    conv1d = bool(name) and name[0] in CONV1D and str(base.config.get("model_type")) not in OUT_IN
     if upright and not (
         conv1d or numbers.config(group.stem).get("fan_in_fan_out") or numbers.turns or (name and name[0] in base.across)
     ):
         return False
-    return True if conv1d and _is_in_out(base) and group.kind == "lora" else None
+    return True if not upright or (conv1d and _is_in_out(base)) else None
 
 
 def _axis(group: Group, place: Place, *, turned: bool) -> str | None:
@@ -250,9 +253,9 @@ def _axis(group: Group, place: Place, *, turned: bool) -> str | None:
     info = group.roles.get("magnitude")
     if info is None:
         return ""
-    if turned or group.kind == "lora_embedding" or len(place.shape) < 2:
+    if group.kind == "lora_embedding" or len(place.shape) < 2:
         return None
-    shape, (out, inputs) = info.shape, place.shape[:2]
+    shape, (out, inputs) = info.shape, place.shape[::-1] if turned else place.shape[:2]
     if info.name.endswith(".dora_scale") and len(shape) > 1 and shape[0] != out:
         return "in" if shape[1] == inputs and prod(shape) == inputs else None
     return "out" if prod(shape) == out else None
