@@ -41,6 +41,7 @@ LIBRARIES = {
     "numpy": {"proof", "adapters", "engine", "cli"},
     "typer": {"cli"},
     "tqdm": {"cli"},
+    "rich": {"cli"},
     "pydantic": {"batch"},
     "ray": {"batch"},
     "filelock": {"disk"},

@@ -17,7 +17,7 @@ from ..process import check_room
 from ..progress import unwatched
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
-from .stages import watching
+from .stages import paused, watching
 from .text import echo, leave_lost_folder
 from .values import whole_number
 
@@ -85,8 +85,7 @@ def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet
     sizes = {s.entry.number: s.size for s in made.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, total=made.size, jobs=len(made.planned)))
-        above = display.above if display is not None else lambda say: say
-        say, telling = above(echo), Telling(len(made.planned), quiet, above(echo), above(partial(echo, err=True)))
+        telling = Telling(len(made.planned), quiet)
         # Where a signal stops it, what is unfinished is removed.
         for one in stack.enter_context(closing(run(progress=display or unwatched))):
             ended.append(one)
@@ -94,11 +93,13 @@ def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet
                 display.end(one.output, sizes.get(one.number, 0))
             if told is not None:
                 told.append(one.to_json())
-            if as_json:
-                say(one.to_json())
-            else:
-                telling.ended(one)
-        telling.flush()
+            with paused(display):
+                if as_json:
+                    echo(one.to_json())
+                else:
+                    telling.ended(one)
+        with paused(display):
+            telling.flush()
     return ended
 
 

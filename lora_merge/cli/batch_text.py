@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any
@@ -28,8 +28,6 @@ class Telling:
 
     total: int
     quiet: bool
-    say: Callable[[str], object] = echo
-    remark: Callable[[str], object] = lambda text: echo(text, err=True)
     _skipped: int = 0
     _told: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
 
@@ -42,16 +40,16 @@ class Telling:
         found = [] if one.report is None else list(remarks(one.report.coverage, one.report.notes))
         if self.quiet and one.ok:
             for text in found:
-                self.remark(f"{one.output}: {text}")
+                echo(f"{one.output}: {text}", err=True)
             return
-        self.say(self._line(one))
+        echo(self._line(one))
         for text in found:
-            self.say(f"    {text}")
+            echo(f"    {text}")
 
     def flush(self) -> None:
         """Say how many jobs were skipped since the last line."""
         if self._skipped and not self.quiet:
-            self.say(f"{self._skipped} skipped: {SKIPPED}")
+            echo(f"{self._skipped} skipped: {SKIPPED}")
         self._skipped = 0
 
     def _line(self, one: JobReport) -> str:

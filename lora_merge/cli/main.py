@@ -21,10 +21,12 @@ from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
+from .look import show_error, styled, taken
+from .merge_look import conclude, describe
 from .parameters import read, take_text, with_options
 from .proof import add_to
-from .stages import watching
-from .text import carry_out, conclude, describe, dry, echo, leave_lost_folder, needs, remarks, silent
+from .stages import paused, watching
+from .text import carry_out, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
+        args = taken(args)
         if args and args[0] == "help":
             args = [*args[1:2], "--help"]
         elif args and args[0] in ASKED and not exists(args[0]):
@@ -144,7 +147,8 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
         if told is not None:
             told.protect(plan.inputs)
             told.begin()
-        describe(plan, say if display is None else display.above(say), verbose=verbose)
+        with paused(display):
+            describe(plan, say, verbose=verbose)
         done = None if dry_run else carry_out(plan, display)
     if done is None:
         if exists(job.output) and not job.overwrite:
@@ -257,7 +261,10 @@ def _fail(error: BaseException, text: str) -> None:
         import traceback
 
         traceback.print_exc()
-    print(f"error: {text}", file=sys.stderr)  # noqa: T201
+    if styled(sys.stderr):
+        show_error(text)
+    else:
+        print(f"error: {text}", file=sys.stderr)  # noqa: T201
     told = error_dict(error)
     if "--json" in sys.argv and not isinstance(error, BatchFailed):
         with suppress(OSError, ValueError):  # a closed stdout

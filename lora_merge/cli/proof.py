@@ -9,9 +9,10 @@ import typer
 
 from ..options import OPTIONS
 from ..progress import unwatched
+from .merge_look import conclude, describe, show_proof
 from .parameters import read, with_options
-from .stages import PROOF, watching
-from .text import carry_out, conclude, describe, echo, leave_lost_folder, show_proof, silent
+from .stages import PROOF, paused, watching
+from .text import carry_out, echo, leave_lost_folder, silent
 from .values import named_adapter, named_parts, with_strengths
 
 
@@ -51,7 +52,7 @@ def verify(
     if as_json:
         echo(json.dumps(proof, ensure_ascii=False))
     else:
-        show_proof(proof, echo)
+        show_proof(proof)
 
 
 @with_options("device", "overwrite", before="as_json")
@@ -72,7 +73,8 @@ def replay(
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
         plan = admit(plan_again(expand(made), output, folders, **options))
-        describe(plan, say if display is None else display.above(say), verbose=False)
+        with paused(display):
+            describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -119,15 +119,12 @@ class Display:
             self.outputs.pop(output, None)
             self.ended, self.done = self.ended + 1, self.done + size
 
-    def above(self, say: Callable[[str], object]) -> Callable[[str], None]:
-        """Return a function that says a text above the lines."""
-
-        def said(text: str) -> None:
-            with self.lock:
-                self.erase()
-                say(text)
-
-        return said
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the lines away while the block prints; they come back below it."""
+        with self.lock:
+            self.erase()
+            yield
 
     def lines(self, width: int) -> list[str]:
         """Return the lines for a terminal of so many columns."""
@@ -258,6 +255,13 @@ def interval(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@contextmanager
+def paused(display: Display | None) -> Iterator[None]:
+    """Take the lines of a display away, if there is one, while the block prints."""
+    with display.paused() if display is not None else nullcontext():
+        yield
 
 
 @contextmanager

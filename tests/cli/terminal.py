@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -79,12 +79,14 @@ def played(words: list[str], folder: Path, *, columns: int = 80, env: dict[str, 
     return _played(code, arrived, columns)
 
 
-def played_here(words: list[str], monkeypatch: pytest.MonkeyPatch, *, columns: int = 80) -> Played:
+def played_here(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, *, columns: int = 80, keep: Sequence[str] = ()
+) -> Played:
     """The same in this process, where torch is there already."""
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    with terminal(columns) as (end, arrived), ExitStack() as stack:
+    with terminal(columns) as (end, arrived), ExitStack() as stack, monkeypatch.context() as monkeypatch:
+        for name in {"NO_COLOR", "COLUMNS", "LINES"} - {*keep}:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TERM", "xterm-256color")
         files = [stack.enter_context(os.fdopen(os.dup(end), "w", encoding="utf-8")) for _ in range(2)]
         monkeypatch.setattr(sys, "argv", ["lora-merge", *words])
         monkeypatch.setattr(sys, "stdout", SafeStream(files[0]))
@@ -95,7 +97,6 @@ def played_here(words: list[str], monkeypatch: pytest.MonkeyPatch, *, columns: i
             code: object = 0
         except SystemExit as e:
             code = e.code or 0
-        monkeypatch.undo()
     return _played(int(str(code)), arrived, columns)
 
 

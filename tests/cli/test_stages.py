@@ -130,7 +130,8 @@ def test_what_is_said_goes_above_the_lines() -> None:
     display, _ = shown()
     display(Step("load", "o"))
     display.draw()
-    display.above(lambda text: display.stream.write(f"{text}\n"))("[1/2] merged")
+    with display.paused():
+        display.stream.write("[1/2] merged\n")
     assert display.stream.getvalue().endswith("\r\x1b[J[1/2] merged\n")
 
 

@@ -1,0 +1,173 @@
+"""Colours, tables and panels on a terminal, by Rich. Pipes get plain text, and nothing here is imported for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
+
+from ..errors import UsageError
+from ..lines import one_line
+from .streams import commanding
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+Color: TypeAlias = Literal["auto", "always", "never"]
+
+COLORS: Final = get_args(Color)
+FLAG: Final = "--color"
+
+WIDEST: Final = 100
+"""Columns of a panel at most; longer lines are hard to read."""
+
+
+def taken(args: Sequence[str]) -> list[str]:
+    """Return the arguments without `--color`, which every command has; UsageError for a value that it does not have."""
+    rest, at = list[str](), 0
+    while at < len(args):
+        name, equals, value = args[at].partition("=")
+        if args[at] == "--":
+            return [*rest, *args[at:]]
+        if name != FLAG:
+            rest.append(args[at])
+        elif not equals:
+            at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
+        if name == FLAG and value not in COLORS:
+            raise UsageError(f"{value[:40]!r} is not a value of {FLAG}", FLAG, f"use one of {', '.join(COLORS)}")
+        at += 1
+    return rest
+
+
+def chosen() -> str:
+    """Return the value of `--color` on the command line."""
+    for at, word in enumerate(sys.argv):
+        if word == "--":
+            break
+        if word.startswith(f"{FLAG}="):
+            return word.partition("=")[2]
+        if word == FLAG and at + 1 < len(sys.argv):
+            return sys.argv[at + 1]
+    return "auto"
+
+
+def styled(stream: Any) -> bool:
+    """Return whether a stream gets tables and colours: a terminal does, unless the user says otherwise."""
+    mode = chosen()
+    return mode == "always" or (mode != "never" and stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+class _Ours:
+    """A stream for Rich, whose texts may command the terminal; the names in them are escaped before."""
+
+    def __init__(self, stream: Any) -> None:
+        self.write, self.flush, self.isatty = commanding(stream), stream.flush, stream.isatty
+        self.encoding = getattr(stream, "encoding", None) or "ascii"
+
+
+def console(stream: Any) -> Console:
+    """Return a console of Rich on a stream, as wide as the terminal; without colours where NO_COLOR is set."""
+    from rich.console import Console
+
+    plain = bool(os.environ.get("NO_COLOR")) and chosen() != "always"
+    width = shutil.get_terminal_size().columns
+    return Console(
+        file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
+        color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
+    )  # fmt: skip
+
+
+def show(*shown: RenderableType, err: bool = False) -> None:
+    """Print tables, panels and texts of Rich."""
+    stream = sys.stderr if err else sys.stdout
+    there = console(stream)
+    for one in shown:
+        there.print(one)
+    stream.flush()
+
+
+def text(content: object, style: str = "") -> Text:
+    """Return a text whose control characters are escaped."""
+    from rich.text import Text
+
+    return Text(one_line(str(content)), style)
+
+
+def mark(name: Literal["done", "failed", "note"], stream: Any | None = None) -> str:
+    """Return ✓, ✗ or !, or what stands for them where the terminal lacks these letters."""
+    letters = {"done": ("✓", "OK"), "failed": ("✗", "X"), "note": ("!", "!")}[name]
+    encoding = getattr(stream or sys.stdout, "encoding", None) or "ascii"
+    try:
+        letters[0].encode(encoding)
+    except (UnicodeError, LookupError):
+        return letters[1]
+    return letters[0]
+
+
+def cell(content: object) -> RenderableType:
+    """Return a text of Rich as it is, and anything else as an escaped text."""
+    from rich.text import Text
+
+    return content if isinstance(content, Text) else text(content)
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", right: Iterable[int] = ()
+) -> Any:
+    """Return a table; `right`: numbers of the columns whose cells stand at the right."""
+    from rich import box
+    from rich.table import Table
+
+    head, numbers = text(title, "bold") if title else None, set(right)
+    made = Table(box=box.SIMPLE_HEAD, title=head, title_justify="left", pad_edge=False)
+    for n, name in enumerate(columns):
+        made.add_column(text(name), justify="right" if n in numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(cell, row))
+    return made
+
+
+def grid(rows: Iterable[Sequence[object]]) -> Any:
+    """Return rows whose first cells are words that say what they are about."""
+    from rich.table import Table
+
+    found = list(rows)
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    for _ in range(max(map(len, found), default=1) - 1):
+        made.add_column(overflow="fold")
+    for row in found:
+        made.add_row(*map(cell, row))
+    return made
+
+
+def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") -> Any:
+    """Return a panel of such rows, of at most 100 columns."""
+    from rich import box
+    from rich.panel import Panel
+
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    return Panel(
+        grid(rows), title=text(title, f"bold {style}"), title_align="left", border_style=style, box=box.ROUNDED,
+        width=width,
+    )  # fmt: skip
+
+
+def show_error(words: str) -> None:
+    """Print an error, "what / where: … / fix: …", in colours."""
+    from rich.text import Text
+
+    first, *rest = words.split("\n")
+    there = console(sys.stderr)
+    there.print(Text.assemble((f"{mark('failed', sys.stderr)} error: ", "bold red"), (first, "bold")))
+    for line in rest:
+        head, colon, tail = line.partition(":")
+        known = head.strip() if colon and head in ("  where", "  fix") else ""
+        style = {"where": "dim", "fix": "green"}.get(known, "")
+        there.print(
+            Text.assemble((f"  {known}:", f"bold {style}"), (tail, "")) if known else Text(line), soft_wrap=True
+        )
+    sys.stderr.flush()

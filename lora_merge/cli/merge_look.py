@@ -1,0 +1,144 @@
+"""A merge on a terminal: the plan as a table, the result as a panel."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..lines import one_line
+from ..text import by_pattern, by_reason, counted, plural, size
+from . import text as plain
+from .look import grid, mark, panel, show, styled, table, text
+from .text import applied, matched, saturated, silent
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+    from ..report import Report
+
+
+def describe(plan: Plan, say: Callable[[str], object], *, verbose: bool = False) -> None:
+    """Say before the work what was recognised, what matched and what will be written; as a table on a terminal."""
+    if say is silent or not styled(sys.stdout):
+        plain.describe(plan, say, verbose=verbose)
+        return
+    job = plan.job
+    rows = [
+        (
+            ref.path.name, ", ".join(m.algorithms) or "nothing",
+            text(f"{m.modules} of {m.total}", "green" if m.modules == m.total else "yellow"),
+            applied(m.strengths) or f"{ref.strength:g}×",
+        )
+        for ref, m in zip(job.adapters, plan.adapters, strict=True)
+    ]  # fmt: skip
+    facts = f"{plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}"
+    made = f"{size(plan.size)}, dtype {job.dtype}, {plural(plan.changed, 'tensor')} to change"
+    show(grid([("base", text(job.base.name, "bold"), facts), ("output", text(nearest(str(job.output)), "bold"), made)]))
+    show(table(("adapter", "kind", "modules matched", "strength"), rows))
+    for words in _notes(plan, verbose=verbose):
+        show(words)
+
+
+def _notes(plan: Plan, *, verbose: bool) -> Iterator[Any]:
+    for note in plan.base.notes:
+        yield text(f"{mark('note')} {note}", "yellow")
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        matches = by_pattern(m.placed)
+        for line in matches if verbose else ():
+            yield text(f"  {line} × {len(matches[line])}", "dim")
+        for names, why in by_reason({**m.unmatched, **m.adapter.ignored}):
+            yield text(f"{mark('note')} {ref.path.name}: left out: {names}: {why}", "yellow")
+        for note in (*m.adapter.notes, *m.notes):
+            yield text(f"{mark('note')} {ref.path.name}: {note}", "yellow")
+
+
+def conclude(
+    done: Report, say: Callable[[str], object], said: Sequence[str], *, as_json: bool, verbose: bool = False
+) -> None:
+    """Say what was done; on a terminal a panel: what changed, where it lies, how it was proven, how to undo it."""
+    if as_json or say is silent or not styled(sys.stdout):
+        plain.conclude(done, say, said, as_json=as_json, verbose=verbose)
+        return
+    changed = f"{done.changed} of {plural(done.tensors, 'tensor')} of {Path(done.base).name}, {done.architecture}"
+    rows: list[tuple[str, Any]] = [("changed", changed)]
+    for name, found in done.coverage.items():
+        strengths = {part: {float(s): n for s, n in c.items()} for part, c in found["strengths"].items()}
+        rows.append(("", f"{name}: {applied(strengths)}" if strengths else name))
+        if left := [*found["skipped"], *found["ignored"]]:
+            rows.append(("", text(f"{name}: left out {len(left)}: {counted(by_pattern(left))}", "yellow")))
+    rate = size(int(done.written / max(done.seconds, 1e-9)))
+    rows.append(("lies in", text(nearest(done.output), "bold cyan")))
+    rows.append(("", f"{size(done.written)}, dtype {done.dtype}, in {done.seconds:.1f} s ({rate}/s) on {done.device}"))
+    rows += [("note", text(note, "yellow")) for note in done.notes if note not in said]
+    if done.saturated:
+        rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))
+    if done.verified is not None:
+        rows += proven(done.verified, verbose=verbose)
+    else:
+        rows.append(("proven", f"not at all (--no-verify); later: lora-merge verify {quoted(done.output)}"))
+    rows.append(("undo", undo(done)))
+    warned = bool(done.verified and done.verified["warnings"])
+    show(panel(f"{mark('done')} merged", rows, "yellow" if warned else "green"))
+
+
+def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the rows about a proof, in plain words."""
+    rows = "every row" if proof["full"] else plural(proof["rows"], "row")
+    tensors = f"{proof['tensors']} of {proof['changed']} merged tensors"
+    yield "proven", text(f"{mark('done')} {tensors} computed again in fp64, {rows}:", "green")
+    yield "", f"at most {proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50)"
+    same = proof["untouched"]
+    if same["of"]:
+        share = (
+            "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
+        )
+        yield "", f"{mark('done')} unchanged tensors are those of the base: {share}"
+    for found in proof["retained"]:
+        if found["retained"] is not None:
+            yield (
+                "",
+                f"{mark('done')} {found['retained']:.1%} of the change that {found['adapter']} makes is in the output",
+            )
+    if proof["saturated"]:
+        yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"
+    if (matching := proof["matching"])["alone"] or verbose:
+        yield "", f"matching {matched(matching)}"
+    if (account := proof["account"])["unused"]:
+        why = ", ".join([*dict.fromkeys(account["reasons"].values())][:3])
+        yield "unused", f"{account['unused']} of {account['tensors']} adapter tensors change nothing: {why}"
+    for warning in proof["warnings"]:
+        yield "warning", text(warning, "bold yellow")
+
+
+def show_proof(proof: Mapping[str, Any]) -> None:
+    """Say what `verify` has proven; as a panel on a terminal."""
+    if styled(sys.stdout):
+        rows = [("output", text(nearest(proof["output"]), "bold cyan")), *proven(proof)]
+        show(panel(f"{mark('done')} verified", rows, "yellow" if proof["warnings"] else "green"))
+    else:
+        plain.show_proof(proof, plain.echo)
+
+
+def undo(done: Report) -> str:
+    """Return how to undo a merge: the command that removes its output, as the base is still there."""
+    if Path(done.output) == Path(done.base):
+        return "the base was replaced: take it from where you have it from"
+    folder = Path(done.output).is_dir()
+    remove = ("rmdir /s" if folder else "del") if os.name == "nt" else "rm -r" if folder else "rm"
+    return f"{remove} {quoted(done.output)}   ({Path(done.base).name} is as it was)"
+
+
+def nearest(path: str) -> str:
+    """Return a path as it is typed in the current folder, if it lies there."""
+    try:
+        return one_line(str(Path(path).relative_to(Path.cwd())))
+    except (ValueError, OSError):
+        return one_line(path)
+
+
+def quoted(path: str) -> str:
+    """Return a path as a shell takes it."""
+    return f'"{nearest(path)}"' if os.name == "nt" else shlex.quote(nearest(path))

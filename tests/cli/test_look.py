@@ -1,0 +1,99 @@
+"""The look on a terminal: tables and a panel there, plain text in pipes, and what a beginner has to find in them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..support import kohya, save, sd1
+from .terminal import played_here
+
+MERGE = ["base.safetensors", "style.safetensors:0.8,te=0", "-o", "o.safetensors", "--overwrite"]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    save(kohya(sd1()), tmp_path / "style.safetensors")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_a_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_undo_it(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    found = played_here(MERGE, monkeypatch, columns=columns)
+    assert found.code == 0
+    rows = found.screen
+    at = next(n for n, row in enumerate(rows) if "✓ merged" in row)
+    panel = " ".join(" ".join(row.strip("│╭╮╰╯─ ") for row in rows[at:]).split())
+    for words in (
+        "changed 24 of 50 tensors of base.safetensors", "style.safetensors: 0.8× unet (24), te 0: 8 left out",
+        "lies in o.safetensors", "proven ✓ 24 of 24 merged tensors", "undo rm o.safetensors", "base.safetensors is as it was",
+    ):  # fmt: skip
+        assert words in panel
+    above = " ".join(" ".join(rows[:at]).split())
+    assert "Stable Diffusion 1, 50 tensors" in above and "32 of 32" in above
+    assert all(len(row) <= columns for row in rows)
+    assert "\x1b[32m" in found.text, "green"
+    assert "\\u001b" not in found.text
+
+
+def test_no_color_takes_the_colours_and_never_takes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    found = played_here(MERGE, monkeypatch, keep=("NO_COLOR",))
+    assert any("✓ merged" in row for row in found.screen)
+    assert not re.search("\x1b\\[[0-9;]*m", found.text)
+    found = played_here([*MERGE, "--color", "never"], monkeypatch)
+    assert not any("╭" in row for row in found.screen)
+    assert any(row.startswith("verified 24 of 24") for row in found.screen)
+    assert played_here([*MERGE, "--color=pink"], monkeypatch).code == 2
+
+
+def test_what_a_proof_found_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert played_here([*MERGE, "-q"], monkeypatch).code == 0
+    found = played_here(["verify", "o.safetensors"], monkeypatch)
+    assert any("✓ verified" in row for row in found.screen)
+
+
+def test_an_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = played_here(["base.safetensors", "stile.safetensors"], monkeypatch, columns=160)
+    assert found.code == 3
+    assert [row.split(":")[0].strip() for row in found.screen[:3]] == ["✗ error", "where", "fix"]
+    assert "style.safetensors" in found.screen[2]
+
+
+def test_names_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("style.safetensors").rename("\x1b[31mred.safetensors")
+    found = played_here(
+        ["base.safetensors", "\x1b[31mred.safetensors", "-o", "o.safetensors"], monkeypatch, columns=160
+    )
+    assert found.code == 0
+    assert "\x1b[31mred" not in found.text
+    assert "\\u001b[31mred.safetensors" in found.text
+
+
+def test_pipes_get_plain_text_and_no_rich() -> None:
+    code = """if True:
+        import sys
+        from lora_merge.cli.main import main
+        sys.argv = ["lora-merge", "base.safetensors", "style.safetensors", "--dry-run"]
+        main()
+        assert "rich" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
+    assert done.stderr == ""
+
+
+def test_always_is_for_pipes_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from lora_merge.cli import main as program
+
+    monkeypatch.setattr(sys, "argv", ["lora-merge", "--color", "always", *MERGE])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "✓ merged" in capsys.readouterr().out
