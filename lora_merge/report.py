@@ -30,6 +30,7 @@ class Report:
     version: str = ""
     saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
     notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
+    schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""

@@ -30,14 +30,16 @@ def imports(path: Path, *, top_level: bool) -> Iterator[str]:
                 yield from ("." * node.level + a.name for a in node.names)
 
 
-ROOMS = ("disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "memory", "batch", "cli")
+ROOMS = (
+    "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "memory", "batch", "viewing", "cli",
+)  # fmt: skip
 """From the lowest to the highest. A room imports only rooms before it, and the shared vocabulary."""
 
 FACE = ("lora_merge", "lora_merge.__main__", "lora_merge.api")
 """Modules that show the rooms to the outside. They may import every room; no room imports them."""
 
 LIBRARIES = {
-    "torch": {"engine", "memory", "files", "cli"},
+    "torch": {"engine", "memory", "files", "viewing", "cli"},
     "numpy": {"proof", "adapters", "engine", "cli"},
     "typer": {"cli"},
     "tqdm": {"cli"},

@@ -285,7 +285,7 @@ class _Loader:
         more = [f"and {count - SHOWN} more"] if count > SHOWN else []
         many = f"{count} mistakes" if count > 1 else "a mistake"
         return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more),
-                          "correct them; lora-merge batch --schema prints what is allowed")  # fmt: skip
+                          "correct them; lora-merge schema jobs prints what is allowed")  # fmt: skip
 
 
 def _given(options: Options) -> dict[str, Any]:

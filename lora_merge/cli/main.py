@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
-from ..lines import Lines, one_line
+from ..lines import one_line
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
@@ -28,6 +28,7 @@ from .proof import add_to
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
+from .viewing import add_to as add_looking
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -177,34 +178,6 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool,
 
 
 @app.command()
-def inspect(
-    file: Annotated[str, typer.Argument(metavar="FILE_OR_FOLDER", help="A checkpoint or an adapter.")],
-    adapter: Annotated[str | None, typer.Argument(help="An adapter: show how it fits.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
-) -> None:
-    """Say what a file is, or how an adapter fits a base. Reads headers only."""
-    from ..paths import expand
-    from .inspect import inspect as look
-    from .inspect import lines
-
-    facts = look(expand(file), expand(adapter) if adapter else None)
-    echo(json.dumps(facts, ensure_ascii=False) if as_json else Lines.of(lines(facts)))
-
-
-@app.command()
-def parts(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-) -> None:
-    """List the parts and blocks of a base that --strength-for takes."""
-    from ..paths import expand
-    from .tables import parts_of, text_of_parts
-
-    found = parts_of(expand(base))
-    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(text_of_parts(found)))
-
-
-@app.command()
 def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
@@ -219,6 +192,7 @@ def demo(
 
 
 add_to(app)
+add_looking(app)
 
 
 class _Stopped(BaseException):
@@ -268,5 +242,6 @@ def _fail(error: BaseException, text: str) -> None:
     told = error_dict(error)
     if "--json" in sys.argv and not isinstance(error, BatchFailed):
         with suppress(OSError, ValueError):  # a closed stdout
-            echo(json.dumps({"error": told, "exit_code": told["exit_code"]}, ensure_ascii=False))
+            found = {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
+            echo(json.dumps(found, ensure_ascii=False))
     raise SystemExit(told["exit_code"])

@@ -146,6 +146,7 @@ def dry(plan: Plan) -> dict[str, Any]:
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
         "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "notes": list(plan.base.notes), "version": __version__,
+        "schema": "lora-merge/plan/1",
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lora_merge
-from lora_merge.cli.inspect import inspect
+from lora_merge.viewing.inspect import inspect
 
 Make = Callable[[Any], trainers.Trained]
 

@@ -13,9 +13,9 @@ from comfy_kitchen.tensor import TensorCoreFP8Layout
 from torch import Tensor
 
 import lora_merge
-from lora_merge.cli.inspect import inspect
 from lora_merge.errors import InputError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.viewing.inspect import inspect
 
 from ..support import Tensors, cli, load, metadata, rand, save
 

@@ -30,13 +30,14 @@ from safetensors.torch import save
 
 import lora_merge
 from lora_merge.batch.run import make_batch
-from lora_merge.cli.inspect import inspect, lines
 from lora_merge.disk.reader import read_bytes
 from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.text import lines
 
 from . import strategies as s
 

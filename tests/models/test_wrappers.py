@@ -15,10 +15,10 @@ from torch import nn
 
 import lora_merge
 from lora_merge.adapters.file import looks_like_adapter
-from lora_merge.cli.inspect import inspect
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.proof.replay import prove
+from lora_merge.viewing.inspect import inspect
 
 from ..support import Tensors, cli, kohya, load, rand, save, sd1
 

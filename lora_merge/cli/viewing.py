@@ -1,0 +1,117 @@
+"""The commands that only look: inspect, compare, parts, schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import FitError, UsageError
+from ..lines import Lines
+from ..paths import exists, expand
+from .habits import completed, expanded
+from .text import echo
+from .values import named_adapter
+
+if TYPE_CHECKING:
+    from ..job import Adapter
+
+AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make them commands of the application."""
+    for command in (inspect, compare, parts, schema):
+        app.command()(command)
+
+
+def inspect(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
+    ],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read the numbers too: norms, ranks; with a base what it keeps.")
+    ] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
+    as_json: AS_JSON = False,
+) -> None:
+    """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
+    from ..viewing.inspect import inspect as look
+    from ..viewing.text import lines
+
+    found = [look(*pair, weights=weights, hashes=hashes) for pair in _pairs([*expanded(files)])]
+    if as_json:
+        echo(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
+    for n, facts in enumerate(found if not as_json else ()):
+        if n:
+            echo("")
+        echo(Lines.of(lines(facts)))
+    misfits = [facts["match"] for facts in found if "match" in facts and not facts["match"]["fits"]]
+    if misfits:
+        raise typer.Exit(FitError.exit_code)
+
+
+def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
+    """Return (file, None) for each file; (base, adapter) for each adapter, if the first file is a base and all others
+    are adapters."""
+    from ..files.checkpoint import open_checkpoint
+    from ..viewing.inspect import is_adapter
+
+    refs = [_ref(text) for text in files]
+    kinds = [is_adapter(open_checkpoint(ref.path)) for ref in refs] if len(refs) > 1 else []
+    if kinds and not kinds[0] and all(kinds[1:]):
+        return [(refs[0].path, ref) for ref in refs[1:]]
+    return [(ref.path, None) for ref in refs]
+
+
+def _ref(text: str) -> Adapter:
+    """Return a path with the strength and parts that may stand behind it."""
+    from ..job import Adapter
+
+    if exists(completed(text)):
+        return Adapter(expand(completed(text)))
+    found = named_adapter(text)
+    if isinstance(found, Adapter):
+        return Adapter(expand(found.path), found.strength, found.parts)
+    path, strength = found if isinstance(found, tuple) else (found, 1.0)
+    return Adapter(expand(path), strength)
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    base: Annotated[str | None, typer.Option(help="For adapters that spell names in different words.")] = None,
+    as_json: AS_JSON = False,
+) -> None:
+    """Say where two models differ and by how much, or how alike the changes of two adapters are."""
+    from ..viewing.compare import compare as look
+    from ..viewing.compare import compare_lines
+
+    found = look(expand(completed(a)), expand(completed(b)), expand(completed(base)) if base else None)
+    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(compare_lines(found)))
+
+
+def parts(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    as_json: AS_JSON = False,
+) -> None:
+    """List the parts and blocks of a base that --strength-for takes."""
+    from .tables import parts_of, text_of_parts
+
+    found = parts_of(expand(completed(base)))
+    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(text_of_parts(found)))
+
+
+def schema(
+    what: Annotated[str, typer.Argument(metavar="report|jobs|…", help="What the schema describes.")] = "report",
+) -> None:
+    """Print the JSON Schema of what the program prints (report, inspect, compare, error) or reads (jobs)."""
+    from ..viewing.schemas import KINDS, schema_of
+
+    if what not in KINDS:
+        raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
+    found: dict[str, Any] = schema_of(what)
+    echo(Lines.of(json.dumps(found, ensure_ascii=False, indent=2).splitlines()))

@@ -1,0 +1,168 @@
+"""Facts about an adapter, from its header: algorithms, ranks, alphas, names, what it was trained on and with."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from statistics import median
+from typing import Any, Final
+
+from ..adapters.file import AdapterFile, FileValues, Module, weight_shapes
+from ..adapters.peft.rules import rules
+from ..adapters.suffixes import split_row_part
+from ..algorithms import ALGORITHMS
+from ..disk.reader import Reader
+from ..errors import MergeError
+from ..files.checkpoint import Index
+from ..matching.incomplete import gaps
+from ..models.names import guess
+from ..models.prefixes import PREFIXES
+from ..options import is_finite
+from ..text import by_pattern
+from .training import entry, training
+
+RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
+"""Slots whose stored axis 0 is the rank, the first that a module has."""
+
+TRAINERS: Final = (
+    # metadata key             trainer
+    ("lora_adapter_metadata",  "diffusers"),
+    ("lycoris_config",         "SimpleTuner"),
+    ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
+    ("training_info",          "ai-toolkit"),
+    ("ot_config",              "OneTrainer"),
+)  # fmt: skip
+
+BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:blocks?|layers?|h|resblocks)[._][0-9]+)(?:[._]|$)")
+"""The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
+
+
+def adapter_facts(file: AdapterFile) -> dict[str, Any]:
+    """Return what the header and the configuration of an adapter tell."""
+    index = file.index
+    with Reader([index]) as reader:
+        values = FileValues(reader)
+        alpha = {m.where: values.numbers(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
+    ranks = {m.where: rank for m in file.modules if (rank := rank_of(m))}
+    alphas = Counter(a for some in alpha.values() for a in some)
+    for table in (index.config, *(entry(index, e) for e in ("lora_adapter_metadata", "lora_config"))):
+        alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
+    dora = sum("magnitude" in m.shared for m in file.modules)
+    kinds = Counter(algorithm_of(m) for m in file.modules)
+    numbers = Counter(ranks.values())
+    return {
+        "kind": "adapter", "algorithms": dict(kinds.most_common()), **({"dora": dora} if dora else {}),
+        "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
+        "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
+        "trainer": trainer(index), "names": dialect(file.modules),
+        "made_for": guess({split_row_part(name)[0]: shape for name, shape in weight_shapes(file.modules).items()}),
+        "parameters": sum(prod(t.shape) for t in index.tensors.values()),
+        "patterns": _patterns(file.modules, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
+        "trained": training(index),
+        "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
+        "incomplete": [*_incomplete(file)], "ignored": dict(file.ignored),
+    }  # fmt: skip
+
+
+def algorithm_of(module: Module) -> str:
+    """Return the algorithm that the tensors of a module most likely belong to; "incomplete" if none fits."""
+    return next(iter(module.complete), "incomplete")
+
+
+def rank_of(module: Module) -> int:
+    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
+    complete = module.complete
+    slot = next((s for s in RANK_SLOTS if s in module.slots), None)
+    if slot is None or not (shape := module.slots[slot].shape):
+        return 0
+    stack = len(shape) == 3 and any(ALGORITHMS[name].stacked for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the least, the median and the greatest of some numbers; empty without any."""
+    return {"min": min(values), "median": median(values), "max": max(values)} if values else {}
+
+
+def _incomplete(file: AdapterFile) -> Iterator[str]:
+    """Yield the modules that lack a tensor: by the table of algorithms, or by comparison with the others."""
+    for m in file.modules:
+        if not m.complete:
+            yield m.where
+    try:
+        found = gaps(file.modules, rules(file.index.config, str(file.path), file.index.metadata))
+    except MergeError:  # a merge will say what is wrong with the configuration
+        return
+    yield from (f"{name} has no {slot}" for name, slot in found.items())
+
+
+def _patterns(
+    modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Return pattern of names → algorithm, number of modules, ranks and alphas."""
+    by_name = {m.where: m for m in modules}
+    return {
+        pattern: {
+            "algorithm": algorithm_of(by_name[names[0]]), "modules": len(names),
+            "ranks": sorted({ranks[n] for n in names if n in ranks}),
+            "alphas": sorted({a for n in names for a in alphas.get(n, ())}),
+        }
+        for pattern, names in by_pattern(by_name).items()
+    }  # fmt: skip
+
+
+def block_name(name: str) -> str:
+    """Return the path of the block that a module of an adapter belongs to; its prefix where it is in none."""
+    found = BLOCK.match(name)
+    if found:
+        return found[1]
+    prefix = next((p for p in sorted((p for p, _ in PREFIXES), key=len, reverse=True) if name.startswith(p)), "")
+    return f"{prefix}…" if prefix else "…"
+
+
+def _blocks(
+    modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Return block → number of modules, their ranks and alphas, in the order of the file."""
+    found: dict[str, list[str]] = {}
+    for m in modules:
+        found.setdefault(block_name(m.name), []).append(m.where)
+    return {
+        block: {
+            "modules": len(names), "ranks": spread([ranks[n] for n in names if n in ranks]),
+            "alphas": spread([a for n in names for a in alphas.get(n, ())]),
+        }
+        for block, names in found.items()
+    }  # fmt: skip
+
+
+def _by_count(counts: Counter[Any]) -> list[Any]:
+    """Return the values that occur, the most frequent first."""
+    return [value for value, _ in counts.most_common()]
+
+
+def trainer(index: Index) -> str:
+    """Return the program that trained an adapter; "unknown" where nothing tells."""
+    if "lora_parameters" in index.config:
+        return "mlx-lm"
+    if index.config:
+        return f"PEFT {index.config.get('peft_version', '')}".strip()
+    return next((name for key, name in TRAINERS if key in index.metadata), "unknown")
+
+
+def _alphas(configuration: Mapping[str, Any]) -> Iterator[float]:
+    """Yield the α that a PEFT configuration gives, for all modules or some; diffusers has one per component."""
+    for key, value in configuration.items():
+        if key.rpartition(".")[2] == "lora_alpha" and is_finite(value):
+            yield float(value)
+        if key.rpartition(".")[2] == "alpha_pattern" and isinstance(value, Mapping):
+            yield from (float(v) for v in value.values() if is_finite(v))
+
+
+def dialect(modules: Sequence[Module]) -> list[str]:
+    """Return the prefixes of module names, the most frequent first."""
+    prefixes = sorted((p for p, _ in PREFIXES), key=len, reverse=True)
+    counts = Counter(next((p for p in prefixes if m.name.startswith(p)), "(none)") for m in modules)
+    return [prefix for prefix, _ in counts.most_common()]

@@ -1,0 +1,140 @@
+"""Compares the changes of two adapters: cosine, norms and common subspaces of ΔW, by block and by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile, group
+from ..disk.reader import Reader
+from ..engine.torch_state import undisturbed
+from ..files.checkpoint import Index
+from ..job import make_job
+from ..models.blocks import blocks
+from ..models.names import names
+from ..models.prefixes import DENOISERS, prefixed
+from ..planning.cache import CheckpointCache
+from ..planning.make_plan import plan_job
+from .adapter import block_name
+from .deltas import Delta, Deltas
+from .numbers import changes
+
+
+@dataclass
+class Alike:
+    """Sums over the modules that both adapters change."""
+
+    a: float = 0.0  # squares
+    b: float = 0.0
+    inner: float = 0.0
+    overlaps: list[float] = field(default_factory=list)
+
+    def add(self, other: Alike) -> None:
+        """Add the sums of other modules."""
+        self.a, self.b, self.inner = self.a + other.a, self.b + other.b, self.inner + other.inner
+        self.overlaps += other.overlaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None where there is none."""
+        both = sqrt(max(self.a, 0.0) * max(self.b, 0.0))
+        return {
+            "a": sqrt(max(self.a, 0.0)), "b": sqrt(max(self.b, 0.0)), "cosine": self.inner / both if both else None,
+            "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
+        }  # fmt: skip
+
+
+@undisturbed()
+def adapters_alike(a: Index, b: Index, base: Path | None) -> dict[str, Any]:
+    """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
+    for those that take each other back.
+
+    Without a base, modules are found by their names without prefixes. With one, each adapter's changes are those of a
+    merge into it, and one that does not fit it is refused.
+    """
+    files = group(a), group(b)
+    pairs = _on_base(a, b, base) if base is not None else _by_name(*files)
+    total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
+    only: dict[str, list[str]] = {"a": [], "b": []}
+    notes = []
+    for name, block, one in pairs:
+        if isinstance(one, str):
+            only[one].append(name)
+        elif one is None:
+            notes.append(name)
+        else:
+            total.add(one)
+            rows.setdefault(block, Alike()).add(one)
+            table[name] = one.to_dict()
+    told = [f"{len(notes)} modules need a base: name it with --base"] if notes else []
+    if not table and base is None:
+        told.append("no module has the same name in both; if they spell names in other words, give --base")
+    return {
+        "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": told, "total": total.to_dict(),
+        "blocks": {name: row.to_dict() for name, row in rows.items()}, "modules": table,
+    }  # fmt: skip
+
+
+def _by_name(a: AdapterFile, b: AdapterFile) -> Iterator[tuple[str, str, Alike | str | None]]:
+    """Yield (module, block, sums) of modules in both; "a" or "b" for those in one, None where a base is needed."""
+    others = {_plain(m.name): m for m in b.modules if m.parameter == "weight"}
+    with Reader([a.index, b.index]) as reader, torch.no_grad():
+        first, second = Deltas(a, reader), Deltas(b, reader)
+        for module in (m for m in a.modules if m.parameter == "weight"):
+            other = others.pop(_plain(module.name), None)
+            sums = "a" if other is None else _pair(first.of(module), second.of(other))
+            yield module.name, block_name(module.name), sums
+        yield from ((m.name, block_name(m.name), "b") for m in others.values())
+
+
+def _plain(name: str) -> tuple[str, str]:
+    """Return the network and the name in it as all dialects of one layout spell it: flat, without prefixes."""
+    hint, body = list(prefixed(name))[-1]
+    return "" if hint in ("any", *DENOISERS) else hint, body.lower().replace(".", "_")
+
+
+def _pair(a: Delta | None, b: Delta | None) -> Alike | None:
+    if a is None or b is None:
+        return None
+    if a.shape != b.shape:
+        return None
+    return Alike(a.inner(a), b.inner(b), a.inner(b), [*_overlap(a, b)])
+
+
+def _overlap(a: Delta, b: Delta) -> Iterator[float]:
+    """Yield the mean squared cosine of the principal angles between the column spaces, and between the row spaces:
+    ‖Q₁ᵀ Q₂‖² / min(r₁, r₂). Björck and Golub 1973, doi:10.1090/S0025-5718-1973-0348991-3."""
+    one, other = a.spaces(), b.spaces()
+    if one is None or other is None:
+        return
+    for p, q in zip(one, other, strict=True):
+        yield float((p.T @ q).square().sum()) / max(min(p.shape[1], q.shape[1]), 1)
+
+
+def _on_base(a: Index, b: Index, base: Path) -> Iterator[tuple[str, str, Alike | str | None]]:
+    """Yield (tensor of the base, block, sums) for the tensors that both change, and those that one changes."""
+    opened = CheckpointCache()
+    plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
+    lookup = names(plans[0].base)
+    block_of = blocks(lookup).of
+    with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
+        first, second = ({t.name: t for f in p.files for t in f.targets if t.uses} for p in plans)
+        one, other = (changes(plan, reader) for plan in plans)
+        for name, target in first.items():
+            if name not in second:
+                yield name, "", "a"
+                continue
+            x, y = one(target), other(second[name])
+            block = f"{lookup.component(name)} {block_of(name)}".strip()
+            same = x.shape == y.shape
+            yield name, block, Alike(_dot(x, x), _dot(y, y), _dot(x, y)) if same else None
+        yield from ((name, "", "b") for name in second if name not in first)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum(dtype=torch.float64))

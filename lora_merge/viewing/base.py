@@ -1,0 +1,108 @@
+"""Facts about a base model, from its header: architecture, parts, blocks, storage, and what was merged into it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, Final
+
+from ..disk.files import StoredTensor
+from ..files.checkpoint import Index
+from ..files.lookalikes import foreign
+from ..models.blocks import blocks
+from ..models.names import Names, names
+from ..planning.recipe import KEY, parsed
+
+FORMER: Final = 20  # merges that are told one by one, of a chain of outputs that became bases
+
+
+def base_facts(index: Index) -> dict[str, Any]:
+    """Return what the header and the configuration of a model tell."""
+    lookup = names(index)
+    recipe = parsed(index.metadata.get(KEY, ""))
+    other = foreign(index.tensors) if lookup.architecture == "unknown" else None
+    parameters = sum(prod(t.shape) for t in index.tensors.values())
+    stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())
+    return {
+        **({"looks_like": other[0]} if other else {}),
+        "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
+        "parameters": parameters, "bits_per_weight": round(stored / parameters, 2) if parameters else 0,
+        "blocks": block_sizes(index, lookup),
+        **({"quantised": why} if (why := quantised(index)) else {}), **({"recipe": recipe} if recipe else {}),
+        **({"merged": merged} if (merged := [*former_merges(index)]) else {}),
+        **({"undo": undo} if (undo := how_to_undo(index)) else {}),
+        **({"notes": [*lookup.notes]} if lookup.notes else {}),
+    }  # fmt: skip
+
+
+def block_sizes(index: Index, lookup: Names) -> dict[str, int]:
+    """Return block → number of parameters, in the order of `--strength-for`; tensors without a block are left out."""
+    found = blocks(lookup)
+    counts = dict.fromkeys(found.order, 0)
+    for key, info in index.tensors.items():
+        if (block := found.of(key)) in counts:
+            counts[block] += prod(info.shape)
+    return {block: count for block, count in counts.items() if count}
+
+
+def former_merges(index: Index) -> Iterator[dict[str, Any]]:
+    """Yield the merges that made a checkpoint, the last first: by our recipes, or by what other programs noted."""
+    recipe = parsed(index.metadata.get(KEY, ""))
+    if recipe is None:
+        if text := index.metadata.get("modelspec.merged_from"):
+            yield {"inputs": text}
+        return
+    for _ in range(FORMER):
+        base, adapters = recipe.get("base"), recipe.get("adapters")
+        if not isinstance(base, Mapping) or not isinstance(adapters, list):
+            return
+        yield {
+            "base": str(base.get("name", "")), "by": f"lora-merge {recipe.get('version', '')}",
+            "adapters": [
+                {key: one.get(key) for key in ("name", "strength", "parts")} for one in adapters
+                if isinstance(one, Mapping)
+            ],
+        }  # fmt: skip
+        earlier = base.get("recipe")
+        if not isinstance(earlier, dict):
+            return
+        recipe = earlier
+
+
+def how_to_undo(index: Index) -> str:
+    """Return how to get the model before the last merge, in one sentence; "" if no recipe names it."""
+    recipe = parsed(index.metadata.get(KEY, ""))
+    try:
+        first = recipe["base"]["files"][0] if recipe else None
+        base = recipe["base"]["name"] if recipe else ""
+    except (LookupError, TypeError):
+        return ""
+    if not isinstance(first, Mapping):
+        return ""
+    return (
+        f"use its base {base} (SHA-256 of {first.get('name')}: {first.get('sha256')}); without one of the adapters, or "
+        "with another strength, merge again from that base"
+    )
+
+
+def quantised(index: Index) -> str:
+    """Return what of it is stored otherwise than as plain numbers, in words; "" for nothing."""
+    read = Counter(packing.encoding.title for packing in index.packed.values())
+    told = [f"{count} weights as {name}" for name, count in read.items()]
+    return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])
+
+
+def _components(index: Index, lookup: Names) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for key, info in index.tensors.items():
+        counts[lookup.component(key)] += prod(info.shape)
+    return dict(counts.most_common())
+
+
+def dtypes(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Return dtype → number of parameters, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for info in tensors.values():
+        counts[info.dtype] += prod(info.shape)
+    return dict(counts.most_common())

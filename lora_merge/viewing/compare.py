@@ -1,0 +1,117 @@
+"""Compares two checkpoints tensor by tensor, or two adapters module by module. One tensor is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import UsageError
+from ..files.checkpoint import Index, open_checkpoint
+from ..text import size
+from .facts import schema
+from .inspect import is_adapter
+from .text import COUNT, line, table
+
+if TYPE_CHECKING:
+    from .difference import Difference
+
+SCHEMA: Final = schema("compare")
+
+
+def compare(a: Path, b: Path, base: Path | None = None) -> dict[str, Any]:
+    """Return where two checkpoints differ and by how much, or how alike the changes of two adapters are.
+
+    `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
+    """
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    kinds = [is_adapter(index) for index in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
+                         "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
+    head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
+    if all(kinds):
+        from .alike import adapters_alike
+
+        return {**head, "kind": "adapters", **adapters_alike(first, second, base)}
+    if base is not None:
+        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
+    return {**head, "kind": "checkpoints", **_checkpoints(first, second)}
+
+
+def _checkpoints(a: Index, b: Index) -> dict[str, Any]:
+    """Return the differences of two models: in all, by part and block, by tensor."""
+    from ..models.blocks import blocks
+    from ..models.names import names
+    from .difference import Difference, differences
+
+    lookup = names(a)
+    block_of = blocks(lookup).of
+    groups: dict[str, Difference] = {}
+    tensors: dict[str, Any] = {}
+    total, equal, others, only_b = Difference(), 0, dict[str, str](), list[str]()
+    seen: set[str] = set()
+    for found in differences(a, b, lookup):
+        seen.update(found.keys)
+        if not found.keys:
+            only_b.append(found.name)
+        elif found.why:
+            others[found.name] = found.why
+        else:
+            total.add(found.sums)
+            group = f"{lookup.component(found.keys[0])} {block_of(found.keys[0])}".strip()
+            groups.setdefault(group, Difference()).add(found.sums)
+            equal += found.sums.equal
+            if not found.sums.equal:
+                tensors[found.name] = found.sums.to_dict()
+    return {
+        "compared": equal + len(tensors), "equal": equal, "different": len(tensors), "other_shapes": others,
+        "only_a": [key for key in a.tensors if key not in seen], "only_b": only_b,
+        "total": total.to_dict(), "blocks": {name: d.to_dict() for name, d in groups.items()}, "tensors": tensors,
+        "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
+    }  # fmt: skip
+
+
+def compare_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the comparison as text, a line each."""
+    yield line("a", found["a"])
+    yield line("b", found["b"])
+    of: Callable[[Mapping[str, Any]], Iterator[str]] = _of_models if found["kind"] == "checkpoints" else _of_adapters
+    yield from of(found)
+
+
+def _of_models(found: Mapping[str, Any]) -> Iterator[str]:
+    yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
+    for name in ("only_a", "only_b"):
+        if names := found[name]:
+            yield line(name.replace("_", " in "), f"{len(names)}: {', '.join(names[:3])}" + " …" * (len(names) > 3))
+    yield from table((name, why) for name, why in found["other_shapes"].items())
+    if found["different"]:
+        yield line("difference", _difference(found["total"]))
+        yield from table((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
+    if found["metadata"]:
+        yield line("metadata", f"{len(found['metadata'])} entries differ")
+
+
+def _difference(d: Mapping[str, Any]) -> str:
+    share = f"{d['relative']:.3%} of ‖A‖" if d["relative"] is not None else "A is 0"
+    changed = size(d["changed"], *COUNT)
+    of = f"{changed} of {size(d['of'], *COUNT)} numbers"
+    return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {of}"
+
+
+def _of_adapters(found: Mapping[str, Any]) -> Iterator[str]:
+    yield line(
+        "modules", f"{found['common']} in both, {len(found['only_a'])} in A alone, {len(found['only_b'])} in B alone"
+    )
+    for note in found["notes"]:
+        yield line("note", note)
+    if found["common"]:
+        yield line("alike", _alike(found["total"]))
+        yield from table((name, _alike(row)) for name, row in found["blocks"].items())
+
+
+def _alike(row: Mapping[str, Any]) -> str:
+    cosine = "cosine ?" if row["cosine"] is None else f"cosine {row['cosine']:+.3f}"
+    overlap = "" if row.get("overlap") is None else f", spaces overlap {row['overlap']:.1%}"
+    return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"

@@ -1,0 +1,170 @@
+"""ΔW of an adapter's modules without a base: as two factors where the formula is their product, else whole.
+
+One module is in memory at a time. A formula that reads the base's weight has no ΔW here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile, FileValues, Module
+from ..adapters.peft.rules import rules
+from ..algorithms import ALGORITHMS, Shape, flat
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..engine.blocks import BlockPart
+from ..engine.devices import place
+from ..engine.fold import StackedPatch, change
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import DeviceStream
+from ..engine.tensors import TensorCache
+from ..errors import MergeError
+from ..matching.choose import choose
+from ..matching.context import AdapterContext
+from ..matching.orientation import Base, Place
+from ..matching.patch import PatchPart
+from ..models.weights import unstored, whole
+from ..planning.plan import OutputTensor
+from .adapter import algorithm_of
+
+SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
+STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
+
+
+@dataclass(frozen=True)
+class Delta:
+    """ΔW [out, cols] of one module at strength 1: `left` [out, r] times `right` [r, cols], or `full`."""
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+    full: Tensor | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """(out, cols)."""
+        if self.full is not None:
+            return tuple(self.full.shape)
+        assert self.left is not None
+        assert self.right is not None
+        return len(self.left), self.right.shape[1]
+
+    def inner(self, other: Delta) -> float:
+        """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((A₁ A₂ᵀ)ᵀ (B₁ᵀ B₂)), without a matrix of ΔW's size."""
+        if self.full is None and other.full is None:
+            assert self.left is not None
+            assert self.right is not None
+            assert other.left is not None
+            assert other.right is not None
+            return float(((self.left.T @ other.left) * (self.right @ other.right.T)).sum(dtype=torch.float64))
+        return float((self.whole() * other.whole()).sum(dtype=torch.float64))
+
+    def whole(self) -> Tensor:
+        """Return ΔW as one matrix."""
+        if self.full is not None:
+            return self.full
+        assert self.left is not None
+        assert self.right is not None
+        return self.left @ self.right
+
+    def singular_values(self) -> Tensor:
+        """Return the singular values, the largest first; of a large matrix that is no product, the largest alone."""
+        if self.full is None:
+            assert self.left is not None
+            assert self.right is not None
+            small = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.T, mode="r").R.T
+            return _svdvals(small)
+        if min(self.full.shape, default=0) <= SMALL:
+            return _svdvals(self.full)
+        vector = torch.randn(self.full.shape[1], generator=torch.Generator().manual_seed(0))
+        for _ in range(STEPS):
+            vector = self.full.T @ (self.full @ vector)
+            vector = vector / vector.norm().clamp_min(1e-30)
+        largest: Tensor = (self.full @ vector).norm().reshape(1)
+        return largest
+
+    def spaces(self) -> tuple[Tensor, Tensor] | None:
+        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r]; None if ΔW is no
+        product of two factors."""
+        if self.left is None or self.right is None:
+            return None
+        return torch.linalg.qr(self.left).Q, torch.linalg.qr(self.right.T).Q
+
+
+def _svdvals(matrix: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(matrix)
+    return values
+
+
+class Deltas:
+    """The ΔW of one adapter's modules. `reader` reads its file."""
+
+    def __init__(self, file: AdapterFile, reader: Reader) -> None:
+        self.file = file
+        self._rules = rules(file.index.config, str(file.path), file.index.metadata)
+        self._factors = TensorCache(reader, frozenset(file.index.files))
+        self._values = FileValues(reader)
+
+    def each(self) -> Iterator[tuple[Module, Delta | None]]:
+        """Yield every module of a weight with its ΔW; None where a base is needed, or the module does not say all."""
+        for module in self.file.modules:
+            if module.parameter == "weight":
+                yield module, self.of(module)
+
+    def of(self, module: Module) -> Delta | None:
+        """Return ΔW of a module at strength 1; None as in `each`."""
+        shape = shape_of(module)
+        if len(shape) < 2 or "magnitude" in module.shared:
+            return None
+        view = whole("weight", shape)
+        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
+        context = AdapterContext(0, self.file, self._rules, self._values, base=layers)
+        try:
+            patch = choose(module, view, context, {"weight": view}).patch
+        except MergeError:
+            return None
+        if patch.reads_base or patch.beside:
+            return None
+        first: StoredTensor = next(iter(module.slots.values()))
+        weight = unstored("weight", shape, first)
+        alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
+        piece = patch.view.pieces[0]
+        part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, shape[0], (0, piece.rows), None, alone)
+        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
+        with torch.no_grad():
+            stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
+            found = _factored(stack) or Delta(full=change(stack, torch.zeros((1, *flat(shape)), dtype=at.dtype))[0])
+        self._factors.forget()
+        return found
+
+
+def _factored(stack: StackedPatch) -> Delta | None:
+    """Return the change as two factors, if its tensors are an up and a down without a core."""
+    t: Any = stack.tensors
+    if stack.algorithm.name != PRODUCT or t.mid is not None:
+        return None
+    return Delta((t.up * t.scale)[0], t.down[0])
+
+
+PRODUCT: Final = next(iter(ALGORITHMS))
+"""The algorithm whose ΔW is α / r · B A, and whose tensors are called up, down, mid and scale: the table's first."""
+
+
+def shape_of(module: Module) -> Shape:
+    """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
+    slots, row = module.shapes, ALGORITHMS.get(algorithm_of(module))
+    if row is None or row.stacked or row.of_table:
+        return ()
+    if {"up", "down"} <= slots.keys():
+        up, down = slots["up"], slots["down"]
+        if row.in_out:
+            return (up[-1], down[0])
+        return (*up[:1], *down[1:2], *(slots["mid"][2:] if "mid" in slots else down[2:]))
+    if {"w1_a", "w1_b", "w2_a", "w2_b"} == slots.keys():
+        return (slots["w1_a"][0], prod(slots["w1_b"][1:]))
+    return slots.get("diff", slots.get("down", ()))

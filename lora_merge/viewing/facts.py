@@ -1,0 +1,51 @@
+"""The result of inspect, compare and verify: a table of plain values that shows itself as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from ..lines import Lines
+from ..tables import html_table
+
+SCHEMA: Final = "lora-merge/{}/{}"
+"""The entry `schema` of every JSON object: what it describes, and the version of its format."""
+
+
+def schema(kind: str, version: int = 1) -> str:
+    """Return the entry `schema` of a JSON object. The version rises when an entry is renamed, removed or gets another
+    meaning; new entries leave it as it is."""
+    return SCHEMA.format(kind, version)
+
+
+class Facts(Mapping[str, Any]):
+    """A table of names and values, all of which JSON can hold."""
+
+    def __init__(self, found: Mapping[str, Any], lines: Callable[[Mapping[str, Any]], Iterable[str]]) -> None:
+        self._found, self._lines = dict(found), lines
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def text(self) -> Lines:
+        """What the command line prints."""
+        return Lines.of(self._lines(self._found))
+
+    def to_json(self) -> str:
+        """Return everything as one JSON object."""
+        return json.dumps(self._found, ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        rows = [(line[:14].strip(), line[14:].strip()) for line in self.text.split("\n")]
+        return html_table(str(self._found.get("path", self._found.get("schema", ""))), rows)

@@ -1,0 +1,50 @@
+"""How an adapter fits a base: modules by part and pattern, strengths, sizes, and what the base's dtype keeps of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..adapters.file import group, weight_shapes
+from ..errors import FitError
+from ..files.checkpoint import Index, open_checkpoint
+from ..job import Adapter, make_job
+from ..matching.diagnosis import explain
+from ..models.names import names
+from ..planning.make_plan import Inputs, Matched, make_plan, match
+from ..planning.plan import Plan
+from ..text import by_pattern
+
+
+def fit(path: Path, base: Index, adapter: Adapter, *, weights: bool = False) -> dict[str, Any]:
+    """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can.
+
+    `weights`: also read the numbers, and return the size of the change and how much of it the base's dtype keeps.
+    """
+    job = make_job(path, [adapter], path, unmatched="skip")
+    file = group(open_checkpoint(adapter.path))
+    lookup = names(base)
+    found: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
+    try:
+        matched = match(Inputs(job, base, lookup, (file,)))
+    except FitError as e:
+        error = {"what": e.what, "where": e.where, "fix": e.fix}
+        return {**found, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
+    (one,) = matched.adapters
+    why = explain(lookup, list(one.unmatched), weight_shapes(file.modules)) if one.unmatched else ""
+    plan = make_plan(Matched(matched.inputs, matched.adapters))
+    return {
+        **found, "fits": not one.unmatched and bool(one.modules), "algorithms": list(one.algorithms),
+        "matched": one.modules, "total": one.total, "components": dict(one.components),
+        "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in one.strengths.items()},
+        "patterns": {pattern: len(some) for pattern, some in by_pattern(one.placed).items()},
+        "unmatched": dict(one.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
+        "notes": list(one.notes), "why": why, **({"numbers": _numbers(plan)} if weights else {}),
+    }  # fmt: skip
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
+    from .numbers import merge_numbers  # torch
+
+    found: dict[str, Any] = merge_numbers(plan)
+    return found

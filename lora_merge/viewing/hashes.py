@@ -1,0 +1,59 @@
+"""Hashes by which model sites and user interfaces find a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ..disk.files import open_regular
+from ..files.checkpoint import Index
+
+LEGACY: Final = (0x100000, 0x10000)
+"""Offset and count of the bytes that the oldest hash covers."""
+
+STORED: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Metadata entries with a hash. `sshs_legacy_hash` covers the header as the trainer wrote it at first, so that it
+cannot be computed again from the file."""
+
+READ: Final = 1 << 22  # bytes at a time
+SMALL: Final = 256 << 20  # bytes; such a file is hashed in a fraction of a second
+
+
+def hashes(path: Path, data_offset: int) -> dict[str, str]:
+    """Return the hashes of a `.safetensors` file, in hexadecimal digits; the whole file is read.
+
+    `sha256`: of all bytes; `auto_v2` are its first 10 digits (AUTOMATIC1111's short hash). `sshs_model_hash`: SHA-256
+    of the bytes behind the header, which stays the same when metadata is edited; `auto_v3` are its first 12 digits.
+    `auto_v1`: the first 8 digits for 64 KiB from 1 MiB on, where a file is that long. Source: addnet_hash_legacy and
+    addnet_hash_safetensors in sd-scripts, library/train_util.py; the names AutoV1 to AutoV3 are those of CivitAI's API.
+    """
+    whole, data, old = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+    at, (first, count) = 0, LEGACY
+    with open_regular(path) as f:
+        while part := f.read(READ):
+            whole.update(part)
+            data.update(part[max(0, data_offset - at) :])
+            old.update(part[max(0, first - at) : max(0, first + count - at)])
+            at += len(part)
+    of_all, of_data = whole.hexdigest(), data.hexdigest()
+    return {
+        "sha256": of_all, **({"auto_v1": old.hexdigest()[:8]} if at > first else {}), "auto_v2": of_all[:10],
+        "auto_v3": of_data[:12], "sshs_model_hash": of_data,
+    }  # fmt: skip
+
+
+def hashes_of(index: Index, *, always: bool) -> Mapping[str, str]:
+    """Return the hashes of a checkpoint in one `.safetensors` file; empty for others, and for large files unless
+    `always`."""
+    (file,) = index.files if len(index.files) == 1 else (None,)
+    if file is None or file.suffix != ".safetensors":
+        return {}
+    header = index.headers[file]
+    return hashes(file, header.data_offset) if always or header.state.size <= SMALL else {}
+
+
+def stored_hashes(index: Index) -> dict[str, str]:
+    """Return the hashes that the metadata states."""
+    return {key: index.metadata[key] for key in STORED if key in index.metadata}

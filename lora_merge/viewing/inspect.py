@@ -1,0 +1,74 @@
+"""Says what a file is, from headers alone, and on request from its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..adapters.file import AdapterFile, group, looks_like_adapter
+from ..errors import UsageError
+from ..files.checkpoint import Index, open_checkpoint
+from ..job import Adapter
+from ..text import listed
+from .adapter import adapter_facts
+from .base import base_facts, dtypes
+from .facts import schema
+from .fit import fit
+from .hashes import hashes_of, stored_hashes
+
+SCHEMA = schema("inspect")
+
+
+def inspect(
+    path: Path, adapter: Path | Adapter | None = None, *, weights: bool = False, hashes: bool = False
+) -> dict[str, Any]:
+    """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
+
+    Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
+    bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change.
+    """
+    index = open_checkpoint(path)
+    facts: dict[str, Any] = {
+        "schema": SCHEMA, "path": str(path), "kind": "checkpoint", "files": len(index.files),
+        "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
+        "dtypes": dtypes(index.tensors),
+    }  # fmt: skip
+    if adapter is not None:
+        if is_adapter(index):
+            raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
+        ref = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
+        return facts | base_facts(index) | {"match": fit(path, index, ref, weights=weights)}
+    if is_adapter(index):
+        file = group(index)
+        facts |= adapter_facts(file)
+        facts |= {"weights": _numbers(file)} if weights else {}
+    elif weights:
+        raise UsageError("the numbers of a base alone are not looked at", "--weights", "name an adapter after the base")
+    else:
+        facts |= base_facts(index)
+    found = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
+    facts |= {"hashes": {**found, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
+    notes = [*index.notes, *facts.get("notes", ()), *_changed(index)]
+    return facts | {"metadata": dict(index.metadata), "notes": notes}
+
+
+def is_adapter(index: Index) -> bool:
+    """Return whether a checkpoint is an adapter."""
+    return "peft_type" in index.config or looks_like_adapter(index)
+
+
+def _numbers(file: AdapterFile) -> dict[str, Any]:
+    from .numbers import adapter_numbers  # torch
+
+    found: dict[str, Any] = adapter_numbers(file)
+    return found
+
+
+def _changed(index: Index) -> Iterator[str]:
+    """Yield a note on a header that is not as its merge wrote it."""
+    from ..proof.header_changes import changed_files
+
+    if files := changed_files(index):
+        names = listed(path.name for path in files)
+        yield f"the header was edited or written anew after the merge ({names}); lora-merge verify tells what differs"

@@ -1,0 +1,178 @@
+"""Numbers of adapters: norms, stable ranks and energies of ΔW, and how much of a merge the base's dtype keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile
+from ..algorithms import ALGORITHMS
+from ..disk.reader import Reader
+from ..engine.blocks import Block
+from ..engine.blocks import blocks as cut_into_blocks
+from ..engine.devices import place
+from ..engine.fold import RULES
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
+from ..engine.tensors import TensorCache, weight_values
+from ..engine.torch_state import undisturbed
+from ..models.blocks import blocks
+from ..models.names import names
+from ..planning.plan import OutputTensor, Plan
+from .adapter import block_name, rank_of, spread
+from .deltas import Delta, Deltas
+
+ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
+"""Shares of ‖ΔW‖² for which the least rank is told: so far the adapter can be resized."""
+
+
+@undisturbed()
+def adapter_numbers(file: AdapterFile) -> dict[str, Any]:
+    """Return norm, stable rank ‖ΔW‖²/σ₁² and the rank that holds most of the energy of each module, at strength 1.
+
+    Products of two factors never become a matrix of ΔW's size.
+    """
+    modules: dict[str, Any] = {}
+    left = 0
+    by_block: dict[str, float] = defaultdict(float)
+    with Reader([file.index]) as reader:
+        for module, delta in Deltas(file, reader).each():
+            if delta is None:
+                left += 1
+                continue
+            found = modules[module.name] = _numbers(delta, rank_of(module))
+            by_block[block_name(module.name)] += found["norm"] ** 2
+    rows = modules.values()
+    return {
+        "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
+        "stable_rank": spread([r["stable_rank"] for r in rows if r["stable_rank"]]),
+        "rank_for_energy": {
+            name: found for name in ENERGIES
+            if (found := spread([r["rank_for_energy"][name] for r in rows if r["rank_for_energy"]]))
+        },
+        "blocks": {name: sqrt(squared) for name, squared in by_block.items()}, "modules": modules,
+    }  # fmt: skip
+
+
+def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
+    """Return the numbers of one module."""
+    norm, values = sqrt(max(delta.inner(delta), 0.0)), delta.singular_values()
+    largest = float(values[0]) if len(values) else 0.0
+    energy = (values**2).cumsum(0) / (values**2).sum().clamp_min(1e-30)
+    told = largest > 0 and len(values) > 1
+    return {
+        "norm": norm, "rank": rank, "largest": largest, "stable_rank": (norm / largest) ** 2 if largest else 0.0,
+        "rank_for_energy": {
+            name: min(int((energy < share).sum()) + 1, len(values)) for name, share in ENERGIES.items()
+        } if told else {},
+    }  # fmt: skip
+
+
+@dataclass
+class Sums:
+    """Sums over the elements of weights: squares of W and ΔW, and what of ΔW is left after rounding."""
+
+    weight: float = 0.0
+    delta: float = 0.0
+    applied: float | None = 0.0  # ⟨applied, intended⟩; None where the storage format is not looked at
+    largest: float = 0.0
+
+    def add(self, other: Sums) -> None:
+        """Add the sums of another weight."""
+        self.weight, self.delta = self.weight + other.weight, self.delta + other.delta
+        self.applied = None if self.applied is None or other.applied is None else self.applied + other.applied
+        self.largest = max(self.largest, other.largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return norms, the largest element, and the share ⟨applied, intended⟩ / ‖intended‖² that is retained."""
+        kept = None if self.applied is None or not self.delta else self.applied / self.delta
+        return {"weight": sqrt(self.weight), "delta": sqrt(self.delta), "largest": self.largest, "retained": kept}
+
+
+@dataclass
+class Measured:
+    """The numbers of a merge that is not written: in all, by component, by block, by tensor."""
+
+    total: Sums = field(default_factory=Sums)
+    components: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    blocks: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    tensors: dict[str, Sums] = field(default_factory=dict)
+
+
+@undisturbed()
+def merge_numbers(plan: Plan) -> dict[str, Any]:
+    """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep.
+
+    Computed tensor by tensor; nothing is written.
+    """
+    lookup = names(plan.base, plan.job.map)
+    block_of, found = blocks(lookup).of, Measured()
+    indexes = [plan.base, *(m.adapter.index for m in plan.adapters)]
+    with Reader(indexes) as reader, torch.no_grad():
+        factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+        tensors = PatchTensors(factors.fetch, plan.weights)
+        for target in (t for f in plan.files for t in f.targets if t.uses):
+            sums = found.tensors[target.name] = _measured(target, tensors)
+            component = lookup.component(target.name)
+            found.total.add(sums)
+            found.components[component].add(sums)
+            found.blocks[f"{component} {block_of(target.name)}".strip()].add(sums)
+            factors.forget()
+            tensors.kept.clear()
+    return {"total": found.total.to_dict(), **{
+        kind: {name: sums.to_dict() for name, sums in table.items()}
+        for kind, table in (("components", found.components), ("blocks", found.blocks), ("tensors", found.tensors))
+    }}  # fmt: skip
+
+
+def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Tensor]:
+    """Return a function that computes the change of a weight that a plan changes, [rows, cols]."""
+    factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+    tensors = PatchTensors(factors.fetch, plan.weights)
+
+    def change(target: OutputTensor) -> Tensor:
+        found = torch.zeros(target.matrix)
+        with torch.no_grad():
+            for block, rows, merged in _merged(target, tensors):
+                found[block.first : block.last] = (merged - rows)[0]
+        factors.forget()
+        tensors.kept.clear()
+        return found
+
+    return change
+
+
+def _merged(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield every changed block of a weight, its numbers [1, rows, cols], and the merged ones."""
+    at = place("cpu", "F64" if any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses) else "F32")
+    lane = DeviceStream(at)
+    base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
+    for block in cut_into_blocks(target):
+        if block.slices:
+            rows = stage([base[block.first : block.last]], at)
+            yield block, rows, RULES[target.method.name](rows.clone(), tensors.stacks([block], at, lane))
+
+
+def _measured(target: OutputTensor, tensors: PatchTensors) -> Sums:
+    """Return the sums of one weight."""
+    sums = Sums()
+    for _, rows, merged in _merged(target, tensors):
+        delta = merged - rows
+        applied = None
+        if target.packed is None:
+            written = torch.empty(merged.shape, dtype=TORCH_DTYPES[target.dtype])
+            convert(merged, written)
+            rest = stage([written[0]], place("cpu", "F32")) - rows
+            applied = float((rest * delta).sum(dtype=torch.float64))
+        sums.add(Sums(_squared(rows), _squared(delta), applied, float(delta.abs().max())))
+    return sums
+
+
+def _squared(values: Tensor) -> float:
+    return float((values * values).sum(dtype=torch.float64))

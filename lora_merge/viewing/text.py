@@ -1,0 +1,194 @@
+"""The facts of `inspect` as lines. What is too long for a line is cut, and said to be; JSON has all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from ..text import by_reason, size
+
+COUNT: Final = (1000, ("", "K", "M", "G", "T"))
+"""For `size`: things are counted in thousands."""
+
+SHOWN: Final = (
+    "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
+    "modelspec.merged_from", "ss_base_model_version", "ss_sd_model_name", "ss_network_module", "ss_network_dim",
+    "ss_network_alpha", "ss_network_args", "ss_output_name", "software", "name", "version", "format",
+)  # fmt: skip
+"""Metadata worth a line."""
+
+WIDTH: Final = 200  # characters of a value
+ROWS: Final = 40  # of a table
+TAGS: Final = 20
+
+SECTIONS: Final = frozenset({
+    "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
+    "alpha_range", "weights", "incomplete", "notes",
+})  # fmt: skip
+"""Facts that are told below the plain ones, or only in JSON."""
+
+
+def lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts as text, a line each."""
+    for key, value in facts.items():
+        if key not in SECTIONS and value not in ({}, [], ""):
+            yield line(key, _text(key, value))
+        if key in ("ranks", "alphas") and len(value) > 1 and (found := facts.get(f"{key[:-1]}_range")):
+            yield line("", f"min {found['min']:g}, median {found['median']:g}, max {found['max']:g}")
+    yield from _incomplete(facts.get("incomplete", ()))
+    yield from _training(facts.get("trained", {}))
+    for name, value in facts.get("hashes", {}).items():
+        yield line("hash", f"{name} {value}")
+    for n, one in enumerate(facts.get("merged", ())):
+        yield line("merged" if not n else "  before that", _merge(one))
+    yield from _blocks(facts)
+    yield from _weights(facts.get("weights", {}))
+    yield from _metadata(facts.get("metadata", {}))
+    for note in facts.get("notes", ()):
+        yield line("note", cut(note, 2 * WIDTH))
+    if "match" in facts:
+        yield from match_lines(facts["match"])
+
+
+def line(name: str, value: str) -> str:
+    """Return one line: a name and what it is."""
+    return f"{name.replace('_', ' '):<13} {value}"
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    """Return the beginning of a long text, and how much is left out."""
+    return text if len(text) <= width else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
+
+
+def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how an adapter fits."""
+    if match["matched"] is None:
+        yield line("match", f"does not fit: none of its {match['total']} modules can be merged")
+        yield f"  why: {cut(match['why'], 3 * WIDTH)}"
+        return
+    parts = ", ".join(f"{name} {n}" for name, n in match["components"].items())
+    yield line("match", f"{match['matched']} of {match['total']} modules" + (f" ({parts})" if parts else ""))
+    for part, counts in match["strengths"].items():
+        yield line("  strength", f"{part}: " + ", ".join(f"{s}× ({n})" for s, n in counts.items()))
+    yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
+    for left, reason in by_reason(match["unmatched"]):
+        yield f"  no place: {left}: {reason}"
+    for note in match["notes"]:
+        yield f"  note: {note}"
+    yield line("  changes", f"{match['changed_tensors']} tensors; the output would have {size(match['output_bytes'])}")
+    if numbers := match.get("numbers"):
+        yield from number_lines(numbers)
+    if match["why"]:
+        yield f"  why: {match['why']}"
+
+
+def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the size of a change, by part and block."""
+    total = found["total"]
+    yield line("  change", f"‖ΔW‖ {total['delta']:.4g}, {_share(total)} of ‖W‖ {total['weight']:.4g}; "
+                           f"{_kept(total)} of it is kept in the base's dtype")  # fmt: skip
+    yield from table(
+        (name, f"‖ΔW‖ {n['delta']:.3g}, {_share(n)} of ‖W‖, kept {_kept(n)}") for name, n in found["blocks"].items()
+    )
+
+
+def _share(n: Mapping[str, Any]) -> str:
+    return f"{n['delta'] / n['weight']:.2%}" if n["weight"] else "all"
+
+
+def _kept(n: Mapping[str, Any]) -> str:
+    return "?" if n["retained"] is None else f"{n['retained']:.1%}"
+
+
+def _merge(one: Mapping[str, Any]) -> str:
+    if "inputs" in one:
+        return cut(one["inputs"])
+    adapters = ", ".join(f"{a['name']}:{a['strength']}" for a in one["adapters"])
+    return cut(f"{one['base']} + {adapters} ({one['by']})")
+
+
+def _incomplete(found: Sequence[str]) -> Iterator[str]:
+    if found:
+        few = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        yield line("incomplete", f"{len(found)} module{'s are' if len(found) > 1 else ' is'} incomplete: {few}")
+
+
+def _training(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is known of the training."""
+    for name, value in found.items():
+        if name == "tags":
+            most = ", ".join(f"{tag} {count}" for tag, count in islice(value.items(), TAGS))
+            yield line("tags", cut(most) + (f" and {len(value) - TAGS} more" if len(value) > TAGS else ""))
+        elif name == "datasets":
+            yield from table((d["name"], f"{d['images']} images × {d['repeats']}") for d in value)
+        elif name == "trigger_words":
+            yield line("trigger words", cut(", ".join(value)))
+        elif name == "preview":
+            yield line("preview", f"a picture in {value['in']}")
+        else:
+            yield line(name, cut(str(value)))
+
+
+def _blocks(facts: Mapping[str, Any]) -> Iterator[str]:
+    found: Mapping[str, Any] = facts.get("blocks", {})
+    if facts["kind"] == "adapter":
+        if len(found) > 1:
+            rows = ((name, f"{b['modules']} modules{_span(' rank', b['ranks'])}{_span(' alpha', b['alphas'])}")
+                    for name, b in found.items())  # fmt: skip
+            yield line("blocks", f"{len(found)}")
+            yield from table(rows)
+    elif found:
+        yield line("blocks", f"{len(found)}: {_range(list(found))} (lora-merge parts lists them)")
+
+
+def _range(names: Sequence[str]) -> str:
+    return cut(" ".join(names), 120)
+
+
+def _span(name: str, of: Mapping[str, float]) -> str:
+    if not of:
+        return ""
+    return f",{name} {of['min']:g}" + (f" to {of['max']:g}" if of["max"] != of["min"] else "")
+
+
+def _weights(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the numbers of an adapter."""
+    if not found:
+        return
+    yield line("‖ΔW‖", f"{found['norm']:.4g} in all; of {found['measured']} modules, {found['unmeasured']} need a base")
+    if found["stable_rank"]:
+        yield line("stable rank", "min {min:.3g}, median {median:.3g}, max {max:.3g}".format(**found["stable_rank"]))
+    for share, rank in found["rank_for_energy"].items():
+        yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
+    yield from table((name, f"‖ΔW‖ {norm:.3g}") for name, norm in found["blocks"].items())
+
+
+def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield rows of two columns, at most ROWS, and how many are left out."""
+    found = [(cut(str(a), 80), b) for a, b in rows]
+    wide = max((len(a) for a, _ in found[:ROWS]), default=0)
+    yield from (f"  {a:<{wide}}  {b}" for a, b in found[:ROWS])
+    if len(found) > ROWS:
+        yield f"  … and {len(found) - ROWS} more (--json has all)"
+
+
+def _metadata(found: Mapping[str, str]) -> Iterator[str]:
+    shown = {key: found[key] for key in SHOWN if key in found}
+    for key, value in shown.items():
+        yield line("metadata", cut(f"{key} {value}"))
+    if left := len(found) - len(shown):
+        yield line("metadata", f"{left} of {len(found)} entries are not shown (--json has all)")
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, Mapping) and key in ("dtypes", "components", "algorithms"):
+        return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in value.items())
+    if isinstance(value, Mapping):
+        return cut(json.dumps(value, ensure_ascii=False))
+    if isinstance(value, list):
+        return cut(", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value))
+    if key == "parameters":
+        return size(value, *COUNT)
+    return size(value) if key == "bytes" else cut(str(value))

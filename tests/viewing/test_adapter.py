@@ -1,0 +1,137 @@
+"""What `inspect` tells of an adapter: training, hashes, and numbers that plain dense arithmetic gives too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_merge.viewing.adapter import block_name
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.text import ROWS, lines
+
+from ..support import kohya, load, lora_delta, rand, save, sd1
+from .conftest import TRAINED, Scene
+
+
+def test_the_metadata_of_a_trainer_is_read(scene: Scene) -> None:
+    trained = inspect(scene.ink)["trained"]
+    assert trained["tags"] == {"cat": 11, "ink": 7}
+    assert trained["datasets"] == [{"name": "5_ink", "repeats": 5, "images": 40}]
+    told = {
+        "title": "Ink",
+        "base_model": "sd15.safetensors",
+        "steps": "1200",
+        "optimizer": "AdamW8bit",
+        "unet_lr": "1e-4",
+    }
+    assert told.items() <= trained.items()
+    assert trained["trigger_words"] == ["ohwx"]
+    assert "text_encoder_lr" not in trained
+
+
+def test_json_has_every_entry_and_the_text_says_what_it_leaves_out(scene: Scene) -> None:
+    facts = inspect(scene.ink)
+    assert facts["metadata"] == TRAINED
+    text = "\n".join(lines(facts))
+    shown = sum(line.startswith("metadata ") for line in text.splitlines()) - 1
+    assert f"{len(TRAINED) - shown} of {len(TRAINED)} entries are not shown" in text
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": 3}', '{"a": {"b": "many"}}', '{"a": {"b": 1e999}}', "null"])
+def test_metadata_of_other_kinds_is_passed_over(text: str, tmp_path: Path) -> None:
+    entries = dict.fromkeys(("ss_tag_frequency", "ss_dataset_dirs", "ss_datasets"), text)
+    trained = inspect(save(kohya(sd1()), tmp_path / "a.safetensors", entries))["trained"]
+    assert "tags" not in trained
+    assert all(row["repeats"] is None for row in trained.get("datasets", ()))
+
+
+def test_hashes_are_those_of_model_sites(scene: Scene, tmp_path: Path) -> None:
+    """AutoV3 covers the bytes behind the header, so other metadata leave it as it is."""
+    raw, found = scene.ink.read_bytes(), inspect(scene.ink)["hashes"]
+    data = raw[8 + struct.unpack("<Q", raw[:8])[0] :]
+    assert found["sha256"] == hashlib.sha256(raw).hexdigest()
+    assert found["auto_v2"] == found["sha256"][:10]
+    assert found["sshs_model_hash"] == hashlib.sha256(data).hexdigest()
+    assert found["auto_v3"] == found["sshs_model_hash"][:12]
+    assert found["stored sshs_model_hash"] == "0" * 64
+    other = inspect(save(load(scene.ink), tmp_path / "renamed.safetensors", {"a": "b"}))["hashes"]
+    assert other["auto_v3"] == found["auto_v3"]
+    assert other["auto_v2"] != found["auto_v2"]
+
+
+def test_the_oldest_hash_covers_64_kib_from_1_mib_on(tmp_path: Path) -> None:
+    path = save({"a": rand(700, 700)}, tmp_path / "m.safetensors")
+    want = hashlib.sha256(path.read_bytes()[0x100000:0x110000]).hexdigest()[:8]
+    assert inspect(path, hashes=True)["hashes"]["auto_v1"] == want
+    assert not inspect(path)["hashes"]
+
+
+def test_numbers_are_those_of_the_dense_change(scene: Scene) -> None:
+    found, tensors = inspect(scene.ink, weights=True)["weights"], load(scene.ink)
+    assert (found["measured"], found["unmeasured"]) == (32, 0)
+    total = 0.0
+    for name, row in found["modules"].items():
+        values = torch.linalg.svdvals(lora_delta(tensors, name))
+        energy = values.square().cumsum(0) / values.square().sum()
+        total += float(values.square().sum())
+        assert row["norm"] == pytest.approx(float(values.square().sum().sqrt()), rel=1e-5)
+        assert row["stable_rank"] == pytest.approx(float(values.square().sum() / values[0] ** 2), rel=1e-4)
+        for share, rank in row["rank_for_energy"].items():
+            assert rank == int((energy < float(share.strip("%")) / 100).sum()) + 1
+    assert found["norm"] == pytest.approx(total**0.5, rel=1e-5)
+    assert sum(n**2 for n in found["blocks"].values()) == pytest.approx(total, rel=1e-5)
+
+
+def test_products_are_not_the_only_changes_that_have_numbers(tmp_path: Path) -> None:
+    """A whole difference and a LoHa are computed as matrices; DoRA needs the base."""
+    full = {"lora_unet_a.diff": rand(6, 5)}
+    loha = {f"lora_unet_b.hada_{slot}": rand(*shape, seed=n) for n, (slot, shape) in enumerate(
+        {"w1_a": (6, 2), "w1_b": (2, 5), "w2_a": (6, 2), "w2_b": (2, 5)}.items())}  # fmt: skip
+    dora = {"lora_unet_c.lora_up.weight": rand(6, 2), "lora_unet_c.lora_down.weight": rand(2, 5),
+            "lora_unet_c.dora_scale": rand(6, 1)}  # fmt: skip
+    found = inspect(save({**full, **loha, **dora}, tmp_path / "a.safetensors"), weights=True)["weights"]
+    assert found["modules"].keys() == {"lora_unet_a", "lora_unet_b"}
+    assert found["unmeasured"] == 1
+    assert found["modules"]["lora_unet_a"]["norm"] == pytest.approx(float(full["lora_unet_a.diff"].norm()), rel=1e-5)
+    a, b, c, d = (loha[f"lora_unet_b.hada_{slot}"] for slot in ("w1_a", "w1_b", "w2_a", "w2_b"))
+    assert found["modules"]["lora_unet_b"]["norm"] == pytest.approx(float(((a @ b) * (c @ d)).norm()), rel=1e-5)
+
+
+def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    tensors = kohya(sd1())
+    gone = next(key for key in tensors if key.endswith("lora_up.weight"))
+    facts = inspect(save({k: v for k, v in tensors.items() if k != gone}, tmp_path / "a.safetensors"))
+    assert facts["incomplete"] == [f"{gone.partition('.')[0]} has no up"]
+    assert any("1 module is incomplete" in line for line in lines(facts))
+
+
+def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> None:
+    names = [f"base_model.model.{'x' * 40}.layers.{n}.q_proj" for n in range(300)]
+    tensors = {f"{n}.lora_{s}.weight": torch.zeros(2, 2) for n in names for s in "AB"}
+    save(tensors, tmp_path / "adapter_model.safetensors")
+    pattern = {f"layers.{n}.q_proj": 2 for n in range(3000)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "rank_pattern": pattern}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    facts = inspect(tmp_path)
+    assert facts["configuration"]["rank_pattern"] == pattern
+    assert len(facts["blocks"]) == 300
+    told = [*lines(facts)]
+    assert len(told) < ROWS + 40
+    assert max(map(len, told)) < 500
+    assert any("260 more" in line for line in told)
+
+
+def test_blocks_are_named_as_the_adapter_spells_them() -> None:
+    cases = {
+        "lora_unet_down_blocks_1_attentions_0_proj_in": "lora_unet_down_blocks_1",
+        "base_model.model.model.layers.3.self_attn.q_proj": "base_model.model.model.layers.3",
+        "lora_unet_double_blocks_12_img_attn_qkv": "lora_unet_double_blocks_12",
+        "lora_te_text_model_encoder_layers_0_mlp_fc1": "lora_te_text_model_encoder_layers_0",
+        "lora_unet_time_embed_0": "lora_unet_…",
+    }
+    assert {name: block_name(name) for name in cases} == cases

@@ -1,0 +1,119 @@
+"""`compare`: models tensor by tensor, adapters module by module, against plain dense arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import UsageError
+from lora_merge.viewing.compare import compare, compare_lines
+
+from ..support import kohya, kohya_names, load, lora_delta, rand, save, sd1
+from .conftest import Scene
+
+
+def test_a_base_and_its_merge_differ_by_what_was_added(scene: Scene, tmp_path: Path) -> None:
+    out = tmp_path / "o.safetensors"
+    report = lora_merge.merge(scene.base, scene.ink, out)
+    found, before, after = compare(scene.base, out), load(scene.base), load(out)
+    assert (found["compared"], found["different"]) == (len(before), report.changed)
+    assert found["tensors"].keys() == {k for k in before if not torch.equal(before[k], after[k])}
+    for key, row in found["tensors"].items():
+        apart = after[key].double() - before[key].double()
+        assert row["difference"] == pytest.approx(float(apart.norm()), rel=1e-9)
+        assert row["largest"] == float(apart.abs().max())
+        assert row["changed"] == int((apart != 0).sum())
+    squares = sum(row["difference"] ** 2 for row in found["tensors"].values())
+    assert found["total"]["difference"] ** 2 == pytest.approx(squares)
+    assert "lora_merge.recipe" in found["metadata"]
+    assert any("equal" in line for line in compare_lines(found))
+
+
+def test_equal_models_are_equal_whatever_their_dtype(scene: Scene, tmp_path: Path) -> None:
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in sd1().items()}
+    found = compare(scene.base, save(wide, tmp_path / "wide.safetensors"))
+    assert (found["different"], found["total"]["changed"]) == (0, 0)
+
+
+def test_tensors_of_one_model_alone_and_of_other_shapes_are_named(tmp_path: Path) -> None:
+    a = save({"x": rand(3), "y": rand(3), "z": rand(3)}, tmp_path / "a.safetensors")
+    b = save({"x": rand(3), "y": rand(4), "w": rand(3)}, tmp_path / "b.safetensors")
+    found = compare(a, b)
+    assert (found["equal"], found["only_a"], found["only_b"]) == (1, ["z"], ["w"])
+    assert found["other_shapes"] == {"y": "[3] and [4]"}
+
+
+def test_not_a_number_equals_itself(tmp_path: Path) -> None:
+    odd = torch.tensor([float("nan"), float("inf"), 1.0])
+    files = [save({"x": x}, tmp_path / f"{n}.safetensors") for n, x in enumerate((odd, odd.double()))]
+    assert compare(*files)["total"]["changed"] == 0
+
+
+def test_the_same_weights_under_other_prefixes_are_found(scene: Scene, tmp_path: Path) -> None:
+    """A U-Net alone, without the prefix that the whole checkpoint has."""
+    start = "model.diffusion_model."
+    unet = {k.removeprefix(start): v for k, v in sd1().items() if k.startswith(start)}
+    found = compare(scene.base, save(unet, tmp_path / "unet.safetensors"))
+    weights = {k for k in unet if k.endswith(".weight")}
+    assert found["different"] == 0
+    assert found["equal"] >= len(weights)
+    assert not {*found["only_b"]} & weights
+
+
+def test_two_adapters_are_as_alike_as_their_changes(scene: Scene) -> None:
+    one, other = load(scene.ink), load(scene.oil)
+    for base in (None, scene.base):
+        found = compare(scene.ink, scene.oil, base)
+        assert (found["common"], len(found["only_a"]), found["only_b"]) == (24, 8, [])
+        inner = a = b = 0.0
+        for name in (n for n in kohya_names(sd1()) if n.startswith("lora_unet")):
+            x, y = lora_delta(one, name), lora_delta(other, name)
+            inner, a, b = inner + float((x * y).sum()), a + float(x.square().sum()), b + float(y.square().sum())
+        assert found["total"]["cosine"] == pytest.approx(inner / (a * b) ** 0.5, abs=1e-5)
+        assert found["total"]["a"] == pytest.approx(a**0.5, rel=1e-5)
+    assert any("cosine" in line for line in compare_lines(found))
+
+
+def test_an_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene, tmp_path: Path) -> None:
+    tensors = load(scene.ink)
+    negative = {k: -v if "lora_up" in k else v for k, v in tensors.items()}
+    for other, cosine in ((scene.ink, 1.0), (save(negative, tmp_path / "n.safetensors"), -1.0)):
+        found = compare(scene.ink, other)
+        assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
+        assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
+
+
+def test_spaces_that_share_nothing_have_no_overlap(tmp_path: Path) -> None:
+    eye = torch.eye(8)
+    files = [
+        save({"lora_unet_a.lora_up.weight": eye[:, n : n + 2].contiguous(), "lora_unet_a.lora_down.weight": eye[n : n + 2]},
+             tmp_path / f"{n}.safetensors") for n in (0, 2)
+    ]  # fmt: skip
+    total = compare(*files)["total"]
+    assert total["overlap"] == pytest.approx(0)
+    assert total["cosine"] == pytest.approx(0)
+
+
+def test_one_dialect_is_compared_with_another(scene: Scene, tmp_path: Path) -> None:
+    """The flat names of kohya, and dotted ones with PEFT's endings."""
+    dotted = {}
+    for key, value in load(scene.oil).items():
+        if key.endswith("proj_in.lora_up.weight"):
+            down = load(scene.oil)[key.replace("lora_up", "lora_down")]
+            n = key.partition("attentions_")[2][0]
+            name = f"unet.down_blocks.0.attentions.{n}.proj_in"
+            dotted |= {f"{name}.lora_B.weight": value, f"{name}.lora_A.weight": down}
+    found = compare(scene.oil, save(dotted, tmp_path / "d.safetensors"))
+    assert found["common"] == 2
+    assert found["total"]["cosine"] == pytest.approx(1, abs=1e-5)
+
+
+def test_an_adapter_is_not_compared_with_a_model(scene: Scene) -> None:
+    with pytest.raises(UsageError, match="cannot be compared"):
+        compare(scene.base, scene.ink)
+    with pytest.raises(UsageError, match="base is given"):
+        compare(scene.base, scene.base, scene.base)
+    assert kohya

@@ -1,0 +1,106 @@
+"""`inspect BASE ADAPTER`: what matches, exit codes, and numbers that a real merge has too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lora_merge
+from lora_merge.cli.main import app
+from lora_merge.errors import MergeError
+from lora_merge.job import Adapter
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.text import lines
+
+from ..support import kohya, load, rand, save, sd1
+from .conftest import Scene
+
+
+def run(*args: object) -> tuple[int, str]:
+    """Exit code and stdout of a command in this process."""
+    done = CliRunner().invoke(app, [*map(str, args)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        assert isinstance(done.exception, MergeError), done.exception
+        return done.exception.exit_code, str(done.exception)
+    return done.exit_code, done.stdout
+
+
+def test_a_strength_behind_the_file_is_understood(scene: Scene) -> None:
+    code, out = run("inspect", scene.base, f"{scene.ink}:0.5,te=0", "--json")
+    match = json.loads(out)["match"]
+    assert code == 0
+    assert match["fits"]
+    assert match["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}
+    assert run("inspect", f"{scene.ink}:0.5")[0] == 0
+    assert run("inspect", scene.folder / "ink")[0] == 0
+
+
+def test_a_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
+    """Where some modules have no place, and where nothing can be merged at all."""
+    unet = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
+    wide = {
+        k: rand(v.shape[0], 3 * v.shape[1]) if k.endswith("to_q.lora_down.weight") else v
+        for k, v in kohya(sd1()).items()
+    }
+    for base, adapter, matched in ((unet, scene.ink, 24), (scene.base, save(wide, tmp_path / "w.safetensors"), None)):
+        code, out = run("inspect", base, adapter, "--json")
+        match = json.loads(out)["match"]
+        assert (code, match["fits"], match["matched"], match["total"]) == (4, False, matched, 32)
+        assert match["why"]
+
+
+def test_several_files_are_told_one_after_the_other(scene: Scene) -> None:
+    code, out = run("inspect", scene.ink, scene.oil, scene.base, "--json")
+    assert (code, [f["kind"] for f in json.loads(out)["files"]]) == (0, ["adapter", "adapter", "checkpoint"])
+    code, out = run("inspect", scene.base, scene.ink, scene.oil, "--json")
+    assert [Path(f["match"]["adapter"]).stem for f in json.loads(out)["files"]] == ["ink", "oil"]
+    assert run("inspect", scene.folder / "*.safetensors")[1].count("match ") == 2
+
+
+def test_numbers_are_those_of_the_merge(scene: Scene, tmp_path: Path) -> None:
+    report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], tmp_path / "o.safetensors")
+    numbers = inspect(scene.base, Adapter(scene.ink, 0.5), weights=True)["match"]["numbers"]
+    before, after = load(scene.base), load(tmp_path / "o.safetensors")
+    squares = {k: float((after[k].double() - before[k].double()).square().sum()) for k in numbers["tensors"]}
+    assert numbers["total"]["delta"] ** 2 == pytest.approx(sum(squares.values()), rel=1e-3)
+    assert report.verified is not None
+    assert numbers["total"]["retained"] == pytest.approx(report.verified["retained"][0]["retained"], abs=1e-3)
+    weight = sum(float(before[k].double().square().sum()) for k in squares)
+    assert numbers["total"]["weight"] ** 2 == pytest.approx(weight, rel=1e-5)
+    for kind in ("components", "blocks", "tensors"):
+        assert sum(n["delta"] ** 2 for n in numbers[kind].values()) == pytest.approx(numbers["total"]["delta"] ** 2)
+
+
+def test_a_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:
+    """The changes are a ten-thousandth of the weights, which bf16 cannot hold beside them."""
+    base = save({k: v.bfloat16() if v.is_floating_point() else v for k, v in sd1().items()}, tmp_path / "b.safetensors")
+    facts = inspect(base, Adapter(scene.ink, 0.001), weights=True)
+    assert facts["match"]["numbers"]["total"]["retained"] < 0.9
+    assert any("kept in the base's dtype" in line for line in lines(facts))
+
+
+def test_a_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:
+    first, second = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    lora_merge.merge(scene.base, [(scene.ink, 0.5)], first)
+    lora_merge.merge(first, [scene.oil], second)
+    facts = inspect(second)
+    assert [m["base"] for m in facts["merged"]] == ["one.safetensors", "base.safetensors"]
+    assert facts["merged"][1]["adapters"] == [{"name": "ink.safetensors", "strength": 0.5, "parts": []}]
+    assert "one.safetensors" in facts["undo"]
+    assert facts["bits_per_weight"] == pytest.approx(16, abs=1)
+    assert {"B01", "BASE"} <= facts["blocks"].keys()
+    assert sum(facts["blocks"].values()) <= facts["parameters"]
+    assert "undo" not in inspect(scene.base)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["{}", '{"base": 3}', '{"base": {"files": []}, "adapters": {}}', '{"base": {"files": [3]}}']
+)
+def test_a_recipe_of_another_program_does_no_harm(recipe: str, tmp_path: Path) -> None:
+    facts = inspect(save({"a": torch.zeros(2)}, tmp_path / "m.safetensors", {"lora_merge.recipe": recipe}))
+    assert not facts.get("merged")
+    assert not facts.get("undo")

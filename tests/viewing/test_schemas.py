@@ -1,0 +1,75 @@
+"""What the program prints as JSON is what its schemas say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+import lora_merge
+from lora_merge.cli.text import dry
+from lora_merge.report import Report
+from lora_merge.viewing.compare import compare
+from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.schemas import KINDS, schema_of
+
+from ..support import cli
+from .conftest import Scene
+from .test_fit import run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def check(found: Any, kind: str) -> None:
+    """Fail unless a schema allows the object and describes every entry of it."""
+    schema = schema_of(kind)
+    Draft202012Validator.check_schema(schema)
+    errors = [e.message for e in Draft202012Validator(schema).iter_errors(json.loads(json.dumps(found)))]
+    assert not errors
+    assert found.keys() <= schema["properties"].keys()
+
+
+def test_reports_and_plans(scene: Scene, tmp_path: Path) -> None:
+    plan = lora_merge.plan(scene.base, [(scene.ink, 0.5)], tmp_path / "o.safetensors")
+    check(dry(plan), "plan")
+    for verify in (True, False):
+        report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], tmp_path / f"{verify}.safetensors", verify=verify)
+        check(json.loads(report.to_json()), "report")
+    assert schema_of("report")["properties"].keys() == {f.name for f in fields(Report)}
+
+
+def test_facts_and_comparisons(scene: Scene) -> None:
+    for facts in (
+        inspect(scene.base, hashes=True), inspect(scene.ink, weights=True), inspect(scene.base, scene.oil, weights=True),
+        inspect(scene.base, scene.ink),
+    ):  # fmt: skip
+        check(facts, "inspect")
+    check(compare(scene.ink, scene.oil), "compare")
+    check(compare(scene.base, scene.base), "compare")
+
+
+def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
+    done = cli("inspect", tmp_path / "nothing.safetensors", "--json")
+    assert done.returncode == 3
+    check(json.loads(done.stdout), "error")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_prints_each_schema(kind: str) -> None:
+    code, out = run("schema", kind)
+    assert code == 0
+    found = json.loads(out)
+    assert found == schema_of(kind)
+    assert found["$schema"]
+    assert found["$id"]
+
+
+def test_the_shipped_jobs_files_are_what_the_schema_says() -> None:
+    check_jobs = Draft202012Validator(schema_of("jobs"))
+    for path in CONFIGS.glob("*.y*ml"):
+        assert not [e.message for e in check_jobs.iter_errors(yaml.safe_load(path.read_text()))], path.name
