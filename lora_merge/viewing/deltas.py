@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -138,21 +138,19 @@ class Deltas:
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with torch.no_grad():
             stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-            found = _factored(stack) or Delta(full=change(stack, torch.zeros((1, *flat(shape)), dtype=at.dtype))[0])
+            nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
+            found = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
         self._factors.forget()
         return found
 
 
-def _factored(stack: StackedPatch) -> Delta | None:
-    """Return the change as two factors, if its tensors are an up and a down without a core."""
-    t: Any = stack.tensors
-    if stack.algorithm.name != PRODUCT or t.mid is not None:
+def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
+    """Return the change as two factors, if its formula is low-rank and the factors are smaller than ΔW."""
+    row = stack.algorithm
+    if row.low_rank is None:
         return None
-    return Delta((t.up * t.scale)[0], t.down[0])
-
-
-PRODUCT: Final = next(iter(ALGORITHMS))
-"""The algorithm whose ΔW is α / r · B A, and whose tensors are called up, down, mid and scale: the table's first."""
+    left, right = row.low_rank.factors(weight, stack.tensors)
+    return Delta(left[0], right[0]) if left.shape[2] < min(weight.shape[1:]) else None
 
 
 def shape_of(module: Module) -> Shape:
