@@ -1,0 +1,100 @@
+"""The codec of GGUF: blocks of 32 or 256 numbers with their scales inside.
+
+What llama.cpp's converter does to values (gguf_names.py) is part of the encoding: the rows of each head of q and k in
+another order, norms plus one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from ...dtypes import TABLE
+from ..ggml_types import TYPES
+from .base import CODES, Encoding, OutOfRange, Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ggml(Encoding):
+    """Numbers of one type, perhaps with the rows of each head in llama.cpp's order, perhaps shifted."""
+
+    kind: str = ""
+    head: int = 0
+    """Rows of a head, if their two halves alternate in the file; else 0."""
+    cols: int = 0
+    """Numbers in a row; 0 without heads."""
+    offset: float = 0.0
+    """What is added to every number in the file."""
+    name: ClassVar[str] = "ggml"
+
+    @property
+    def label(self) -> str:
+        """Return the name of the type, for people."""
+        return self.kind
+
+    def as_plain(self, dtype: str) -> Ggml | None:
+        """Return the same with plain numbers of this dtype; None if these are stored as they are."""
+        return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:  # noqa: ARG002
+        """Return the numbers, in fp32; InvalidPart for scales that are no numbers."""
+        values = self._decoded(parts[CODES])
+        if self.offset:
+            values = values - self.offset
+        if self.head:
+            values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
+        return values
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:  # noqa: ARG002
+        """Return the codes of new numbers; scales that cover them stay. OutOfRange where no scale does."""
+        if self.head:
+            values = values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)
+        if self.offset:
+            values = values + self.offset
+        return {CODES: self._encoded(values, parts[CODES])}
+
+    def _decoded(self, codes: Tensor) -> Tensor:
+        import torch
+
+        if self.kind in TABLE:
+            return codes.view(getattr(torch, TABLE[self.kind].library)).float()
+        from .ggml_blocks import decode
+
+        return decode(self.kind, codes)
+
+    def _encoded(self, values: Tensor, codes: Tensor) -> Tensor:
+        import torch
+
+        if self.kind in TABLE:
+            if values.numel() and float(values.abs().max()) > TABLE[self.kind].room:
+                raise OutOfRange
+            return values.to(getattr(torch, TABLE[self.kind].library)).view(torch.uint8)
+        from .ggml_blocks import encode
+
+        return encode(self.kind, values, codes)
+
+
+def ggml(kind: str) -> Ggml:
+    """Return the encoding of a type."""
+    return _made(kind, 0, 0, 0.0)
+
+
+def permuted(kind: str, head: int, cols: int) -> Ggml:
+    """Return the encoding of a type for q or k of llama: heads of so many rows, of so many numbers."""
+    return _made(kind, head, cols, 0.0)
+
+
+def shifted(kind: str, offset: float) -> Ggml:
+    """Return the encoding of a type with a constant added to every number."""
+    return _made(kind, 0, 0, offset)
+
+
+@cache
+def _made(kind: str, head: int, cols: int, offset: float) -> Ggml:
+    """Return one object for each encoding: weights that are stored alike are merged together."""
+    unit = TYPES[kind].unit
+    return Ggml(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset)

@@ -1,0 +1,301 @@
+"""Decodes and encodes the blocks of GGUF types. Imported where weights are decoded.
+
+A number is level · scale − shift; scale and shift belong to a sub-block. New numbers keep the scales of every sub-block
+whose range still covers them, up to half a step beyond its ends; the others get the smallest scales that do. So every
+number lies within half a step of what was merged, and blocks that an adapter hardly changes get no second error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import InvalidPart, OutOfRange
+from .ggml_layouts import LAYOUTS, Layout, half, put_half
+
+F16_LARGEST: Final = 65504.0
+SLACK: Final = 0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
+
+IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Levels of IQ4_NL and IQ4_XS. ggml-common.h, kvalues_iq4nl."""
+
+FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Levels of MXFP4: twice the numbers of e2m1."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What codes stand for: code + `first`, or entries of a table. New codes stand for levels from low to high."""
+
+    first: int
+    low: float
+    high: float
+    table: tuple[int, ...] = ()
+
+    @property
+    def gaps(self) -> tuple[float, float]:
+        """Return the steps at the low and the high end."""
+        levels = sorted({*self.table}) or [0, 1]
+        return float(levels[1] - levels[0]), float(levels[-1] - levels[-2])
+
+    def of(self, codes: Tensor) -> Tensor:
+        """Return the levels of codes, in fp32."""
+        if self.table:
+            return torch.tensor(self.table, dtype=torch.float32)[codes.int()]
+        if self.first == -128:
+            return codes.view(torch.int8).float()
+        return codes.float().add_(self.first) if self.first else codes.float()
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Return the codes of the nearest levels; `values` is overwritten."""
+        if self.table:
+            index = values.mul_(2).floor_().clamp_(-256, 255).int()
+            return _nearest(self.table)[index.add_(256)]
+        values.round_().clamp_(self.low, self.high)
+        if self.first == -128:
+            return values.to(torch.int8).view(torch.uint8)
+        return (values.sub_(self.first) if self.first else values).to(torch.uint8)
+
+
+@cache
+def _nearest(table: tuple[int, ...]) -> Tensor:
+    """Return the code of the nearest level for n/2 to (n + 1)/2, n from -256 to 255: all middles are such numbers."""
+    order = sorted({level: code for code, level in reversed([*enumerate(table)])}.items())
+    levels = torch.tensor([float(level) for level, _ in order])
+    codes = torch.tensor([code for _, code in order], dtype=torch.uint8)
+    return codes[torch.bucketize((torch.arange(-256, 256) + 0.5) / 2, (levels[1:] + levels[:-1]) / 2)]
+
+
+class Fields(NamedTuple):
+    """The scales of some blocks: d and m [blocks, 1] in fp32; sc and mn [blocks, sub-blocks], whole numbers."""
+
+    d: Tensor
+    m: Tensor | None = None
+    sc: Tensor | None = None
+    mn: Tensor | None = None
+
+    def at(self, rows: Tensor) -> Fields:
+        """Return those of some blocks."""
+        return Fields(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
+    def scale(self) -> Tensor:
+        """Return the scale of every sub-block."""
+        return self.d if self.sc is None else self.d * self.sc
+
+    def shift(self) -> Tensor | None:
+        """Return what is subtracted from the numbers of every sub-block."""
+        if self.m is None:
+            return None
+        return -self.m if self.mn is None else self.m * self.mn
+
+
+class Kind(NamedTuple):
+    """One type: its bytes, its levels, and the largest magnitude of the small scales."""
+
+    layout: Layout
+    levels: Levels
+    most: int = 0
+    powers: bool = False  # whether scales are powers of two, in one byte
+
+    def fields(self, blocks: Tensor) -> Fields:
+        """Return the scales; InvalidPart for those that are no numbers."""
+        layout = self.layout
+        if layout.d is None:
+            return Fields(_power_of_two(blocks[:, :1].int() - 128))
+        d = half(blocks, layout.d)
+        m = None if layout.m is None else half(blocks, layout.m)
+        for found in (d, m):
+            if found is not None and not bool(found.isfinite().all()):
+                raise InvalidPart("a scale is no number")
+        if layout.scales is None:
+            return Fields(d, m)
+        return Fields(d, m, *layout.scales.unpack(blocks[:, layout.scales.start : layout.scales.stop]))
+
+    def put_fields(self, fields: Fields, rows: Tensor, blocks: Tensor) -> None:
+        """Write the scales of some blocks."""
+        layout, found = self.layout, blocks[rows]
+        if layout.d is None:
+            found[:, :1] = (torch.frexp(fields.d).exponent + 127).to(torch.uint8)
+        else:
+            put_half(found, layout.d, fields.d)
+        if layout.m is not None and fields.m is not None:
+            put_half(found, layout.m, fields.m)
+        if layout.scales is not None:
+            small = [t for t in (fields.sc, fields.mn) if t is not None]
+            if fields.mn is not None:
+                small = [t.to(torch.uint8) for t in small]
+            found[:, layout.scales.start : layout.scales.stop] = layout.scales.pack(tuple(small))
+        blocks[rows] = found
+
+
+def _kind(name: str, first: int, low: float, high: float, most: int = 0, table: tuple[int, ...] = ()) -> Kind:
+    return Kind(LAYOUTS[name], Levels(first, low, high, table), most, name == "MXFP4")
+
+
+KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
+    "Q4_0": _kind("Q4_0", -8, -8, 7),
+    "Q4_1": _kind("Q4_1", 0, 0, 15),
+    "Q5_0": _kind("Q5_0", -16, -16, 15),
+    "Q5_1": _kind("Q5_1", 0, 0, 31),
+    "Q8_0": _kind("Q8_0", -128, -127, 127),
+    "Q2_K": _kind("Q2_K", 0, 0, 3, 15),
+    "Q3_K": _kind("Q3_K", -4, -4, 3, 31),
+    "Q4_K": _kind("Q4_K", 0, 0, 15, 63),
+    "Q5_K": _kind("Q5_K", 0, 0, 31, 63),
+    "Q6_K": _kind("Q6_K", -32, -32, 31, 127),
+    "IQ4_NL": _kind("IQ4_NL", 0, -127, 113, table=IQ4),
+    "IQ4_XS": _kind("IQ4_XS", 0, -127, 113, 31, IQ4),
+    "MXFP4": _kind("MXFP4", 0, -12, 12, table=FP4),
+})  # fmt: skip
+"""Type → how its numbers are made."""
+
+
+def decode(name: str, raw: Tensor) -> Tensor:
+    """Return the numbers of blocks, flat, in fp32; InvalidPart for scales that are no numbers. `raw`: u8, flat."""
+    kind = KINDS[name]
+    blocks = raw.reshape(-1, kind.layout.size)
+    fields = kind.fields(blocks)
+    values = kind.levels.of(kind.layout.codes(blocks)).mul_(fields.scale().unsqueeze(-1))
+    shift = fields.shift()
+    return (values if shift is None else values.sub_(shift.unsqueeze(-1))).reshape(-1)
+
+
+def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
+    """Return blocks of new numbers, flat, u8. `values`: flat, finite; `raw`: the blocks before the change.
+
+    Raises OutOfRange for numbers that the type cannot hold.
+    """
+    kind = KINDS[name]
+    old = raw.reshape(-1, kind.layout.size)
+    new, numbers = old.clone(), values.reshape(len(old), kind.layout.subs, -1)
+    fields = kind.fields(old)
+    low, high = torch.aminmax(numbers, dim=-1)
+    scale, shift = fields.scale(), fields.shift()
+    covered = _covers(kind.levels, scale, shift, low, high)
+    rows = (~covered).any(1).nonzero()[:, 0]
+    if len(rows):
+        made = _refitted(kind, fields.at(rows), low[rows].float(), high[rows].float(), covered[rows])
+        kind.put_fields(made, rows, new)
+        scale = scale.expand(covered.shape).clone()
+        scale[rows] = made.scale()
+        if shift is not None:
+            shift = shift.expand(covered.shape).clone()
+            shift[rows] = made.shift()
+    scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
+    shifted = numbers if shift is None else numbers + shift.unsqueeze(-1)
+    kind.layout.put_codes(kind.levels.nearest(shifted / scale), new)
+    return new.reshape(-1)
+
+
+def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, low: Tensor, high: Tensor) -> Tensor:
+    """Return which sub-blocks hold their numbers with at most half a step of error."""
+    below, above = levels.gaps
+    ends = scale * (levels.low - below / 2), scale * (levels.high + above / 2)
+    if shift is not None:
+        ends = ends[0] - shift, ends[1] - shift
+    return (low >= torch.minimum(*ends)) & (high <= torch.maximum(*ends))
+
+
+def _refitted(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+    """Return scales that cover the numbers from low to high; those that are covered keep theirs where they can."""
+    if kind.powers:
+        return _power(kind.levels, low, high)
+    if kind.layout.m is None:
+        return _symmetric(kind, old, low, high, covered)
+    if kind.layout.scales is None:
+        m = f16_beyond(low, up=False)
+        return Fields(f16_beyond((high - m) / kind.levels.high), m)
+    return _affine(kind, old, low, high, covered)
+
+
+def _symmetric(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+    """Return scales without a shift. The wide end of the range takes the larger of both magnitudes."""
+    levels = kind.levels
+    wide, narrow = -levels.low, levels.high
+    if narrow < wide:
+        narrow += SLACK * levels.gaps[1] / 2
+    up = torch.maximum(-low / wide, high / narrow)
+    down = torch.maximum(high / wide, -low / narrow)
+    needed = torch.where(up <= down, up, -down)
+    if old.sc is None:
+        return Fields(f16_near(needed))
+    d = old.d
+    sc = torch.where(covered, old.sc.float(), _up(needed, d))
+    fits = (covered | (sc.abs() <= kind.most)).all(1, keepdim=True)
+    # Where a sub-block needs more than the largest small scale, the scale of the block grows, and all are made anew.
+    largest = needed.abs().amax(1, keepdim=True)
+    d = torch.where(fits, d, f16_beyond(largest / kind.most))
+    sc = torch.where(fits, sc, _up(needed, d).clamp_(-kind.most, kind.most))
+    return Fields(d, None, sc.to(torch.int16))
+
+
+def _affine(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+    """Return scales and minima. A minimum that grows beyond the small numbers, or a step, makes all of its kind anew."""
+    assert old.m is not None
+    assert old.sc is not None
+    assert old.mn is not None
+    depth, top = (-low).clamp_(min=0), kind.levels.high
+    mn = torch.where(covered, old.mn.float(), _up(depth, old.m))
+    fits = ((mn >= 0) & (mn <= kind.most)).all(1, keepdim=True)
+    m = torch.where(fits, old.m, f16_beyond(depth.amax(1, keepdim=True) / kind.most))
+    mn = torch.where(fits, mn, _up(depth, m).clamp_(max=kind.most))
+    needed = ((high + m * mn) / top).clamp_(min=0)
+    sc = torch.where(covered & fits, old.sc.float(), _up(needed, old.d))
+    fits = ((sc >= 0) & (sc <= kind.most)).all(1, keepdim=True)
+    d = torch.where(fits, old.d, f16_beyond(needed.amax(1, keepdim=True) / kind.most))
+    sc = torch.where(fits, sc, _up(needed, d).clamp_(max=kind.most))
+    return Fields(d, m, sc, mn)
+
+
+def _up(needed: Tensor, unit: Tensor) -> Tensor:
+    """Return the least whole numbers, by magnitude, whose multiples of the unit cover what is needed."""
+    ratio = needed / unit
+    return torch.where(needed == 0, 0.0, torch.where(unit == 0, torch.inf, ratio.abs().ceil() * ratio.sign()))
+
+
+def _power(levels: Levels, low: Tensor, high: Tensor) -> Fields:
+    """Return the least powers of two that cover the numbers."""
+    largest = torch.maximum(-low, high) / levels.high
+    fraction, exponent = torch.frexp(largest)
+    exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
+    if int(exponent.max()) > 126:
+        raise OutOfRange
+    return Fields(_power_of_two(torch.where(largest == 0, -128, exponent.clamp(min=-128))))
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
+def f16_near(values: Tensor) -> Tensor:
+    """Return numbers of f16 near the values; where f16 is coarse, the next one by magnitude. Result in fp32."""
+    found = _f16(values)
+    return _moved(found, found.float().abs() < values.abs() * (1 - 2.0**-10), 1)
+
+
+def f16_beyond(values: Tensor, *, up: bool = True) -> Tensor:
+    """Return the least numbers of f16 that are no smaller than the values (no larger, unless `up`). Result in fp32."""
+    if not up:
+        return -f16_beyond(-values)
+    found = _f16(values)
+    return _moved(found, found.float() < values, torch.where(values > 0, 1, -1).to(torch.int16))
+
+
+def _moved(found: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
+    """Return f16 numbers, in fp32, those chosen moved by a step of their magnitude."""
+    made = torch.where(where, (found.view(torch.int16) + step).view(torch.float16), found).float()
+    if not bool(made.isfinite().all()):
+        raise OutOfRange
+    return made
+
+
+def _f16(values: Tensor) -> Tensor:
+    if float(values.abs().amax()) > F16_LARGEST:
+        raise OutOfRange
+    return values.to(torch.float16)

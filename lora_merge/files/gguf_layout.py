@@ -1,0 +1,122 @@
+"""Writes the header of a GGUF output: that of the base with our own entries.
+
+All entries of the base are copied as they are, and where every tensor keeps its type, the tensor infos too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from ..algorithms import Shape
+from ..disk.files import open_regular
+from ..disk.pages import PAGE
+from ..errors import InputError
+from .ggml_types import TYPES
+from .gguf import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of
+
+FILE_TYPE: Final = "general.file_type"
+
+FILE_TYPES: Final = {"F32": 0, "F16": 1, "BF16": 32}
+"""Type of most tensors → value of that entry (llama.cpp, `llama_ftype`)."""
+
+
+def is_gguf(header: bytes) -> bool:
+    """Return whether the bytes begin a GGUF file; no .safetensors header is so long."""
+    return header.startswith(MAGIC)
+
+
+def gguf_layout(base: Path, end: int, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of an output whose tensors (name, type, shape) are stored in this order.
+
+    `base`: a file whose data begins at `end`. Of its entries with a text, those are kept that `metadata` has too; all
+    other entries are kept. The data of the output begin where the base's do, modulo 4096.
+    """
+    with open_regular(base) as f:
+        content = content_of(_all(f.read, end))
+    kept = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
+    spans = [_typed(content, e.key, content.raw[e.start : e.stop], tensors) for e in kept if e.key != PADDING]
+    there = {e.key for e in kept}
+    own = {key: text for key, text in metadata.items() if key not in there}
+    return _whole(content, [*spans, *(string(*entry) for entry in own.items())], _infos(content, tensors), end)
+
+
+def with_texts(header: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Return a header from `gguf_layout` with other texts and the same length.
+
+    Raises ValueError if the new texts are longer than the old ones.
+    """
+    content = content_of(header)
+    spans = []
+    for e in content.entries:
+        if isinstance(e.value, str) and e.key != PADDING and metadata.get(e.key) != e.value:
+            spans += [string(e.key, metadata[e.key])] if e.key in metadata else []
+        elif e.key != PADDING:
+            spans.append(content.raw[e.start : e.stop])
+    made = _whole(content, spans, content.raw[content.infos_start :], len(header), exactly=True)
+    if len(made) != len(header):
+        raise ValueError("the entries are longer than the planned ones")
+    return made
+
+
+def texts_of(header: bytes) -> dict[str, str]:
+    """Return the entries with a text of a header."""
+    return {key: value for key, value in content_of(header).values.items() if isinstance(value, str) and key != PADDING}
+
+
+def string(key: str, value: str) -> bytes:
+    """Return the bytes of an entry with a text."""
+    return _text(key) + struct.pack("<I", STRING) + _text(value)
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _all(read: object, count: int) -> bytes:
+    raw = b""
+    while len(raw) < count and (more := read(count - len(raw))):  # type: ignore[operator]
+        raw += more
+    return raw
+
+
+def _typed(content: Content, key: str, raw: bytes, tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
+    """Return the bytes of an entry; `general.file_type` names the new type of the matrices, where it is another."""
+    if key != FILE_TYPE:
+        return raw
+    old = {i.name: i.dtype for i in content.infos}
+    new = {dtype for name, dtype, _ in tensors if old.get(name) != dtype}
+    return raw[:-4] + struct.pack("<I", FILE_TYPES[new.pop()]) if len(new) == 1 else raw
+
+
+def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
+    """Return the tensor infos: the bytes of the base where nothing changes, else new ones in the order of the data."""
+    placed = [*_places(tensors, content.alignment)]
+    if {(i.name, i.dtype, i.shape, i.offset) for i in content.infos} == {*placed}:
+        return content.raw[content.infos_start :]
+    made = []
+    for name, dtype, shape, offset in placed:
+        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        made.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
+    return b"".join(made)
+
+
+def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterator[tuple[str, str, Shape, int]]:
+    at = 0
+    for name, dtype, shape in tensors:
+        yield name, dtype, shape, at
+        at = aligned(at + TYPES[dtype].nbytes(shape), alignment)
+
+
+def _whole(content: Content, spans: Sequence[bytes], infos: bytes, end: int, *, exactly: bool = False) -> bytes:
+    """Return a header of these entries and infos, with spaces so that its length is `end`, or `end` modulo 4096."""
+    counts = struct.pack("<QQ", len(content.infos), len(spans) + 1)
+    length = 8 + len(counts) + sum(map(len, spans)) + len(string(PADDING, "")) + len(infos)
+    spaces = end - length if exactly else (end - length) % max(PAGE, content.alignment)
+    header = b"".join((content.raw[:8], counts, *spans, string(PADDING, " " * spaces), infos))
+    if len(header) > HEADER_LIMIT:
+        raise InputError("the header would be longer than is read", f"{len(header)} bytes", "merge the base as it is")
+    return header

@@ -1,0 +1,108 @@
+"""The tensors of GGUF files as the rest of the program knows them: names, shapes, and how their numbers are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+from ..algorithms import Shape
+from ..disk.files import StoredTensor
+from ..errors import InputError
+from ..text import quoted
+from .codecs.base import Packing, claimed
+from .codecs.ggml import ggml, permuted, shifted
+from .ggml_types import READ
+from .gguf_names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
+
+ARCHITECTURE: Final = "general.architecture"
+ORIGINAL: Final = "comfy.gguf.orig_shape."
+"""Entries of city96's converter: the shape of a tensor that is stored in rows of 256."""
+
+PLAIN: Final = frozenset(("F32", "F16", "BF16"))
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """What the model in GGUF files is. A language model has llama.cpp's names and values; others have their own."""
+
+    architecture: str
+    language: bool = False
+    refusal: str = ""
+    """The reason why its names and values are not understood; "" if they are."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The tensors of a checkpoint, how those are stored that are not plain numbers, and the configuration."""
+
+    tensors: Mapping[str, StoredTensor]
+    packed: Mapping[str, Packing]
+    config: Mapping[str, Any]
+    model: GgufModel
+
+
+def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> View:
+    """Return the tensors of GGUF files with the entries of their headers; InputError where these contradict."""
+    arch = str(values.get(ARCHITECTURE, ""))
+    foreign = any(FOREIGN.match(name) for name in tensors)
+    family = FAMILIES.get(arch) if foreign else None
+    why = ""
+    if foreign and family is None:
+        known = ", ".join(FAMILIES)
+        why = f"the names and values of the architecture {quoted(arch)} are not known, only those of {known}"
+    config = configured(arch, values, tied="output.weight" not in tensors) if family else {}
+    made = [_claimed(info, family, config, values) for info in tensors.values()]
+    view = {info.name: info for info, _ in made}
+    if len(view) < len(made):
+        raise InputError("two tensors stand for one weight", str(made[0][0].file), "convert the model again")
+    packed = {info.name: packing for info, packing in made if packing is not None}
+    return View(view, packed, config, GgufModel(arch, family is not None, why))
+
+
+def _claimed(
+    info: StoredTensor, family: Family | None, config: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[StoredTensor, Packing | None]:
+    """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain numbers."""
+    name = renamed(info.name, family) if family else info.name
+    shape = _shape(info, values)
+    packing = Packing(ggml(info.dtype), info) if info.dtype in READ else None
+    readable = packing is not None or info.dtype in PLAIN
+    if family and family.permuted and readable and (found := ROTATED.fullmatch(info.name)):
+        heads = config.get("num_attention_heads" if found[1] == "q" else "num_key_value_heads", 0)
+        rows, cols = shape[0], prod(shape[1:])
+        if not heads or rows % (2 * heads):
+            raise InputError("the heads of the model do not fit its weights",
+                             f"{info.file}: {info.name} has {rows} rows for {heads} heads", "convert the model again")  # fmt: skip
+        packing = Packing(permuted(info.dtype, rows // heads, cols), info)
+    elif family and family.norms and info.dtype in PLAIN and NORM.fullmatch(info.name):
+        packing = Packing(shifted(info.dtype, family.norms), info)
+    if packing is None:
+        return (info if name == info.name else replace(info, name=name, stored=info.name)), None
+    return claimed(info, name, shape, packing).weight, packing
+
+
+def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
+    """Return the shape of the weight: that of an entry where the file has one."""
+    told = values.get(f"{ORIGINAL}{info.name}")
+    if told is None:
+        return info.shape
+    if not isinstance(told, list) or not all(isinstance(n, int) and n >= 0 for n in told) or prod(told) != prod(info.shape):
+        raise InputError("the original shape of a tensor does not fit it",
+                         f"{info.file}: {ORIGINAL}{info.name} is {told}, the tensor has {list(info.shape)}",
+                         "convert the model again")  # fmt: skip
+    return tuple(told)
+
+
+def as_plain(packing: Packing, dtype: str) -> Packing | None:
+    """Return how a weight is stored in the same file with numbers of this dtype; None for plain numbers."""
+    codes = packing.codes
+    assert codes is not None, "a weight of codes has them"
+    encoding = packing.encoding.as_plain(dtype)  # type: ignore[attr-defined]
+    if encoding is None:
+        return None
+    count = prod(codes.shape)
+    return Packing(encoding, replace(codes, dtype=dtype, nbytes=encoding.nbytes(count)))
+
+
