@@ -164,7 +164,8 @@ def _default_name(base: Path, adapters: tuple[Adapter, ...]) -> str:
         return exists(path) and path.is_dir()
 
     name = "+".join(p.name if folder(p) else p.stem for p in (base, *(a.path for a in adapters)))
-    return name if folder(base) else f"{name}.safetensors"
+    suffix = ".gguf" if base.suffix.lower() == ".gguf" else ".safetensors"
+    return name if folder(base) else f"{name}{suffix}"
 
 
 def is_pair(value: object) -> bool:

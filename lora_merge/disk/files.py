@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from ..algorithms import Shape
 from ..errors import InputError
@@ -99,6 +99,10 @@ class Header:
     data_offset: int
     state: FileState
     notes: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All entries of a GGUF file but long arrays: numbers, texts, short arrays."""
+    alignment: int = 1
+    """Every tensor begins at a multiple of this, counted from the start of the data."""
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -17,8 +17,8 @@ from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
 from ..disk.spool import PartBytes
 from ..dtypes import ITEM_BYTES
-from ..errors import InputError
-from ..files.codecs.base import CODES, InvalidPart, Packing
+from ..errors import InputError, TooLarge
+from ..files.codecs.base import CODES, InvalidPart, OutOfRange, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .placement import TORCH_DTYPES, Placement, host, odd, stage
@@ -172,7 +172,10 @@ def recode(
     packing, count = target.packing, values.numel()
     old = parts_of(codes[0], packing, first, count, fetch)
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
+    try:
+        new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
+    except OutOfRange as e:
+        raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
     if new is None:
         return None
     changed = []

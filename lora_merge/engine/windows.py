@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import Source, StoredTensor
+from ..disk.files import Memory, Source, StoredTensor
 from ..disk.pages import PAGE
 from ..errors import ResourceError
 from ..files.codecs.base import Encoding
@@ -115,6 +115,13 @@ class Window:
         """Plan to read bytes of a tensor that are written as they are, or are folded in place."""
         _append(self.direct, Read(info.source, info.offset + skip, nbytes, self.size))
 
+    def fill_to(self, offset: int) -> None:
+        """Plan zeros up to this offset of the file, between tensors that are aligned."""
+        gap = offset - self.start - self.size
+        if gap > 0:
+            self.direct.append(Read(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
+            self.size = offset - self.start
+
     def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; return their offset, a multiple of 64."""
         at = -(-self.input_size // 64) * 64
@@ -179,12 +186,14 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
     for number, files in enumerate(zip(*(p.files for p in plans), strict=True)):
         window = _window(number, len(files[0].header), len(plans))
         for targets in zip(*(f.targets for f in files), strict=True):
+            window.fill_to(targets[0].offset)
             for size, part in _parts(targets, limit):
                 if window.size and (window.size + size > limit or _turns(window, part)):
                     yield window
                     window = _window(number, window.start + window.size, len(plans))
                 part.add_to(window)
                 window.size += size
+        window.fill_to(files[0].size)
         if window.size:
             yield window
 

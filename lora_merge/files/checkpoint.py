@@ -18,6 +18,8 @@ from ..json_text import from_json
 from ..text import listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, quantised, recognised, together
+from .gguf.container import MAGIC, parse_gguf
+from .gguf.view import GgufModel, viewed
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
 from .safetensors import parse_file
 
@@ -54,6 +56,8 @@ class Index:
     """Name → packing of the weights that are not stored as plain numbers."""
     unnamed: tuple[Path, ...] = ()
     """Shards of this model that its index does not name; they are copied and never changed."""
+    gguf: GgufModel | None = None
+    """The model in GGUF files; None for other containers."""
 
     @cached_property
     def quantised(self) -> Quantised:
@@ -64,6 +68,10 @@ class Index:
 
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
+        if entries := _of_first(header.fields for header in self.headers.values()):
+            view = viewed(self.tensors, entries)
+            config = self.config or view.config
+            return replace(self, tensors=view.tensors, packed=view.packed, config=config, gguf=view.model)
         tensors, packed = recognised(self.tensors, self.metadata, self.config)
         return replace(self, tensors=tensors, packed=packed) if packed else self
 
@@ -119,7 +127,7 @@ def configuration(path: Path) -> Path | None:
 @lru_cache(maxsize=1024)
 def _holds_peft(path: Path, _: FileState | None) -> bool:
     """Return whether a file holds a tensor with PEFT's prefix; cached, since pickles are slow to open."""
-    return any(PEFT in key for key in _header(path).tensors)
+    return any(PEFT in key for key in read_header(path).tensors)
 
 
 def _is_called_trained(path: Path) -> bool:
@@ -287,7 +295,7 @@ def _of_files(
     headers: dict[Path, Header] = {}
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        header = headers[file] = _header(file)
+        header = headers[file] = read_header(file)
         for name, info in header.tensors.items():
             other = tensors.setdefault(name, info)
             if other is not info:
@@ -298,16 +306,16 @@ def _of_files(
     return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)
 
 
-def _of_first(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+def _of_first(metadata: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the union of all entries; the first value of a key wins."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for of_file in metadata:
         found |= {key: text for key, text in of_file.items() if key not in found}
     return found
 
 
-def _header(path: Path) -> Header:
-    """Return the header of a pickle or a .safetensors file; the first bytes decide, not the name."""
+def read_header(path: Path) -> Header:
+    """Return the header of a .safetensors or GGUF file or a pickle; the first bytes decide, not the name."""
     with open_regular(path) as f:
         start = f.read(9)
     # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length tells them apart.
@@ -315,4 +323,6 @@ def _header(path: Path) -> Header:
         from .pickles import read_pickled  # imports torch
 
         return read_pickled(path)
+    if start.startswith(MAGIC) and start[4:] != b"\0\0\0\0{":
+        return parse_gguf(path)
     return parse_file(path)

@@ -11,6 +11,7 @@ from ..algorithms import Shape
 from ..disk.pages import PAGE
 from ..dtypes import bytes_of
 from ..errors import InputError
+from .gguf.layout import is_gguf, texts_of, with_texts
 from .safetensors import HEADER_LIMIT
 
 _METADATA: Final = '{"__metadata__":'
@@ -41,10 +42,12 @@ def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str
 
 
 def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return a header from `layout` with other metadata entries and the same length.
+    """Return a header of an output with other metadata entries and the same length.
 
     Spaces at the end make up for shorter entries. Raises ValueError if the new entries are longer than the old ones.
     """
+    if is_gguf(header):
+        return with_texts(header, metadata)
     text = header[8:].decode()
     start, (_, end) = len(_METADATA), _metadata(text)
     made = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
@@ -54,8 +57,8 @@ def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def metadata_of(header: bytes) -> dict[str, str]:
-    """Return the metadata entries of a header from `layout`."""
-    return _metadata(header[8:].decode())[0]
+    """Return the metadata entries of the header of an output."""
+    return texts_of(header) if is_gguf(header) else _metadata(header[8:].decode())[0]
 
 
 def _metadata(text: str) -> tuple[dict[str, str], int]:

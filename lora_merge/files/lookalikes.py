@@ -14,7 +14,6 @@ MAGIC: Final = (
     # first bytes       what it is                         what to do
     (b"PK\x03\x04", "a zip archive", "give the checkpoint inside it, or a torch file saved by torch.save"),
     (b"\x80\x02", "a Python pickle", "give the .safetensors version of the model"),
-    (b"GGUF", "a GGUF file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
     (b"ggjt", "a GGML file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
     (b"version https://git-lfs", "a git-lfs pointer, not the model itself", "run `git lfs pull` in its folder"),
     (b"<!DOCTYPE", "a web page", "download it again; the site wanted a login or an agreement"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ..disk.files import Header, open_regular
+from .gguf.layout import is_gguf, string
 
 SEAL: Final = "lora_merge.header_sha256"
 ZEROS: Final = "0" * 64
@@ -21,9 +22,14 @@ _START: Final = f'"{SEAL}":"'.encode()
 stands a brace."""
 
 
+_START_IN_GGUF: Final = string(SEAL, ZEROS)[:-64]
+"""The same in a GGUF file. It is the last place with these bytes: only texts of our own follow, and names of tensors,
+none of which holds a zero byte."""
+
+
 def sealed(header: bytes) -> bytes:
     """Return the header with the digest in place of the zeros in its entry."""
-    at = header.index(_START) + len(_START)
+    at = _place(header)
     assert header[at : at + 64] == ZEROS.encode(), "only a new header is sealed"
     return header[:at] + hashlib.sha256(header).hexdigest().encode() + header[at + 64 :]
 
@@ -38,6 +44,14 @@ def intact(path: Path, header: Header) -> bool | None:
         return None
     with open_regular(path) as f:
         raw = f.read(header.data_offset)
-    at = raw.find(_START) + len(_START)
+    at = _place(raw)
     blank = raw[:at] + ZEROS.encode() + raw[at + 64 :]
-    return at >= len(_START) and hashlib.sha256(blank).hexdigest() == digest
+    return at > 0 and hashlib.sha256(blank).hexdigest() == digest
+
+
+def _place(header: bytes) -> int:
+    """Return the place of the digest in a header; 0 without one."""
+    at, length = (
+        (header.rfind(_START_IN_GGUF), len(_START_IN_GGUF)) if is_gguf(header) else (header.find(_START), len(_START))
+    )
+    return at + length if at >= 0 else 0

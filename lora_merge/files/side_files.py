@@ -153,7 +153,7 @@ def _require_file(path: Path) -> None:
 def output_name(file: Path, base: Index) -> str:
     """Return the output's name for a file of the base, relative to the folder; pickles become .safetensors."""
     relative = file.relative_to(base.path)
-    if relative.suffix == ".safetensors":
+    if relative.suffix == ".safetensors" or base.gguf is not None:
         return relative.as_posix()
     return relative.with_name(Path(_renamed(relative.name)).stem + ".safetensors").as_posix()
 

@@ -13,11 +13,10 @@ from ..adapters.peft.rules import rules
 from ..algorithms import Shape
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS
+from ..dtypes import FLOATS
 from ..errors import InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.plain import plain
-from ..files.layout_check import layout
 from ..files.side_files import (
     ON_QUANTISATION,
     index_files,
@@ -42,6 +41,7 @@ from ..models.weights import Weight
 from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
+from .containers import check_container, check_tensors, header_of, in_gguf, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import blanks, entries
@@ -77,6 +77,7 @@ def plan_job(job: Job, opened: CheckpointCache) -> Plan:
 def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
     """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used."""
     base, lookup = opened.base(job.base, job.map)
+    job = check_container(job, base)
     return Inputs(job, base, lookup, tuple(opened.adapter(ref.path) for ref in job.adapters))
 
 
@@ -169,15 +170,15 @@ def _files(
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
     for path, target in outputs(job, base, matched):
         by_file[path].append(target)
+    check_tensors(job, base, (t for targets in by_file.values() for t in targets))
     adapters = [m.adapter.index for m in matched]
     found = entries(job, base, adapters, blanks(base, adapters))
     files = []
     for (path, targets), own in zip(by_file.items(), found, strict=True):
         kept = kept_entries(job, base, path)
-        rows = [t.in_file for t in targets]
-        header = layout(rows, {**kept, **own}, base.headers[path].data_offset)
+        header, alignment = header_of(job, base, path, targets, {**kept, **own})
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header)), kept))
+        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))
     return tuple(files), tuple(index_files(base, by_file))
 
 
@@ -195,36 +196,37 @@ def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[P
     for key, info in base.tensors.items():
         if key in dropped:
             continue
-        yield info.file, _target(job, key, info, replaced.get(key, own[key]), uses)
+        yield info.file, _target(job, base, info, replaced.get(key, own[key]), uses)
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in parted:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
-            yield sibling.file, _target(job, key, like, replaced.get(key, own[key]), uses)
+            yield sibling.file, _target(job, base, like, replaced.get(key, own[key]), uses)
 
 
 def _target(
-    job: Job, name: str, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]]
+    job: Job, base: Index, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]]
 ) -> OutputTensor:
-    uses, method = tuple(all_uses.get(name, ())), METHODS[job.method]
+    name, method = info.name, METHODS[job.method]
+    uses = tuple(all_uses.get(name, ()))
     floats = info.dtype in FLOATS or weight.packed is not None
-    dtype = DTYPES[job.dtype] if job.dtype != "keep" and floats else info.dtype
+    dtype, packed = stored_as(job, base, weight, info.dtype)
     if uses and not floats:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else {}
-    packed = weight.packed if job.dtype == "keep" else None
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)
     return OutputTensor(name, stored, dtype, weight, 0, nbytes, uses, method, others, packed)
 
 
-def _placed(targets: Sequence[OutputTensor], start: int) -> tuple[OutputTensor, ...]:
-    placed = []
+def _placed(targets: Sequence[OutputTensor], data: int, alignment: int) -> tuple[OutputTensor, ...]:
+    placed, start = [], data
     for t in targets:
+        start += (data - start) % alignment
         placed.append(OutputTensor._make((*t[:4], start, *t[5:])))  # a third of the time of `_replace`
         start += t.nbytes
     return tuple(placed)

@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.recognise import METADATA
 from ..job import Job
+from .containers import in_gguf
 from .recipe import OURS, STALE
 
 TITLE: Final = "modelspec.title"
@@ -30,9 +31,11 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out; --no-metadata leaves out the entries of the merge")  # fmt: skip
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
-    found = {key: text for key, text in base.headers[path].metadata.items() if key not in stale}
-    if path.suffix != ".safetensors" or job.no_metadata:
+    gguf = in_gguf(job, base)
+    earlier = base.headers[path].metadata if base.gguf is None or gguf else {}
+    found = {key: text for key, text in earlier.items() if key not in stale}
+    if not gguf and (path.suffix != ".safetensors" or job.no_metadata):
         found = {"format": "pt"} | found  # transformers requires this entry
-    if job.no_metadata:
-        found = {key: text for key, text in found.items() if key in NEEDED}
+    if job.no_metadata:  # programs read all entries of GGUF files
+        found = {key: text for key, text in found.items() if key in NEEDED or (gguf and key not in OURS)}
     return found | given

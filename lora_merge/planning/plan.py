@@ -99,11 +99,13 @@ class OutputFile:
     header: bytes  # planned: `headings.py` makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
     kept: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
+    alignment: int = 1  # every tensor begins at a multiple of it, and the file ends at one
 
     @cached_property
     def size(self) -> int:
         """Bytes of the finished file."""
-        return len(self.header) + sum(t.nbytes for t in self.targets)
+        end = self.targets[-1].offset + self.targets[-1].nbytes if self.targets else len(self.header)
+        return len(self.header) + -(-(end - len(self.header)) // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..disk.reader import Reader, read_bytes
 from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
-from ..files.safetensors import parse_file
+from ..files.checkpoint import read_header
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, Step, unwatched
 from ..text import quoted
@@ -125,7 +125,7 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
     if written is not None and _begins(path, written, file.size):
         return file.targets
     try:
-        found = parse_file(path)
+        found = read_header(path)
     except InputError as e:
         raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
     if written is not None:

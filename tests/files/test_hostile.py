@@ -87,7 +87,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "three offsets": (blob({"a": entry(span=(0, 2, 4))}, bytes(4)), "ascending"),
     "half a byte": (blob({"a": entry((1,), (0, 1), "F4")}, b"x"), "no whole number"),
     "no tensors": (blob({}), "no tensors"),
-    "gguf": (b"GGUF\x03\0\0\0" + bytes(90), "a GGUF file"),
+    "gguf": (b"GGUF\x03\0\0\0" + bytes(90), "a valid GGUF file"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs pointer"),
     "html": (b"<!DOCTYPE html><html><body>Please log in</body></html>", "a web page"),
     "json": (b'{"weight_map": {}}', "a JSON file"),

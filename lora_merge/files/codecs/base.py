@@ -31,6 +31,10 @@ class InvalidPart(ValueError):
     """A stored scale or code that stands for no number. The message says what is wrong, without the tensor's name."""
 
 
+class OutOfRange(ValueError):
+    """New numbers that no scale of a codec covers."""
+
+
 class Part(NamedTuple):
     """One stored tensor of a group: `size` bytes for every `numbers` consecutive numbers of the weight.
 

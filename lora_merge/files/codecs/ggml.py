@@ -1,6 +1,6 @@
 """The codec of GGUF: blocks of 32 or 256 numbers with their scales inside.
 
-What llama.cpp's converter does to values (gguf_names.py) is part of the encoding: the rows of each head of q and k in
+What llama.cpp's converter does to values (gguf/names.py) is part of the encoding: the rows of each head of q and k in
 another order, norms plus one.
 """
 
@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import TABLE
-from ..ggml_types import TYPES
+from ..gguf.types import TYPES
 from .base import CODES, Encoding, OutOfRange, Parts
 
 if TYPE_CHECKING:
@@ -32,15 +32,15 @@ class Ggml(Encoding):
     name: ClassVar[str] = "ggml"
 
     @property
-    def label(self) -> str:
-        """Return the name of the type, for people."""
+    def title(self) -> str:
+        """Return the name of the type."""
         return self.kind
 
     def as_plain(self, dtype: str) -> Ggml | None:
         """Return the same with plain numbers of this dtype; None if these are stored as they are."""
         return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:  # noqa: ARG002
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return the numbers, in fp32; InvalidPart for scales that are no numbers."""
         values = self._decoded(parts[CODES])
         if self.offset:
@@ -49,7 +49,7 @@ class Ggml(Encoding):
             values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
         return values
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:  # noqa: ARG002
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
         """Return the codes of new numbers; scales that cover them stay. OutOfRange where no scale does."""
         if self.head:
             values = values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)

@@ -134,24 +134,24 @@ class Kind(NamedTuple):
         blocks[rows] = found
 
 
-def _kind(name: str, first: int, low: float, high: float, most: int = 0, table: tuple[int, ...] = ()) -> Kind:
-    return Kind(LAYOUTS[name], Levels(first, low, high, table), most, name == "MXFP4")
+def _kind(name: str, levels: Levels, most: int = 0) -> Kind:
+    return Kind(LAYOUTS[name], levels, most, name == "MXFP4")
 
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
-    "Q4_0": _kind("Q4_0", -8, -8, 7),
-    "Q4_1": _kind("Q4_1", 0, 0, 15),
-    "Q5_0": _kind("Q5_0", -16, -16, 15),
-    "Q5_1": _kind("Q5_1", 0, 0, 31),
-    "Q8_0": _kind("Q8_0", -128, -127, 127),
-    "Q2_K": _kind("Q2_K", 0, 0, 3, 15),
-    "Q3_K": _kind("Q3_K", -4, -4, 3, 31),
-    "Q4_K": _kind("Q4_K", 0, 0, 15, 63),
-    "Q5_K": _kind("Q5_K", 0, 0, 31, 63),
-    "Q6_K": _kind("Q6_K", -32, -32, 31, 127),
-    "IQ4_NL": _kind("IQ4_NL", 0, -127, 113, table=IQ4),
-    "IQ4_XS": _kind("IQ4_XS", 0, -127, 113, 31, IQ4),
-    "MXFP4": _kind("MXFP4", 0, -12, 12, table=FP4),
+    "Q4_0": _kind("Q4_0", Levels(-8, -8, 7)),
+    "Q4_1": _kind("Q4_1", Levels(0, 0, 15)),
+    "Q5_0": _kind("Q5_0", Levels(-16, -16, 15)),
+    "Q5_1": _kind("Q5_1", Levels(0, 0, 31)),
+    "Q8_0": _kind("Q8_0", Levels(-128, -127, 127)),
+    "Q2_K": _kind("Q2_K", Levels(0, 0, 3), 15),
+    "Q3_K": _kind("Q3_K", Levels(-4, -4, 3), 31),
+    "Q4_K": _kind("Q4_K", Levels(0, 0, 15), 63),
+    "Q5_K": _kind("Q5_K", Levels(0, 0, 31), 63),
+    "Q6_K": _kind("Q6_K", Levels(-32, -32, 31), 127),
+    "IQ4_NL": _kind("IQ4_NL", Levels(0, -127, 113, IQ4)),
+    "IQ4_XS": _kind("IQ4_XS", Levels(0, -127, 113, IQ4), 31),
+    "MXFP4": _kind("MXFP4", Levels(0, -12, 12, FP4)),
 })  # fmt: skip
 """Type → how its numbers are made."""
 
@@ -184,9 +184,9 @@ def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
         kind.put_fields(made, rows, new)
         scale = scale.expand(covered.shape).clone()
         scale[rows] = made.scale()
-        if shift is not None:
+        if shift is not None and (moved := made.shift()) is not None:
             shift = shift.expand(covered.shape).clone()
-            shift[rows] = made.shift()
+            shift[rows] = moved
     scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
     shifted = numbers if shift is None else numbers + shift.unsqueeze(-1)
     kind.layout.put_codes(kind.levels.nearest(shifted / scale), new)
@@ -236,7 +236,7 @@ def _symmetric(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tens
 
 
 def _affine(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
-    """Return scales and minima. A minimum that grows beyond the small numbers, or a step, makes all of its kind anew."""
+    """Return scales and minima. A minimum or step beyond the small numbers makes all of its kind anew."""
     assert old.m is not None
     assert old.sc is not None
     assert old.mn is not None

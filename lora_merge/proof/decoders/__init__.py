@@ -9,6 +9,7 @@ from typing import Any, Final
 from ..grids import Grid
 from ..reference.floats import Array
 from .fp4 import fp4, packed_ints
+from .ggml import blocks
 from .numbers import BadPart
 from .scaled import scaled
 
@@ -16,6 +17,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "fp4": fp4,
     "packed_ints": packed_ints,
     "scaled": scaled,
+    "ggml": blocks,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ..algorithms import Shape
-from ..disk.files import StoredTensor
-from ..errors import InputError
-from ..text import quoted
-from .codecs.base import Packing, claimed
-from .codecs.ggml import ggml, permuted, shifted
-from .ggml_types import READ
-from .gguf_names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
+from ...algorithms import Shape
+from ...disk.files import StoredTensor
+from ...errors import InputError
+from ...text import quoted
+from ..codecs.base import Packing, claimed
+from ..codecs.ggml import ggml, permuted, shifted
+from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
+from .types import READ
 
 ARCHITECTURE: Final = "general.architecture"
 ORIGINAL: Final = "comfy.gguf.orig_shape."
@@ -73,8 +73,8 @@ def _claimed(
         heads = config.get("num_attention_heads" if found[1] == "q" else "num_key_value_heads", 0)
         rows, cols = shape[0], prod(shape[1:])
         if not heads or rows % (2 * heads):
-            raise InputError("the heads of the model do not fit its weights",
-                             f"{info.file}: {info.name} has {rows} rows for {heads} heads", "convert the model again")  # fmt: skip
+            where = f"{info.file}: {info.name} has {rows} rows for {heads} heads"
+            raise InputError("the heads of the model do not fit its weights", where, "convert the model again")
         packing = Packing(permuted(info.dtype, rows // heads, cols), info)
     elif family and family.norms and info.dtype in PLAIN and NORM.fullmatch(info.name):
         packing = Packing(shifted(info.dtype, family.norms), info)
@@ -88,7 +88,8 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
     told = values.get(f"{ORIGINAL}{info.name}")
     if told is None:
         return info.shape
-    if not isinstance(told, list) or not all(isinstance(n, int) and n >= 0 for n in told) or prod(told) != prod(info.shape):
+    sizes = isinstance(told, list) and all(isinstance(n, int) and n >= 0 for n in told)
+    if not sizes or prod(told) != prod(info.shape):
         raise InputError("the original shape of a tensor does not fit it",
                          f"{info.file}: {ORIGINAL}{info.name} is {told}, the tensor has {list(info.shape)}",
                          "convert the model again")  # fmt: skip
@@ -104,5 +105,3 @@ def as_plain(packing: Packing, dtype: str) -> Packing | None:
         return None
     count = prod(codes.shape)
     return Packing(encoding, replace(codes, dtype=dtype, nbytes=encoding.nbytes(count)))
-
-

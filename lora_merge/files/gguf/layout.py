@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..algorithms import Shape
-from ..disk.files import open_regular
-from ..disk.pages import PAGE
-from ..errors import InputError
-from .ggml_types import TYPES
-from .gguf import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of
+from ...algorithms import Shape
+from ...disk.files import open_regular
+from ...disk.pages import PAGE
+from ...errors import InputError
+from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of, read_content
+from .types import TYPES
 
 FILE_TYPE: Final = "general.file_type"
 
@@ -35,7 +35,7 @@ def gguf_layout(base: Path, end: int, tensors: Sequence[tuple[str, str, Shape]],
     other entries are kept. The data of the output begin where the base's do, modulo 4096.
     """
     with open_regular(base) as f:
-        content = content_of(_all(f.read, end))
+        content = read_content(f, end)
     kept = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
     spans = [_typed(content, e.key, content.raw[e.start : e.stop], tensors) for e in kept if e.key != PADDING]
     there = {e.key for e in kept}
@@ -74,13 +74,6 @@ def string(key: str, value: str) -> bytes:
 def _text(value: str) -> bytes:
     raw = value.encode()
     return struct.pack("<Q", len(raw)) + raw
-
-
-def _all(read: object, count: int) -> bytes:
-    raw = b""
-    while len(raw) < count and (more := read(count - len(raw))):  # type: ignore[operator]
-        raw += more
-    return raw
 
 
 def _typed(content: Content, key: str, raw: bytes, tensors: Iterable[tuple[str, str, Shape]]) -> bytes:

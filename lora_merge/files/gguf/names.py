@@ -1,6 +1,6 @@
 """Names and stored values of language models in GGUF files, as llama.cpp's converter writes them.
 
-Facts from https://github.com/ggml-org/llama.cpp: gguf-py/gguf/tensor_mapping.py (names), convert_hf_to_gguf.py (values).
+Facts from https://github.com/ggml-org/llama.cpp: gguf-py/gguf/tensor_mapping.py, convert_hf_to_gguf.py (values).
 Only architectures of this table are read: of others it is not known what the converter does to the values.
 """
 

@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from ..algorithms import Shape
-from ..disk.files import FileState, Header, StoredTensor, open_regular
-from ..errors import InputError
-from ..text import quoted
-from .ggml_types import BY_NUMBER, TYPES
+from ...algorithms import Shape
+from ...disk.files import FileState, Header, StoredTensor, open_regular
+from ...errors import InputError
+from ...text import quoted
+from .types import BY_NUMBER, TYPES
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -101,7 +101,7 @@ def parse_gguf(path: Path) -> Header:
         except _Malformed as e:
             raise InputError("not a valid GGUF file", f"{path}: {e}", "download or convert the model again") from e
     metadata = {key: value for key, value in content.values.items() if isinstance(value, str) and key != PADDING}
-    return Header(tensors, metadata, content.data, state, fields=content.values)
+    return Header(tensors, metadata, content.data, state, (), content.values, content.alignment)
 
 
 def content_of(raw: bytes) -> Content:

@@ -1,0 +1,93 @@
+"""The container of an output: GGUF where the base is one and its names are kept, else .safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ..dtypes import DTYPES, FLOATS
+from ..errors import FitError, InputError, UsageError
+from ..files.checkpoint import Index
+from ..files.codecs.base import Packing
+from ..files.gguf.layout import gguf_layout
+from ..files.gguf.view import as_plain
+from ..files.layout_check import layout
+from ..job import Job
+from ..models.weights import Weight
+from .plan import OutputTensor
+
+GGUF: Final = ".gguf"
+GGUF_DTYPES: Final = ("keep", "fp32", "fp16", "bf16")
+
+
+def in_gguf(job: Job, base: Index) -> bool:
+    """Return whether the output is GGUF. A diffusion model in another dtype is an ordinary checkpoint."""
+    return base.gguf is not None and (job.dtype == "keep" or base.gguf.language)
+
+
+def check_container(job: Job, base: Index) -> Job:
+    """Return the job with the name that its output has by default; InputError or UsageError for what cannot be written.
+
+    The default name of an output has the suffix of the base, since it is made before any file is read.
+    """
+    if base.gguf is None:
+        if job.output.suffix.lower() == GGUF:
+            raise UsageError("a GGUF file is made of a GGUF base only", str(job.output), "name it .safetensors")
+        return job
+    if base.gguf.refusal and job.map is None:
+        raise InputError(f"the model cannot be merged: {base.gguf.refusal}", str(base.path),
+                         "merge into its original .safetensors checkpoint, or give the names by --map")  # fmt: skip
+    gguf = in_gguf(job, base)
+    if gguf and job.dtype not in GGUF_DTYPES:
+        raise UsageError("GGUF has no such type", f"--dtype {job.dtype}", f"use one of {', '.join(GGUF_DTYPES)}")
+    if base.path.is_dir():
+        if not gguf:
+            raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
+                             "merge with --dtype keep")  # fmt: skip
+        return job
+    suffix = job.output.suffix.lower()
+    if gguf == (suffix == GGUF):
+        return job
+    if not gguf and job.output.stem == "+".join([job.base.stem, *(a.path.stem for a in job.adapters)]):
+        return replace(job, output=job.output.with_suffix(".safetensors"))
+    what = "the output is GGUF" if gguf else "the output is an ordinary checkpoint"
+    raise UsageError(what, str(job.output), f"name it {GGUF if gguf else '.safetensors'}")
+
+
+def stored_as(job: Job, base: Index, weight: Weight, dtype: str) -> tuple[str, Packing | None]:
+    """Return dtype and packing of an output tensor; `dtype` is its dtype in the base.
+
+    In GGUF files of a language model vectors stay as they are.
+    """
+    if job.dtype == "keep" or (in_gguf(job, base) and len(weight.shape) < 2):
+        return dtype, weight.packed
+    if dtype not in FLOATS and weight.packed is None:
+        return dtype, None
+    made = DTYPES[job.dtype]
+    packed = as_plain(weight.packed, made) if weight.packed is not None and in_gguf(job, base) else None
+    return made, packed
+
+
+def check_tensors(job: Job, base: Index, targets: Iterable[OutputTensor]) -> None:
+    """Raise FitError if a GGUF output would hold a tensor that the base lacks, or one of another size."""
+    for t in targets if in_gguf(job, base) else ():
+        own = base.tensors.get(t.name)
+        if own is None:
+            raise FitError("an adapter needs a tensor that the GGUF file lacks", f"{base.path}: {t.stored}",
+                           "the model shares one tensor for two weights; leave the adapter's part out with "
+                           "--unmatched skip, or merge into the original checkpoint")  # fmt: skip
+        if own.shape != t.shape:
+            raise FitError("an adapter changes the size of a tensor, and the entries of a GGUF file tell the old one",
+                           f"{base.path}: {t.stored}", "merge into the original checkpoint")  # fmt: skip
+
+
+def header_of(
+    job: Job, base: Index, path: Path, targets: Sequence[OutputTensor], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return the planned header of the output of one file of the base, and the alignment of its tensors."""
+    end, rows = base.headers[path].data_offset, [t.in_file for t in targets]
+    if in_gguf(job, base):
+        return gguf_layout(path, end, rows, metadata), base.headers[path].alignment
+    return layout(rows, metadata, end), 1

@@ -1,0 +1,166 @@
+"""Blocks of GGUF types: for every element the byte and the bits of its code, as ggml-common.h and ggml-quants.c say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..grids import Floats, Grid, Table
+from ..reference.floats import Array, decode
+from .numbers import BadPart
+
+NOTHING: Final = 1e-300
+"""Stands for a scale of zero: no number but zero lies within half a step of its levels."""
+
+E2M1: Final = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+LEVELS_OF_FOUR_BITS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+Field = tuple[int, int, int]
+"""(byte, shift, bits)."""
+
+
+class Form(NamedTuple):
+    """One type: how many elements and bytes a block has, where the code of element i is, and what codes stand for."""
+
+    elements: int
+    size: int
+    code: Callable[[int], tuple[Field, ...]]  # the lowest bits first
+    levels: tuple[float, ...]  # by code
+    scales: Callable[[Array], tuple[Array, Array]]  # blocks → (scale, shift), [blocks, parts]
+
+
+def _half(raw: Array, at: int) -> Array:
+    found = np.ascontiguousarray(raw[:, at : at + 2]).view(np.float16).astype(np.float64)
+    if not np.isfinite(found).all():
+        raise BadPart("a scale is no number")
+    return np.asarray(found)
+
+
+def _small(raw: Array, fields: tuple[tuple[Field, ...], ...]) -> Array:
+    """Return small whole numbers, [blocks, numbers]: each one's fields, the lowest bits first."""
+    return np.stack([_joined_bits(raw, [one])[:, 0] for one in fields], 1)
+
+
+def _joined_bits(raw: Array, codes: list[tuple[Field, ...]]) -> Array:
+    """Return codes, [blocks, codes]."""
+    found, low = np.zeros((len(raw), len(codes)), np.int64), 0
+    for part in zip(*codes, strict=True):
+        place, shift, bits = (np.array(column) for column in zip(*part, strict=True))
+        found |= ((raw[:, place].astype(np.int64) >> shift) & ((1 << bits) - 1)) << low
+        low += int(bits[0])
+    return found
+
+
+def _d(raw: Array) -> tuple[Array, Array]:
+    d = _half(raw, 0)
+    return d, np.zeros_like(d)
+
+
+def _d_and_m(raw: Array) -> tuple[Array, Array]:
+    return _half(raw, 0), _half(raw, 2)
+
+
+def _power(raw: Array) -> tuple[Array, Array]:
+    d = np.ldexp(1.0, raw[:, :1].astype(np.int64) - 127)
+    return d, np.zeros_like(d)
+
+
+def _six_bits(raw: Array) -> tuple[Array, Array]:
+    b = 4  # the first byte of the scales
+    sc = tuple(((b + j, 0, 6),) if j < 4 else ((b + j + 4, 0, 4), (b + j - 4, 6, 2)) for j in range(8))
+    mn = tuple(((b + j + 4, 0, 6),) if j < 4 else ((b + j + 4, 4, 4), (b + j, 6, 2)) for j in range(8))
+    return _half(raw, 0) * _small(raw, sc), -_half(raw, 2) * _small(raw, mn)
+
+
+def _four_bits(raw: Array) -> tuple[Array, Array]:
+    sc, mn = (tuple(((j, shift, 4),) for j in range(16)) for shift in (0, 4))
+    return _half(raw, 80) * _small(raw, sc), -_half(raw, 82) * _small(raw, mn)
+
+
+def _q3(raw: Array) -> tuple[Array, Array]:
+    sc = tuple(((96 + j % 8, 4 * (j // 8), 4), (104 + j % 4, 2 * (j // 4), 2)) for j in range(16))
+    scale = _half(raw, 108) * (_small(raw, sc) - 32)
+    return scale, np.zeros_like(scale)
+
+
+def _q6(raw: Array) -> tuple[Array, Array]:
+    scale = _half(raw, 208) * np.ascontiguousarray(raw[:, 192:208]).view(np.int8)
+    return scale, np.zeros_like(scale)
+
+
+def _iq4(raw: Array) -> tuple[Array, Array]:
+    sc = tuple(((4 + j // 2, 4 * (j % 2), 4), (2 + j // 4, 2 * (j % 4), 2)) for j in range(8))
+    scale = _half(raw, 0) * (_small(raw, sc) - 32)
+    return scale, np.zeros_like(scale)
+
+
+def _nibble(start: int) -> Callable[[int], tuple[Field, ...]]:
+    return lambda i: ((start + i % 16, 4 * (i // 16), 4),)
+
+
+def _fifth(start: int, high: int) -> Callable[[int], tuple[Field, ...]]:
+    return lambda i: ((start + i % 16, 4 * (i // 16), 4), (high + i // 8, i % 8, 1))
+
+
+def _count(first: int, codes: int) -> tuple[float, ...]:
+    return tuple(float(first + n) for n in range(codes))
+
+
+FORMS: Final[Mapping[str, Form]] = MappingProxyType({
+    "Q4_0": Form(32, 18, _nibble(2), _count(-8, 16), _d),
+    "Q4_1": Form(32, 20, _nibble(4), _count(0, 16), _d_and_m),
+    "Q5_0": Form(32, 22, _fifth(6, 2), _count(-16, 32), _d),
+    "Q5_1": Form(32, 24, _fifth(8, 4), _count(0, 32), _d_and_m),
+    "Q8_0": Form(32, 34, lambda i: ((2 + i, 0, 8),), (*_count(0, 128), *_count(-128, 128)), _d),
+    "Q2_K": Form(256, 84, lambda i: ((16 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(0, 4),
+                 _four_bits),
+    "Q3_K": Form(256, 110, lambda i: ((32 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2), (i % 32, i // 32, 1)),
+                 _count(-4, 8), _q3),
+    "Q4_K": Form(256, 144, lambda i: ((16 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4),), _count(0, 16),
+                 _six_bits),
+    "Q5_K": Form(256, 176, lambda i: ((48 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4), (16 + i % 32, i // 32, 1)),
+                 _count(0, 32), _six_bits),
+    "Q6_K": Form(256, 210, lambda i: ((64 * (i // 128) + i % 64, 4 * (i % 128 // 64), 4),
+                                      (128 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2)), _count(-32, 64), _q6),
+    "IQ4_NL": Form(32, 18, _nibble(2), LEVELS_OF_FOUR_BITS, _d),
+    "IQ4_XS": Form(256, 136, lambda i: ((8 + 16 * (i // 32) + i % 16, 4 * (i % 32 // 16), 4),), LEVELS_OF_FOUR_BITS,
+                   _iq4),
+    "MXFP4": Form(32, 17, _nibble(1), (*E2M1, *(-n for n in E2M1)), _power),
+})  # fmt: skip
+
+
+@cache
+def _codes(kind: str) -> list[tuple[Field, ...]]:
+    return [FORMS[kind].code(i) for i in range(FORMS[kind].elements)]
+
+
+@cache
+def _table(kind: str) -> Table:
+    return Table(FORMS[kind].levels)
+
+
+def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
+    """Return the levels of blocks, and the scale and shift of each; q and k of llama in the order of transformers."""
+    kind = encoding.kind
+    if kind not in FORMS:
+        levels = decode(raw["codes"], kind)
+        return _ordered(levels, encoding), Grid(Floats(kind), 1.0, -encoding.offset)
+    form = FORMS[kind]
+    data = np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size)
+    levels = np.array(form.levels)[_joined_bits(data, _codes(kind))].ravel()
+    scale, shift = (np.repeat(part, form.elements // part.shape[1], axis=1).ravel() for part in form.scales(data))
+    scale = np.where(scale == 0, NOTHING, scale)
+    grid = Grid(_table(kind), _ordered(scale, encoding), _ordered(shift, encoding) - encoding.offset)
+    return _ordered(levels, encoding), grid
+
+
+def _ordered(values: Array, encoding: Any) -> Array:
+    """Return numbers as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
+    if not encoding.head:
+        return values
+    heads = values.reshape(-1, encoding.head, encoding.cols)
+    return np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).ravel()
