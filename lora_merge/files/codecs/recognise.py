@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ...dtypes import ITEM_BYTES
 from ...errors import FitError, InputError
-from ..gguf.types import TYPES
+from ..gguf.types import UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
 
@@ -144,7 +144,8 @@ def quantised(
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
     signs = dict(SIGNS)
-    read = {*packed, *(name for packing in packed.values() for name in packing.names)}
+    read = {name for name in packed if tensors[name].dtype not in UNREAD}
+    read |= {name for packing in packed.values() for name in packing.names}
     found: dict[str, str] = {}
     for name, info in tensors.items():
         path, _, last = name.rpartition(".")
@@ -154,7 +155,7 @@ def quantised(
             module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
             found.setdefault(module, f"{signs[last]}, it has {name}")
         elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
-            part = name if info.dtype in TYPES else ""  # each tensor of a GGUF file has its own type
+            part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
             found.setdefault(part, f"{info.dtype} numbers, as in {name}")
         elif last == SCALE and (weight := tensors.get(f"{path}.weight")) and weight.dtype in CODES:
             found.setdefault(path, f"SDNQ, it has {name}")

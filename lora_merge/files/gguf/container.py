@@ -23,7 +23,7 @@ from .types import BY_NUMBER, TYPES
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 HEADER_LIMIT: Final = 100_000_000  # bytes; a vocabulary of 260 000 words with its merges takes 15 million
-STRINGS: Final = 1 << 22  # of all arrays together
+STRINGS: Final = 1 << 21  # of all arrays together
 ENTRIES: Final = 1 << 16
 TENSORS: Final = 1 << 20
 AXES: Final = 5  # ggml has four; tools write video models with five
@@ -157,9 +157,13 @@ class _Cursor:
     def skip_strings(self, count: int) -> None:
         """Skip strings one by one."""
         self.require(8 * count)
+        length, at = struct.Struct("<Q").unpack_from, self.at
         for _ in range(count):
-            self.require(8)
-            self.at += 8 + int.from_bytes(self.raw[self.at : self.at + 8], "little")
+            if at + 8 > len(self.raw):
+                self.at = at
+                self.require(8)
+            at += 8 + length(self.raw, at)[0]
+        self.at = at
         self.require(0)
 
 

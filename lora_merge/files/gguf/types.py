@@ -47,3 +47,6 @@ READ: Final = frozenset((
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
 ))  # fmt: skip
 """Quantised types that are decoded, and encoded again."""
+
+UNREAD: Final = frozenset(name for name, kind in TYPES.items() if kind.unit[0] > 1) - READ
+"""Quantised types that are copied only."""
