@@ -41,7 +41,7 @@ from ..models.weights import Weight
 from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
-from .containers import check_container, check_tensors, header_of, in_gguf, stored_as
+from .containers import check_container, check_tensors, header_of, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import blanks, entries
