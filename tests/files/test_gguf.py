@@ -15,13 +15,13 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.cli.inspect import inspect
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.gguf import container
 from lora_merge.files.gguf.types import READ
 from lora_merge.proof.replay import plan_again, prove
+from lora_merge.viewing.inspect import inspect
 
 from .. import gguf_files as by_library
 from ..gguf_files import Array
