@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -151,7 +152,21 @@ HUGE: Final = 2**63  # larger than any number of bytes or rows
 
 def shown(value: Any, length: int | None = 40) -> str:
     """Return the beginning of a value for a message; Python refuses to write out numbers of thousands of digits."""
-    return "of too many digits" if isinstance(value, int) and abs(value) >= HUGE else str(value)[:length]
+    if isinstance(value, int) and abs(value) >= HUGE:
+        return "of too many digits"
+    return str(value if length is None else beginning(value, length))[:length]
+
+
+def beginning(value: Any, length: int) -> Any:
+    """Return a value as JSON has it, without what does not fit into so many letters: a list may have 100 000 items."""
+    if isinstance(value, str):
+        return value[:length]
+    if isinstance(value, list):
+        return [beginning(item, length // 3) for item in value[: length // 3 + 1]]
+    if isinstance(value, dict):
+        some = islice(value.items(), length // 3 + 1)
+        return {beginning(key, length): beginning(item, length // 3) for key, item in some}
+    return shown(value, None) if isinstance(value, int) and abs(value) >= HUGE else value
 
 
 def is_finite(value: Any) -> bool:

@@ -397,7 +397,15 @@ def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -
             told = repr(e)[:300]
         shutil.rmtree(folder)
         print(
-            json.dumps([name, max(map(len, files.values())), told, round(max(SPENT), 2), round(peak() - before)]),
+            json.dumps(
+                [
+                    name,
+                    max(map(len, files.values()), default=0),
+                    told,
+                    round(max(SPENT, default=0), 2),
+                    round(peak() - before),
+                ]
+            ),
             flush=True,
         )
 

@@ -1,6 +1,6 @@
 """Files of up to a megabyte whose names, entries or fields are as many, as long, or as alike as that allows.
 
-`python -m tests.hostile_names FOLDER [BYTES [WORD]]` makes those whose name contains WORD and gives them to the command
+`python -m tests.hostile_names FOLDER [BYTES [GROUP]]` makes them, or one group of GROUPS, and gives them to the command
 line, in one process; one JSON line for each, as `hostile_inputs` does.
 """
 
@@ -320,14 +320,14 @@ def metadata(limit: int) -> Iterator[tuple[str, Files]]:
     for what, value in values(limit - 1000):
         said = value if isinstance(value, str) else json.dumps(value)
         for entry in ENTRIES:
-            yield f"metadata: {entry} is {what}", {"base": tensors({"x.weight": [4, 4]}, metadata={entry: said}), "a": tensors(pair(), metadata={entry: said})}  # fmt: skip
+            yield f"{entry} is {what}", {"base": tensors({"x.weight": [4, 4]}, metadata={entry: said}), "a": tensors(pair(), metadata={entry: said})}  # fmt: skip
         said = json.dumps({"algo": value, "block_size": value, "apply_preset": {"module_algo_map": value}})[
             : limit - 900
         ]
-        yield f"metadata: arguments are {what}", {"a": tensors(pair(), metadata={"ss_network_args": said})}
+        yield f"arguments are {what}", {"a": tensors(pair(), metadata={"ss_network_args": said})}
         said = json.dumps({"unet.rank_pattern": value, "unet.r": 1, "unet.alpha_pattern": value})
         yield (
-            f"metadata: diffusers, {what}",
+            f"diffusers, {what}",
             {"a": tensors(pair("unet.x"), metadata={"lora_adapter_metadata": said[: limit - 900]})},
         )
     entries = {f"k{i}": "v" for i in range(limit // 15)}
@@ -354,9 +354,9 @@ def indexed(limit: int) -> Iterator[tuple[str, Files]]:
         "the same name": {"x.weight": "model.safetensors"},
         "line breaks": {f"x\n{i}": "model\n.safetensors" for i in range(few)},
     }.items():
-        yield f"index: {what}", {**weights, place: yaml({"metadata": {}, "weight_map": table})}
+        yield f"{what}", {**weights, place: yaml({"metadata": {}, "weight_map": table})}
     yield (
-        "index: metadata",
+        "metadata",
         {
             **weights,
             place: yaml(
@@ -375,7 +375,7 @@ def indexed(limit: int) -> Iterator[tuple[str, Files]]:
     yield "thousands of side files", {**weights, **{f"m/s{i}.json": b"{}" for i in range(3000)}}
 
 
-def typed(limit: int) -> Iterator[tuple[str, Sequence[str]]]:
+def typed(limit: int) -> Iterator[tuple[str, Files]]:
     """Options with texts as long as a command line allows (128 KiB each)."""
     limit = min(limit, 120_000)
     for what, said in {
@@ -385,14 +385,15 @@ def typed(limit: int) -> Iterator[tuple[str, Sequence[str]]]:
         "numbers": ",".join("0.5" for _ in range(limit // 4)), "letters": "x" * (limit - 9), "nested": "re:" + "(" * 90 + "a" + ")*" * 90 + "=0.5",
     }.items():  # fmt: skip
         for option in ("-s", "--strength-for", "--map", "--setting", "--dtype", "--max-memory", "--metadata"):
-            yield f"{option} {what}", (option, said)
+            yield f"{option} {what}", {"options": json.dumps([option, said]).encode()}
 
 
 # ------------------------------------------------------------------ what is done with them
 
 
-def looked_at(folder: Path, *options: str) -> int:
-    """`inspect` of each file, `parts` of the base, a plan, and a merge."""
+def looked_at(folder: Path) -> int:
+    """`inspect` of each file, `parts` of the base, and a merge; with options only that."""
+    options = json.loads((folder / "options").read_bytes()) if (folder / "options").exists() else []
     if not (folder / "base").exists() and not (folder / "m").exists():
         (folder / "base").write_bytes(tensors({"x.weight": [4, 4]}))
     if not (folder / "a").exists():
@@ -418,47 +419,49 @@ def recipes(limit: int) -> Iterator[tuple[str, Files]]:
                 field: value,
             }
             yield (
-                f"recipe: {field} is {what}",
+                f"{field} is {what}",
                 {"out": tensors({"x.weight": [4, 4]}, metadata={"lora_merge.recipe": json.dumps(recipe)})},
             )
             one = {"name": "a", "sha256": "0" * 64, "strength": 1, field: value}
             recipe = {**recipe, "adapters": [one]}
             yield (
-                f"recipe: an adapter's {field} is {what}",
+                f"an adapter's {field} is {what}",
                 {"out": tensors({"x.weight": [4, 4]}, metadata={"lora_merge.recipe": json.dumps(recipe)})},
             )
     one = {"name": "a", "sha256": "0" * 64, "strength": 1}
     recipe = {"version": 1, "base": {"name": "b", "sha256": "0" * 64}, "adapters": [one] * (limit // 110)}
     yield (
-        "recipe: thousands of adapters",
+        "thousands of adapters",
         {"out": tensors({"x.weight": [4, 4]}, metadata={"lora_merge.recipe": json.dumps(recipe)})},
     )
 
 
-def inputs(limit: int) -> Iterator[tuple[str, Files, Act]]:
-    """(name, files, what to do with their folder)."""
-    for group in (named, endings, methods, quantised, fields, metadata, indexed):
-        for name, files in group(limit):
-            yield f"{group.__name__}: {name}", files, looked_at
+def known(limit: int) -> Iterator[tuple[str, Files]]:
+    """Bases with the signs of a known model: with thousands of layers more, and thousands of such networks."""
     for kind, own in models():
         layers = (re.sub("[0-9]+", str(i), n) for i in itertools.count() for n in own)
         more = {name: [1, 1] for name in some(layers, limit - 9000)}
-        base, below = tensors({**more, **own}, "BF16"), [f"text_encoders.e{i}.{n}" for i in range(2000) for n in own]
-        yield (
-            f"model: {kind}",
-            {"base": base, "a": lora((n.replace(".", "_").removesuffix("_weight") for n in more), limit)},
-            looked_at,
-        )
-        yield f"model: {kind}, many times", {"base": flat(some(below, limit)), "a": tensors(pair())}, looked_at
-    for name, files in recipes(limit):
-        yield name, files, verified
-    for name, options in typed(limit):
-        yield name, {}, lambda folder, options=options: looked_at(folder, *options)  # type: ignore[misc]
+        flat_names = (n.replace(".", "_").removesuffix("_weight") for n in more)
+        yield kind, {"base": tensors({**more, **own}, "BF16"), "a": lora(flat_names, limit)}
+        below = (f"text_encoders.e{i}.{n}" for i in itertools.count() for n in own)
+        yield f"{kind}, many times", {"base": flat(some(below, limit)), "a": tensors(pair())}
+
+
+GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
+    "names": (named, looked_at), "endings": (endings, looked_at), "methods": (methods, looked_at), "models": (known, looked_at),
+    "quantised": (quantised, looked_at), "fields": (fields, looked_at), "metadata": (metadata, looked_at),
+    "index": (indexed, looked_at), "recipe": (recipes, verified), "options": (typed, looked_at),
+}  # fmt: skip
+
+
+def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
+    """(name, files, what to do with their folder) of one group, or of all."""
+    for group, (made, act) in GROUPS.items():
+        if group.startswith(word):
+            for name, files in made(limit):
+                yield f"{group}: {name}", files, act
 
 
 if __name__ == "__main__":
-    word = sys.argv[3] if len(sys.argv) > 3 else ""
-    run(
-        Path(sys.argv[1]),
-        (one for one in inputs(int(sys.argv[2]) if len(sys.argv) > 2 else MEGABYTE) if word in one[0]),
-    )
+    folder, limit, word = [*sys.argv[1:], str(MEGABYTE), ""][:3] if len(sys.argv) < 4 else sys.argv[1:4]
+    run(Path(folder), inputs(int(limit), word))

@@ -16,10 +16,10 @@ from lora_merge.batch.schema import Options
 from lora_merge.cli import main, proof
 from lora_merge.engine.admission import plan_merge
 from lora_merge.job import Job, make_job
-from lora_merge.options import OPTIONS, MergeOptions, Option
+from lora_merge.options import OPTIONS, MergeOptions, Option, beginning, shown
 from lora_merge.planning.recipe import blanks, recipe
 
-from .support import kohya, save, sd1
+from .support import kohya, save, sd1, steps
 
 ROOT = Path(__file__).parent.parent
 JOB = {f.name: f.default for f in fields(Job)[3:]}
@@ -128,3 +128,15 @@ def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
     """Jobs of a batch that differ in other options have one outline between them."""
     assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify"}
     assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
+
+
+def test_of_a_long_value_only_the_beginning_is_looked_at() -> None:
+    """A configuration may hold one of a megabyte, and a message for each of thousands of modules shows it."""
+    nested: Any = "x" * 1000
+    for _ in range(8):
+        nested = [nested] * 1000
+    for value in ("a" * 10**6, list(range(10**6)), {str(i): i for i in range(10**5)}, nested, [10**5000]):
+        assert steps(lambda value=value: repr(beginning(value, 80))) < 10_000
+    for value in ("a b", [1, [2, {"a": None}]], {"a": [1.5, "b"]}, 3, None, True):
+        assert beginning(value, 80) == value
+    assert str(list(range(10**6)))[:50] == shown(list(range(10**6)), 80)[:50]

@@ -23,7 +23,7 @@ from pydantic import (
 from ..errors import UsageError
 from ..files.yaml_source import Place
 from ..job import MOST_ADAPTERS, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
@@ -87,12 +87,12 @@ def _size(value: Any) -> Any:
             return value
     except UsageError:
         pass
-    raise ValueError(f"{repr(value)[:40]} is no size; write it like 512MiB or 4GB")
+    raise ValueError(f"{repr(beginning(value, 40))[:40]} is not a size; write it like 512MiB or 4GB")
 
 
 def _device(value: Any) -> Any:
     if not isinstance(value, str) or not DEVICE.fullmatch(value):
-        raise ValueError(f"{value!r} is no device; use {DEVICES}")
+        raise ValueError(f"{value!r} is not a device; use {DEVICES}")
     return value
 
 

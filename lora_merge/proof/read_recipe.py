@@ -64,7 +64,7 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
     value = parsed(text)
     try:
         if value is None:
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         found = _recipe_of(value)
         found.job([index.path] * len(found.inputs), index.path)  # checks its values before a user adds others
         return found
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
 
 def _count(value: Any) -> int:
     if (found := COUNT.number(value)) is None:
-        raise TypeError(f"{quoted(shown(value))} is no size")
+        raise TypeError(f"{quoted(shown(value))} is not a size")
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...module_patterns import Ends, Matching
+from ...options import beginning
 from ...patterns import STEPS_A_NAME, Refused
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
@@ -182,7 +183,7 @@ class PeftConfig:
 
     def odd(self, name: str, wanted: str) -> InputError:
         """Return the error for a field of the wrong type."""
-        shown = repr(self.get(name.partition("[")[0]))[:80]
+        shown = repr(beginning(self.get(name.partition("[")[0]), 80))[:80]
         return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
 
     def _number(self, name: str, value: Any, default: float) -> float:

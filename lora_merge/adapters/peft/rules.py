@@ -280,7 +280,7 @@ def _from_metadata(text: str, where: str) -> PeftRules:
     except ValueError as e:
         raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
     if not isinstance(config, dict):
-        raise InputError("the configuration is no JSON object", where, "save the file again")
+        raise InputError("the configuration is not a JSON object", where, "save the file again")
     return _by_component(config, where)
 
 
