@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -204,6 +208,30 @@ def steps(act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return made
+
+
+def in_process(*arguments: object, seconds: float = 60) -> tuple[int, str]:
+    """Exit code and stderr of the command line in this process, where nothing is imported anew; TimeoutError where it
+    has taken so much time of the processor."""
+    from lora_merge.cli.main import main
+
+    def late(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    told, code = io.StringIO(), 0
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGVTALRM, late)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(told):
+        patch.setattr(sys, "argv", ["lora-merge", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return code, told.getvalue()
 
 
 def cli(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

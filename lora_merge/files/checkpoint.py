@@ -15,6 +15,7 @@ from typing import Any, Final
 from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..errors import InputError
 from ..json_text import from_json
+from ..options import shown
 from ..text import listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, quantised, recognised, together
@@ -26,6 +27,7 @@ from .safetensors import parse_file
 PEFT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
 CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that exists is read
+LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
 TRAINED_WHOLE: Final = ("non_lora_trainables.bin", "trainable_params.bin")
 """Files beside the adapter in which the trainers of LLaVA and LongLoRA store whole parameters that they trained."""
 
@@ -108,7 +110,7 @@ def _opened(path: Path) -> Index:
     beside = configuration(path)
     if beside and not _is_called_trained(path):
         notes = (*notes, f"read with the {beside.name} beside it")
-    return _nonempty(_of_files(path, [path], config=read_json(beside) if beside else {}, notes=notes).recognised())
+    return _nonempty(_of_files(path, [path], config=_read_config(beside) if beside else {}, notes=notes).recognised())
 
 
 def configuration(path: Path) -> Path | None:
@@ -146,6 +148,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a configuration. Only the beginning of its `model_type` is kept, because names are made of it."""
+    config = read_json(path)
+    if kind := config.get("model_type"):
+        config["model_type"] = shown(kind, LONGEST_TYPE)
+    return config
+
+
 def json_value(path: Path) -> Any:
     """Return the JSON value in a side file; InputError if it is invalid, or too long or too deep."""
     with open_regular(path) as f:
@@ -176,7 +186,7 @@ def _nonempty(index: Index) -> Index:
 
 def _folder(path: Path) -> Index:
     file = configuration(path)
-    config = read_json(file) if file else {}
+    config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
         return _KINDS[file.name](path, config)
     return replace(_component(path), config=config).recognised()

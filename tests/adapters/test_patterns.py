@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +24,8 @@ from lora_merge.models.names import Names
 from lora_merge.models.strengths import Strengths
 from lora_merge.module_patterns import Ends
 from lora_merge.patterns import Refused, Steps, pattern
+
+from ..support import in_process
 
 atoms = st.sampled_from(
     [*("a", "b", "ab", ".", "_", r"\.", r"\d", r"\w", r"\s", r"\W", r"\D", r"\S", "[ab]", "[^a]", "[a-c0-9]", r"[^\w.]"),
@@ -192,12 +192,12 @@ TABLES = {
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind: str) -> None:
     """What takes time is to parse them, which a module's path would do for each of them once more."""
-    table = {TABLES[kind](i): 3 for i in range(20_000)}
+    table = {TABLES[kind](i): 3 for i in range(8000)}
     told, started = rules({"peft_type": "LORA", "rank_pattern": table}, "the file"), time.process_time()
     with contextlib.suppress(InputError):
         for i in range(3000):
             told.fields.pattern("rank_pattern", f"model.layers.{i}.self_attn.q_proj", 8)
-    assert time.process_time() - started < 10  # 2
+    assert time.process_time() - started < 4  # 0.8
 
 
 def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def names_of_nothing() -> Names:
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])
 @pytest.mark.parametrize("evil", ["options", "alternatives", "loop in a loop"])
 def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
-    """As a process of its own, which is stopped where it hangs."""
+    """Stopped where it hangs."""
     text = ENDLESS[evil][0]
     module, folder = "x." + "a" * 60, tmp_path / "adapter"
     folder.mkdir()
@@ -244,17 +244,4 @@ def test_the_command_answers(tmp_path: Path, field: str, evil: str) -> None:
     if field == "target_modules":
         config["target_parameters"] = ["weight"]
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    command = [
-        sys.executable,
-        "-m",
-        "lora_merge",
-        tmp_path / "base",
-        folder,
-        "-o",
-        tmp_path / "o",
-        "--device",
-        "cpu",
-        "--dry-run",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    assert in_process(tmp_path / "base", folder, "-o", tmp_path / "o", "--device", "cpu", "--dry-run")[0] == 0

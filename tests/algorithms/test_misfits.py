@@ -55,24 +55,22 @@ def refused(name: str, example: Example, slots: Mapping[str, Shape], target: Sha
 
 
 @every
-@pytest.mark.parametrize("step", [-1, 1])
-def test_each_dimension_wrong_by_one(name: str, example: Example, step: int) -> None:
+def test_each_dimension_wrong_by_one(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
         for axis, size in enumerate(shape):
             if (name, slot, axis) == STAGES or (slot, axis) in example.free:
                 continue
-            wrong = (*shape[:axis], size + step, *shape[axis + 1 :])
-            assert refused(name, example, {**example.slots, slot: wrong}, example.target), (slot, wrong)
+            for step in (-1, 1):
+                wrong = (*shape[:axis], size + step, *shape[axis + 1 :])
+                assert refused(name, example, {**example.slots, slot: wrong}, example.target), (slot, wrong)
 
 
 @every
-@pytest.mark.parametrize("step", [-1, 1])
-def test_a_weight_that_is_wrong_by_one(name: str, example: Example, step: int) -> None:
+def test_a_weight_that_is_wrong_by_one(name: str, example: Example) -> None:
     for axis, size in enumerate(example.target):
-        if axis in example.blind:
-            continue
-        target = (*example.target[:axis], size + step, *example.target[axis + 1 :])
-        assert refused(name, example, example.slots, target), target
+        for step in (-1, 1) if axis not in example.blind else ():
+            target = (*example.target[:axis], size + step, *example.target[axis + 1 :])
+            assert refused(name, example, example.slots, target), target
 
 
 @every

@@ -49,8 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mebibytes", [300, 900])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "mebibytes"), [*((command, 300) for command in COMMANDS), ("merge", 900), ("batch of workers", 900)]
+)
 def test_too_low_a_limit_is_told_before_torch_is_loaded(folder: Path, command: str, mebibytes: int) -> None:
     before = sorted(folder.iterdir())
     done = run(folder, COMMANDS[command], mebibytes)

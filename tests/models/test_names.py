@@ -20,12 +20,12 @@ from lora_merge.adapters.file import group, weight_shape, weight_shapes
 from lora_merge.algorithms import Shape
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
-from lora_merge.files.checkpoint import Index
+from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.diagnosis import absence, doubt, explain
 from lora_merge.models.names import Names, guess, names
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 
-from ..support import index, steps
+from ..support import blob, index, steps
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -900,3 +900,15 @@ def test_a_flat_name_that_may_be_read_in_too_many_ways_fits_no_single_place() ->
     with pytest.raises(AmbiguousName):
         found.find("lora_unet_a_a_a_a_a_a_a_a_b")
     assert found.find("a.a.a.a.a.a.a.a.b") is not None
+
+
+@pytest.mark.parametrize("kind", ["x" * 10**5, {"a.b": 1.5, **{f"layers.{i}": i for i in range(10**4)}}, ["a"] * 10**5])
+def test_what_stands_in_place_of_a_models_type_costs_no_name_more(tmp_path: Path, kind: object) -> None:
+    """Names may lack a first level that is called as the type of the model."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "model.safetensors").write_bytes(
+        blob({"a.weight": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
+    )
+    found = names(open_checkpoint(tmp_path))
+    assert found.find("a") is not None
+    assert max(len(part.inner) for part in found.parts) < 200

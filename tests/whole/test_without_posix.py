@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import lora_merge
+
 from ..support import kohya, save, sd1
 
 ROOT = Path(__file__).parents[2]
@@ -35,23 +37,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_merges_verifies_and_batches_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
-    here = [sys.executable, "-m", "lora_merge"]
-    pair = [str(files / "base.safetensors"), str(files / "style.safetensors"), "--device", "cpu"]
-    subprocess.run([*here, *pair, "-o", str(tmp_path / "with.safetensors")], cwd=ROOT, check=True, capture_output=True)
-    done = run(*pair, "-o", tmp_path / "without.safetensors")
+def test_it_merges_and_verifies_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
+    pair = [files / "base.safetensors", files / "style.safetensors"]
+    lora_merge.merge(*pair, tmp_path / "with.safetensors", device="cpu")
+    done = run(*pair, "--device", "cpu", "-o", tmp_path / "without.safetensors")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "without.safetensors").read_bytes() == (tmp_path / "with.safetensors").read_bytes()
-    again = run(*pair, "-o", tmp_path / "without.safetensors", "--overwrite")
-    assert again.returncode == 0, again.stderr
-    proof = run("verify", tmp_path / "without.safetensors", "--full", "--base", *pair[:1], "--adapter", *pair[1:2])
+    proof = run("verify", tmp_path / "without.safetensors", "--full", "--base", pair[0], "--adapter", pair[1])
     assert proof.returncode == 0, proof.stderr
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps({"version": 1, "jobs": [
-        {"base": pair[0], "adapters": [{"path": pair[1], "strength": s}], "output": f"{s}.safetensors"} for s in (0.5, 1)
-    ]}))  # fmt: skip
-    batch = run("batch", jobs, "--workers", "2")
-    assert batch.returncode == 0, batch.stderr + batch.stdout
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
@@ -97,7 +90,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def test_the_formulas_are_found_where_the_link_to_them_is_a_text_file(
+def test_a_batch_finds_the_formulas_where_the_link_to_them_is_a_text_file(
     checkout: Path, files: Path, tmp_path: Path
 ) -> None:
     find = "import lora_merge.algorithms.lora as a, lora_merge.api as b; print(a.__file__, b.__file__, sep='\\n')"
@@ -111,7 +104,9 @@ def test_the_formulas_are_found_where_the_link_to_them_is_a_text_file(
     jobs.write_text(json.dumps({"version": 1, "jobs": [
         {"base": base, "adapters": [{"path": style, "strength": s}], "output": f"{s}.safetensors"} for s in (0.5, 1)
     ]}))  # fmt: skip
-    for arguments in (["batch", jobs, "--workers", "2"], [base, style, "-o", tmp_path / "o.safetensors"]):
-        done = subprocess.run(command(*arguments), cwd=checkout, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr + done.stdout
+    batch = command("batch", jobs, "--workers", "2")
+    done = subprocess.run(batch, cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lora_merge.merge(base, style, tmp_path / "o.safetensors")
     assert (tmp_path / "o.safetensors").read_bytes()[-4096:] == (tmp_path / "1.safetensors").read_bytes()[-4096:]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
