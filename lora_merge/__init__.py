@@ -16,8 +16,8 @@ if not (Path(__file__).parent / "algorithms").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from .api import merge, plan
-    from .batch.report import JobReport
+    from .api import compare, inspect, merge, plan, replay, verify
+    from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
     from .job import Adapter, Job
@@ -25,11 +25,17 @@ if TYPE_CHECKING:
     from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
     from .planning.plan import Plan
+    from .progress import Step
     from .report import Report
+    from .viewing.facts import Facts
 
 _HOMES = {
     "merge": "api",
     "plan": "api",
+    "replay": "api",
+    "verify": "api",
+    "inspect": "api",
+    "compare": "api",
     "merge_state_dict": "memory.state_dict",
     "merge_into": "memory.merge_into",
     "MergedModel": "memory.merge_into",
@@ -42,10 +48,14 @@ _HOMES = {
     "MergeError": "errors",
     "run_batch": "batch.run",
     "JobReport": "batch.report",
+    "Reports": "batch.report",
+    "Step": "progress",
+    "Facts": "viewing.facts",
 }
 
 __all__ = [
     "Adapter",
+    "Facts",
     "Job",
     "JobReport",
     "LoadedAdapter",
@@ -53,13 +63,19 @@ __all__ = [
     "MergedModel",
     "Plan",
     "Report",
+    "Reports",
+    "Step",
     "__version__",
+    "compare",
+    "inspect",
     "load_adapter",
     "merge",
     "merge_into",
     "merge_state_dict",
     "plan",
+    "replay",
     "run_batch",
+    "verify",
 ]
 
 

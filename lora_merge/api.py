@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .job import make_job
+from .job import Adapter, make_job
 from .process import interruptible
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import MergeOptions
+    from .job import Adapters, OneAdapter
+    from .options import PythonOptions, VerifyOptions
     from .planning.plan import Plan
+    from .progress import Progress
     from .report import Report
+    from .viewing.facts import Facts
 
 
 def merge(
     base: str | Path,
-    adapters: Sequence[Any] | str | Path,
+    adapters: Adapters,
     output: str | Path | None = None,
-    **options: Unpack[MergeOptions],
+    *,
+    progress: bool | Progress = False,
+    **options: Unpack[PythonOptions],
 ) -> Report:
     """Merge adapters into a base model, write the result, verify it, and return a report.
 
@@ -32,14 +37,17 @@ def merge(
     Parameters:
         base: The model: a checkpoint file, or a model folder (diffusers, transformers).
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
-            `Adapter` with strengths for parts of the model.
+            `Adapter` with strengths for parts of the model. Or a table of path → strength.
         output: The file or folder to write. None: `<base>+<adapter>.safetensors` in the current folder.
+        progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
+            `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
             "fp8_e5m2"; or a torch dtype.
         compute_dtype: "fp32", "fp64", "bf16" or "fp16": the dtype that formulas compute in.
         device: "auto" (the fastest one of this machine), "cpu", "cuda", "cuda:1", "mps", "xpu", or several:
             "cuda:0,cuda:1".
         strength: One number for each adapter, in order, where `adapters` are paths. Default: 1 for each.
+        strengths: Another name for it.
         strength_for: Part of the model → factor that multiplies the strengths: `{"te": 0.5, "IN04-IN08": 0,
             "re:attn2": 0.8}`; parts are components, blocks, or regular expressions over the base's keys.
         unmatched: "error", or "skip": leave out modules that match no weight of the base, and list them in the report.
@@ -75,21 +83,22 @@ def merge(
     from .engine.merge import run
     from .planning.cache import CheckpointCache
     from .planning.make_plan import make_plan, match, open_inputs
+    from .viewing.bar import watched
 
-    with interruptible():
+    with interruptible(), watched(progress) as watcher:
         job = make_job(base, adapters, output, **options)
         inputs = open_inputs(job, CheckpointCache())
         matched = match(inputs)
         plan = make_plan(matched)
         admitted = admit(plan)
-        return run(admitted)
+        return run(admitted, watcher)
 
 
 def plan(
     base: str | Path,
-    adapters: Sequence[Any] | str | Path,
+    adapters: Adapters,
     output: str | Path | None = None,
-    **options: Unpack[MergeOptions],
+    **options: Unpack[PythonOptions],
 ) -> Plan:
     """Plan what `merge` would do, from headers alone: no weight is read and nothing is written.
 
@@ -113,3 +122,163 @@ def plan(
     made = plan_merge(make_job(base, adapters, output, **options))
     require_device(made.job)
     return made
+
+
+def replay(  # noqa: PLR0913  # the options of the command
+    made: str | Path,
+    output: str | Path,
+    *,
+    search: Sequence[str | Path] = (),
+    device: str = "auto",
+    overwrite: bool = False,
+    progress: bool | Progress = False,
+) -> Report:
+    """Make an output of `merge` a second time, from the recipe in its metadata.
+
+    The inputs are found by their hashes: beside the output, in the current folder and in `search`.
+
+    Parameters:
+        made: The output to make again: a file or a folder.
+        output: The file or folder to write.
+        search: More folders, which are searched three levels deep.
+        device: As for `merge`.
+        overwrite: Whether an existing output is replaced.
+        progress: As for `merge`.
+
+    Returns:
+        A `Report`, as `merge`.
+
+    Raises:
+        InputError: The output has no recipe, or an input is not found.
+        VerificationFailed: An input has other bytes than the recipe says.
+        MergeError: As `merge`.
+
+    Example:
+        >>> lora_merge.replay("merged.safetensors", "again.safetensors", search=["models", "loras"]).written
+        2132696762
+    """
+    from .engine.admission import admit
+    from .engine.merge import run
+    from .paths import expand
+    from .proof.replay import plan_again
+    from .viewing.bar import watched
+
+    with interruptible(), watched(progress) as watcher:
+        folders = [expand(folder) for folder in search]
+        return run(admit(plan_again(expand(made), output, folders, device=device, overwrite=overwrite)), watcher)
+
+
+def verify(  # noqa: PLR0913  # the options of the command
+    output: str | Path,
+    base: str | Path | None = None,
+    adapters: Adapters = (),
+    *,
+    search: Sequence[str | Path] = (),
+    full: bool = False,
+    progress: bool | Progress = False,
+    **options: Unpack[VerifyOptions],
+) -> Facts:
+    """Prove that a file or folder is the merge that it should be; the weights are computed again in float64.
+
+    Parameters:
+        output: The merged checkpoint.
+        base: Its base. None: the inputs of the recipe in its metadata, found by their hashes.
+        adapters: Its adapters, as for `merge`; given together with `base`.
+        search: More folders to search for the inputs, three levels deep.
+        full: Whether every byte and every row is compared, not a sample.
+        progress: As for `merge`.
+        strength_for: As for `merge`, like all options below; only for outputs without a recipe.
+        unmatched: See `merge`.
+        on_overflow: See `merge`.
+        method: See `merge`.
+        setting: See `merge`.
+        map: See `merge`.
+        title: See `merge`.
+        metadata: See `merge`.
+
+    Returns:
+        A table of facts: `proven`, `tensors`, `worst_ulp`, `retained`, `warnings` …; its `to_json()` has the format
+        that `lora-merge schema proof` describes.
+
+    Raises:
+        VerificationFailed: It is not that merge; the message says where it differs.
+        InputError: A file is missing or damaged, or the output has no recipe.
+        MergeError: As `merge`.
+
+    Example:
+        >>> lora_merge.verify("merged.safetensors")["proven"]
+        True
+    """
+    from .paths import expand
+    from .proof.replay import prove
+    from .viewing.bar import watched
+    from .viewing.facts import Facts
+    from .viewing.text import proof_lines
+
+    stated = make_job(output, adapters, output).adapters if adapters else ()
+    folders = [expand(folder) for folder in search]
+    with interruptible(), watched(progress) as watcher:
+        found = prove(expand(output), base, stated, search=folders, full=full, options=options, progress=watcher)
+    return Facts(found, proof_lines)
+
+
+def inspect(
+    path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool = False
+) -> Facts:
+    """Tell what a file or folder is, or how an adapter fits a base.
+
+    Parameters:
+        path: A checkpoint or an adapter.
+        adapter: An adapter for the base at `path`, as for `merge`.
+        weights: Whether numbers are read too: for norms, stable ranks and energies of an adapter, or with a base for
+            the size of the change and how much of it the base's dtype keeps.
+        hashes: Whether large files are hashed too; adapters up to 256 MiB are always.
+
+    Returns:
+        A table of facts, which shows itself as the text of `lora-merge inspect`; its `to_json()` has the format that
+        `lora-merge schema inspect` describes.
+
+    Raises:
+        InputError: A file is missing, damaged or of a kind that is not supported.
+
+    Example:
+        >>> facts = lora_merge.inspect("style.safetensors")
+        >>> facts["algorithms"], facts["ranks"]
+        ({'lora': 264}, [32])
+    """
+    from .paths import expand
+    from .viewing.facts import Facts
+    from .viewing.inspect import inspect as look
+    from .viewing.text import lines
+
+    ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
+    return Facts(look(expand(path), ref, weights=weights, hashes=hashes), lines)
+
+
+def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
+    """Tell where two models differ and by how much, or how alike the changes of two adapters are.
+
+    Parameters:
+        a: A model or an adapter.
+        b: Another one of the same kind.
+        base: For two adapters that spell names in different words, or whose formulas read the weights: a base of both.
+
+    Returns:
+        A table of facts, which shows itself as text. For models: counts of equal and different tensors, ‖B−A‖ in all,
+        by block and by tensor. For adapters: norms, cosine and overlap of spaces, in all, by block and by module. Its
+        `to_json()` has the format that `lora-merge schema compare` describes.
+
+    Raises:
+        UsageError: One is an adapter and the other is not.
+        InputError: A file is missing or damaged.
+
+    Example:
+        >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
+        264
+    """
+    from .paths import expand
+    from .viewing.compare import compare as look
+    from .viewing.compare import compare_lines
+    from .viewing.facts import Facts
+
+    return Facts(look(expand(a), expand(b), None if base is None else expand(base)), compare_lines)

@@ -11,7 +11,7 @@ from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
@@ -99,6 +99,11 @@ class Job:
     """Whether the header of the output holds no recipe, and no entries of the base but those that loading needs."""
 
 
+OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str], float] | Adapter
+Adapters: TypeAlias = OneAdapter | Sequence[OneAdapter] | Mapping[str, float] | Mapping[Path, float]
+"""What Python functions take as adapters: a path, a path with its strength, a list of them, or path → strength."""
+
+
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Return the number of bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes; UsageError for others."""
     fix = "write it like 512MiB or 4GB"
@@ -111,15 +116,14 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
     return int(size)
 
 
-def make_job(
-    base: str | Path, adapters: Sequence[Any] | str | Path, output: str | Path | None = None, **options: Any
-) -> Job:
+def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, **options: Any) -> Job:
     """Return a Job made of the arguments that the API and the command line pass; UsageError if one of them is wrong.
 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
     found = checked(options)
+    adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
     single = isinstance(adapters, str | PathLike | Adapter) or is_pair(adapters)
     wanted = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)

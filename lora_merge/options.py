@@ -60,6 +60,29 @@ class MergeOptions(TypedDict, total=False):
     no_metadata: bool
 
 
+class PythonOptions(MergeOptions, total=False):
+    """These options, and the names that Python has in addition."""
+
+    strengths: Sequence[float] | None
+
+
+class VerifyOptions(TypedDict, total=False):
+    """The options of `verify`, for outputs without a recipe."""
+
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
+    unmatched: Unmatched
+    on_overflow: OnOverflow
+    method: Literal["sum", "compose"]
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    map: str | Path | None
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+STRENGTHS: Final = "strengths"
+"""Another name for the option `strength` in Python, where it is a list."""
+
+
 DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch can tell which of them this machine has."""
@@ -238,6 +261,10 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Checked here are names, words, dtypes, switches and devices; `make_job` checks the other kinds.
     """
+    if STRENGTHS in options:
+        if "strength" in options:
+            raise UsageError("strengths are given twice", "strength and strengths", "use one of the two")
+        options = {"strength" if name == STRENGTHS else name: value for name, value in options.items()}
     for name in options:
         _known(name)
     return {o.name: _value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}

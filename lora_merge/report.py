@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from .tables import html_table
+from .text import size
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """The outcome of one merge; `--json` prints `to_json()`."""
 
@@ -31,6 +35,25 @@ class Report:
     saturated: Mapping[str, int] = field(default_factory=dict)  # tensor → numbers cut (`on_overflow="saturate"`)
     notes: tuple[str, ...] = ()  # remarks for the user, such as a device that was not used
     schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
+
+    def __repr__(self) -> str:
+        return "Report: " + "; ".join(f"{name} {value}" for name, value in self._told())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Merged: {Path(self.output).name}", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """Yield what a person wants to know first."""
+        yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
+        yield "base", f"{Path(self.base).name} ({self.architecture})"
+        for name, one in self.coverage.items():
+            parts = [f"{s}× {part}" for part, counts in one["strengths"].items() for s in counts]
+            yield "adapter", f"{name}: {one['matched']} of {one['total']} modules, {', '.join(parts)}"
+        yield "changed", f"{self.changed} of {self.tensors} tensors in {self.seconds:.1f} s on {self.device}"
+        if self.verified is not None:
+            worst = f"worst deviation {self.verified['worst_ulp']:.2f} ulp"
+            yield "verified", f"{self.verified['tensors']} tensors recomputed, {worst}"
+        yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""

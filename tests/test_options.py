@@ -94,9 +94,9 @@ def test_a_jobs_file_has_the_same_fields() -> None:
 
 def test_help_shows_every_option_and_an_editor_its_type() -> None:
     for call in (lora_merge.merge, lora_merge.plan, lora_merge.merge_state_dict):
-        assert inspect.signature(call).parameters["options"].annotation == "Unpack[MergeOptions]"
+        assert inspect.signature(call).parameters["options"].annotation == "Unpack[PythonOptions]"
     described = re.findall(r"^    (\w+): ", inspect.getdoc(lora_merge.merge) or "", re.MULTILINE)
-    assert {*described} >= {*OPTIONS, "base", "adapters", "output"}
+    assert {*described} >= {*OPTIONS, "base", "adapters", "output", "strengths"}
 
 
 PUBLIC = [getattr(lora_merge, n) for n in lora_merge.__all__ if inspect.isfunction(getattr(lora_merge, n))]
@@ -109,7 +109,7 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
         assert f"\n{part}:\n" in text, part
     described = {*re.findall(r"^    (\w+): ", text.partition("\nReturns:\n")[0], re.MULTILINE)}
     assert {*inspect.signature(call).parameters} - {"options"} <= described
-    assert described <= {*inspect.signature(call).parameters, *OPTIONS}
+    assert described <= {*inspect.signature(call).parameters, *OPTIONS, "strengths"}
 
 
 def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:

@@ -42,7 +42,7 @@ LIBRARIES = {
     "torch": {"engine", "memory", "files", "viewing", "cli"},
     "numpy": {"proof", "adapters", "engine", "cli"},
     "typer": {"cli"},
-    "tqdm": {"cli"},
+    "tqdm": {"cli", "viewing"},
     "rich": {"cli"},
     "pydantic": {"batch"},
     "ray": {"batch"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,13 +12,14 @@ from ..errors import MergeError, as_resource_error, error_dict
 from ..lines import Lines
 from ..process import here
 from ..report import Report
+from ..tables import html_table
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
 """`skipped`: the output is there already, by the same recipe. `taken`: another process is at it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobReport:
     """What became of one job; `to_json` is a line of `--report`."""
 
@@ -30,6 +32,16 @@ class JobReport:
     report: Report | None = None  # of the merge, where there was one
     error: MergeError | None = None  # why it failed
     worker: str = ""  # host:process
+
+    def __repr__(self) -> str:
+        return f"JobReport {self.number}: {self._told()}"
+
+    def _told(self) -> str:
+        why = f": {self.error.what}" if self.error is not None else f" in {self.seconds:.1f} s" * bool(self.report)
+        return f"{self.output} {self.status}{why}"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Job {self.number}", [(self.status, self._told())])
 
     @property
     def ok(self) -> bool:
@@ -48,6 +60,18 @@ class JobReport:
     def to_json(self) -> str:
         """Return the report as one JSON object on one line."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
+
+
+class Reports(list[JobReport]):
+    """The reports of a batch, in the order in which the jobs ended."""
+
+    def __repr__(self) -> str:
+        counts = Counter(report.status for report in self)
+        head = ", ".join(f"{n} {status}" for status, n in counts.items()) or "no jobs"
+        return "\n".join([f"Reports: {head}", *(f"  {report!r}" for report in self)])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{len(self)} jobs", [(f"{r.number} {r.status}", r._told()) for r in self])
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

@@ -22,7 +22,7 @@ from .executors import Executor, Workers
 from .executors import executor as find
 from .groups import JobGroup
 from .jobs_file import BatchJob, load
-from .report import JobReport, failed
+from .report import JobReport, Reports, failed
 from .survey import TOGETHER, PlannedJob, check_space, survey
 
 
@@ -157,7 +157,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     redo: bool = False,
     fail_fast: bool = False,
     on_report: Callable[[JobReport], object] | None = None,
-) -> list[JobReport]:
+) -> Reports:
     """Run all merges of a jobs file and return one report for each, in the order in which they ended.
 
     The call returns when all jobs have ended. It plans them all before the first one runs; jobs that share a base are
@@ -179,7 +179,8 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         on_report: A function that is called with each job's report as soon as the job ends.
 
     Returns:
-        One `JobReport` for each job: `number`, `status`, `output`, `error`, `report` (the merge's own), `to_json()`.
+        `Reports`, a list with one `JobReport` for each job: `number`, `status`, `output`, `error`, `report` (the
+        merge's own), `to_json()`.
 
     Raises:
         UsageError: The jobs file has mistakes (all are named at once), or an option has a wrong value.
@@ -193,7 +194,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     """
     find(executor)
     switch(fail_fast, "--fail-fast")
-    ended: list[JobReport] = []
+    ended = Reports()
     with interruptible():
         batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo)
         with closing(batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast)) as reports:

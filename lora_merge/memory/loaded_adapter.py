@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ from ..models.weights import Weight, whole
 from ..options import unlike
 from ..paths import expand
 from ..planning.plan import OutputTensor
+from ..tables import html_table
 from .state_index import check_values, index_of
 
 if TYPE_CHECKING:
@@ -43,6 +46,19 @@ class LoadedAdapter:
         self.path = expand(path)
         self.file: AdapterFile = group(open_checkpoint(self.path))
         self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
+
+    def __repr__(self) -> str:
+        return "LoadedAdapter: " + "; ".join(f"{name} {value}" for name, value in self._told())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Adapter: {self.path.name}", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """Yield what a person wants to know first."""
+        kinds = Counter(next(iter(m.complete), "incomplete") for m in self.file.modules)
+        yield "path", str(self.path)
+        yield "modules", f"{len(self.modules)}: {', '.join(f'{name} {n}' for name, n in kinds.most_common())}"
+        yield "first", next(iter(self.modules), "")
 
     @property
     def modules(self) -> tuple[str, ...]:

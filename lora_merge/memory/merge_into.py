@@ -22,7 +22,8 @@ from .merging import KEEP, prepare, warn_of_cut
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from ..options import MergeOptions
+    from ..options import PythonOptions
+    from .merging import MemoryAdapters
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]
 
@@ -78,7 +79,9 @@ class MergedModel:
 
 
 @undisturbed()
-def merge_into(model: Any, adapters: Any, *, keep: Keep = "host", **options: Unpack[MergeOptions]) -> MergedModel:
+def merge_into(
+    model: Any, adapters: MemoryAdapters, *, keep: Keep = "host", **options: Unpack[PythonOptions]
+) -> MergedModel:
     """Merge adapters into a live model, in place; the returned handle restores its exact bytes.
 
     Every result is made on the device of its tensor and written into that tensor, so that all references to it stay

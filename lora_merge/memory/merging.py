@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from numbers import Real
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from ..engine.tensors import TensorCache, as_bytes, decoded, new_parts, refitted
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, is_pair, make_job
+from ..job import Adapter, Job, OneAdapter, is_pair, make_job
 from ..models.names import names
 from ..options import a_list
 from ..paths import expand
@@ -38,10 +40,16 @@ from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
 if TYPE_CHECKING:
-    from ..options import MergeOptions
+    from ..options import PythonOptions
 
 KEEP: Final = "keep"
 """The value of `device` with which results stay where the tensors of the base are."""
+
+MemoryAdapter: TypeAlias = (
+    OneAdapter | Mapping[str, Tensor] | LoadedAdapter | tuple[Mapping[str, Tensor], float] | tuple[LoadedAdapter, float]
+)
+MemoryAdapters: TypeAlias = MemoryAdapter | Sequence[MemoryAdapter] | Mapping[str, float] | Mapping[Path, float]
+"""What functions on tensors take as adapters: paths, state dicts and opened adapters, each also with a strength."""
 
 Give = Callable[[OutputTensor, Tensor], None]
 
@@ -104,7 +112,9 @@ class MemoryMerge:
         return saturated
 
 
-def prepare(base: Index, adapters: Any, options: MergeOptions, own: Mapping[str, Tensor], called: str) -> MemoryMerge:
+def prepare(
+    base: Index, adapters: MemoryAdapters, options: PythonOptions, own: Mapping[str, Tensor], called: str
+) -> MemoryMerge:
     """Match adapters with a base in memory.
 
     `own`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a state
@@ -211,14 +221,17 @@ def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
     return as_bytes(out)[low : low + size(block.elements)]
 
 
-def _adapters(given: Any) -> tuple[list[Any], list[AdapterFile]]:
+def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile]]:
     """Return the adapters in the form that `make_job` takes, and the opened files."""
-    if isinstance(given, str | Path | Adapter | Mapping | LoadedAdapter) or is_pair(given):
-        given = [given]
-    given = a_list(given, "the list of adapters", "a path, a state dict, or a list of them")
+    items: Any = given
+    if isinstance(given, Mapping) and given and all(isinstance(value, Real) for value in given.values()):
+        items = [*given.items()]
+    elif isinstance(given, str | PathLike | Adapter | Mapping | LoadedAdapter) or is_pair(given):
+        items = [given]
+    items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
         if isinstance(source, Mapping):

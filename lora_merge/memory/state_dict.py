@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from .state_index import index_of, ties
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import MergeOptions
+    from ..options import PythonOptions
+    from .merging import MemoryAdapters
 
 
 @undisturbed()
 def merge_state_dict(
-    state_dict: Mapping[str, Tensor], adapters: Any, **options: Unpack[MergeOptions]
+    state_dict: Mapping[str, Tensor], adapters: MemoryAdapters, **options: Unpack[PythonOptions]
 ) -> dict[str, Tensor]:
     """Return a new state dict with the adapters merged in; the input is not changed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
@@ -19,7 +19,8 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
-from ..text import by_pattern
+from ..tables import html_table
+from ..text import by_pattern, size
 
 
 class OutputTensor(NamedTuple):
@@ -108,7 +109,7 @@ class OutputFile:
         return len(self.header) + -(-(end - len(self.header)) // self.alignment) * self.alignment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """One merge, ready to run."""
 
@@ -119,6 +120,21 @@ class Plan:
     files: tuple[OutputFile, ...]
     sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
     indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
+
+    def __repr__(self) -> str:
+        return "Plan: " + "; ".join(f"{name} {value}" for name, value in self._told())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Plan: {self.job.output.name}", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """Yield what a person wants to know first."""
+        yield "output", f"{self.job.output} ({size(self.size)}, dtype {self.job.dtype})"
+        yield "base", f"{self.job.base.name} ({self.architecture}, {len(self.base.tensors)} tensors)"
+        for ref, m in zip(self.job.adapters, self.adapters, strict=True):
+            strengths = [f"{s:g}× {part} ({n})" for part, counts in m.strengths.items() for s, n in counts.items()]
+            yield "adapter", f"{ref.path.name}: {m.modules} of {m.total} modules, {', '.join(strengths)}"
+        yield "changes", f"{self.changed} tensors"
 
     @property
     def size(self) -> int:

@@ -80,7 +80,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
                                      "merge again, or take these files from lora-merge replay")  # fmt: skip
         if sides := differing(contents(plan), output):
             proof["warnings"].append(f"not what the merge writes, or missing beside the weights: {listed(sides)}")
-        return {"output": str(output), "proven": True, **proof}
+        return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
 def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:

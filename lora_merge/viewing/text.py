@@ -94,6 +94,18 @@ def number_lines(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def proof_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a proof found."""
+    yield line("proven", str(found["output"]))
+    how = f"{found['tensors']} of {found['changed']} merged tensors, {found['rows']} rows"
+    yield line("recomputed", f"{how}: worst deviation {found['worst_ulp']:.2f} ulp")
+    yield line("untouched", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
+    for row in found["retained"]:
+        yield line("retained", f"{row['adapter']}: " + ("?" if row["retained"] is None else f"{row['retained']:.1%}"))
+    for warning in found["warnings"]:
+        yield line("warning", warning)
+
+
 def _share(n: Mapping[str, Any]) -> str:
     return f"{n['delta'] / n['weight']:.2%}" if n["weight"] else "all"
 

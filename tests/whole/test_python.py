@@ -1,0 +1,126 @@
+"""The Python API as a program or a notebook uses it."""
+
+from __future__ import annotations
+
+import inspect as signatures
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge import options
+from lora_merge.errors import UsageError, VerificationFailed
+from lora_merge.options import OPTIONS
+
+from ..support import kohya, load, save, sd1
+
+FUNCTIONS = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.isfunction(getattr(lora_merge, n))]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
+    """A base, two adapters, and the merge of the base with 0.5 of the first."""
+    folder = tmp_path_factory.mktemp("python")
+    base, ink, oil, out = (folder / f"{name}.safetensors" for name in ("base", "ink", "oil", "out"))
+    save(sd1(), base)
+    save(kohya(sd1()), ink)
+    save(kohya(sd1(), seed=300), oil)
+    lora_merge.merge(base, [(ink, 0.5)], out)
+    return base, ink, oil, out
+
+
+def test_strengths_can_be_said_in_every_natural_way(files: tuple[Path, Path, Path, Path]) -> None:
+    base, ink, oil, _ = files
+    want = lora_merge.plan(base, [(ink, 0.5), (oil, 0.25)]).job.adapters
+    for adapters, more in (
+        ([ink, oil], {"strengths": [0.5, 0.25]}), ([ink, oil], {"strength": [0.5, 0.25]}),
+        ({ink: 0.5, oil: 0.25}, {}), ({str(ink): 0.5, str(oil): 0.25}, {}),
+    ):  # fmt: skip
+        assert lora_merge.plan(base, adapters, **more).job.adapters == want
+    with pytest.raises(UsageError, match="given twice"):
+        lora_merge.plan(base, [ink], strength=[1.0], strengths=[1.0])
+    with pytest.raises(UsageError):
+        lora_merge.plan(base, {})
+
+
+def test_tensors_in_memory_take_the_same_words(files: tuple[Path, Path, Path, Path]) -> None:
+    base, ink, _, out = files
+    state, want = load(base), load(out)
+    for adapters, more in (({ink: 0.5}, {}), ([load(ink)], {"strengths": [0.5]}), (load(ink), {"strengths": [0.5]})):
+        made = lora_merge.merge_state_dict(state, adapters, **more)
+        assert all(torch.equal(made[key], want[key]) for key in want)
+
+
+def test_progress_is_a_function_or_a_bar(
+    files: tuple[Path, Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, ink, _, _ = files
+    steps: list[lora_merge.Step] = []
+    report = lora_merge.merge(base, ink, tmp_path / "a.safetensors", progress=steps.append)
+    assert sum(s.done for s in steps if s.stage == "merge") == report.written
+    assert {"load", "merge", "prove"} <= {s.stage for s in steps}
+    assert capsys.readouterr() == ("", "")
+    lora_merge.replay(tmp_path / "a.safetensors", tmp_path / "b.safetensors", progress=True, search=[base.parent])
+    assert "prove" in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        lora_merge.merge(base, ink, tmp_path / "c.safetensors", progress="yes")  # type: ignore[arg-type]
+
+
+def test_an_output_is_verified_and_made_again(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+    base, ink, oil, out = files
+    proof = lora_merge.verify(out)
+    assert proof["proven"]
+    assert json.loads(proof.to_json())["schema"] == "lora-merge/proof/1"
+    assert lora_merge.verify(out, base, [(ink, 0.5)], full=True)["full"]
+    with pytest.raises(VerificationFailed):
+        lora_merge.verify(out, base, oil)
+    report = lora_merge.replay(out, tmp_path / "again.safetensors", search=[base.parent])
+    assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
+    assert report.written == out.stat().st_size
+
+
+def test_files_are_looked_at(files: tuple[Path, Path, Path, Path]) -> None:
+    base, ink, oil, out = files
+    facts = lora_merge.inspect(ink)
+    assert (facts["kind"], len(facts), set(facts)) == ("adapter", len(dict(facts)), {*dict(facts)})
+    assert lora_merge.inspect(base, (ink, 0.5))["match"]["strength"] == 0.5
+    assert lora_merge.compare(base, out)["different"] == 32
+    assert lora_merge.compare(ink, oil, base=base)["common"] == 32
+
+
+def test_everything_shows_itself_in_a_few_lines(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+    """As text and as HTML, in which a name cannot be markup."""
+    base, ink, _, out = files
+    odd = save(kohya(sd1()), tmp_path / "<b>&.safetensors")
+    jobs = [{"base": str(base), "adapters": [str(ink)], "output": str(tmp_path / "j.safetensors")}]
+    report = lora_merge.merge(base, {odd: 0.5}, tmp_path / "o.safetensors")
+    shown = {
+        "0.5×": report, "32 of 32": lora_merge.plan(base, odd, tmp_path / "p.safetensors"), "lora 32": lora_merge.load_adapter(odd),
+        "merged": lora_merge.run_batch(jobs), "proven": lora_merge.verify(out), "adapter": lora_merge.inspect(odd),
+    }  # fmt: skip
+    for words, found in shown.items():
+        assert words in repr(found)
+        assert len(repr(found)) < 2500
+        html = found._repr_html_()
+        assert html.startswith("<table>")
+        assert "<b>&" not in html
+
+
+@pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
+def test_editors_know_every_keyword(call: Any) -> None:
+    """No parameter is Any, but the live model of `merge_into`, which may be of any class."""
+    for name, parameter in signatures.signature(call).parameters.items():
+        text = str(parameter.annotation)
+        assert name == "model" or "Any" not in text or call is lora_merge.run_batch, f"{name}: {text}"
+        if parameter.kind is parameter.VAR_KEYWORD:
+            assert text.startswith("Unpack[")
+
+
+def test_verify_has_the_options_of_the_table() -> None:
+    assert {*typing.get_type_hints(options.VerifyOptions, vars(options) | {"torch": torch})} == {
+        name for name, option in OPTIONS.items() if option.in_verify
+    }
