@@ -203,6 +203,114 @@ def _convrot() -> Form:
     return Form(rotated.make, rotated.read, rotated.half_step, note=rotated.note, turn=_hadamard(64))
 
 
+NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
+       0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]  # fmt: skip
+"""Dettmers et al. 2023, arXiv:2305.14314, appendix E, to seven digits."""
+FP4 = [0.0, 0.0052083, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25]
+
+
+def _dynamic() -> Tensor:
+    """A map of 256 numbers with more of them near zero, as double quantisation has it."""
+    half = torch.cat([torch.linspace(0.1, 1.0, 2**n + 1)[1:] * 10.0 ** (n - 6) for n in range(7)])
+    return torch.cat([-half, torch.zeros(1), half, torch.ones(1)]).sort().values
+
+
+def bnb(kind: str, *, doubled: bool) -> Form:
+    """4-bit weights by bitsandbytes' formula."""
+    table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])
+
+    def make(w: Tensor) -> Tensors:
+        flat = w.reshape(-1, 64)
+        scale = flat.abs().amax(1)
+        codes = (flat[:, :, None] / scale.clamp(min=1e-30)[:, None, None] - table).abs().argmin(2).to(torch.uint8)
+        state: dict[str, object] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
+        found = {"absmax": scale, "quant_map": table}
+        if doubled:
+            offset = float(scale.mean())
+            outer = torch.nn.functional.pad(scale - offset, (0, -len(scale) % 256)).view(-1, 256)
+            top = outer.abs().amax(1)
+            near = (outer[:, :, None] / top[:, None, None] - _dynamic()).abs().argmin(2).to(torch.uint8)
+            found |= {"absmax": near.reshape(-1)[: len(scale)], "nested_absmax": top, "nested_quant_map": _dynamic()}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        found[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        pairs = codes.reshape(-1, 2)
+        packed = (pairs[:, 0] << 4 | pairs[:, 1]).unsqueeze(1)
+        return {"weight": packed, **{f"weight.{last}": value for last, value in found.items()}}
+
+    def scales(t: Tensors) -> Tensor:
+        absmax = t["weight.absmax"]
+        if doubled:
+            state = json.loads(bytes(t[f"weight.quant_state.bitsandbytes__{kind}"].tolist()))
+            outer = t["weight.nested_absmax"].repeat_interleave(256)[: len(absmax)]
+            absmax = t["weight.nested_quant_map"][absmax.int()] * outer + state["nested_offset"]
+        return absmax.repeat_interleave(64).view(SHAPE)
+
+    def read(t: Tensors) -> Tensor:
+        codes = torch.stack([t["weight"] >> 4, t["weight"] & 15], -1).view(SHAPE).int()
+        return t["weight.quant_map"][codes] * scales(t)
+
+    def half(t: Tensors, want: Tensor) -> Tensor:
+        scale = scales(t).double()
+        ordered = table.double().unique()
+        gaps = torch.cat([ordered[1:2] - ordered[:1], ordered.diff(), ordered[-1:] - ordered[-2:-1]])
+        return gaps[torch.bucketize(want / torch.where(scale == 0, 1e-30, scale), ordered)] * scale.abs() / 2
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Form(make, read, half, config, scale="weight.absmax" if not doubled else "weight.nested_absmax")
+
+
+def _bnb8(w: Tensor) -> Tensors:
+    scale = w.abs().amax(1)
+    codes = (w * 127 / scale[:, None]).round().to(torch.int8)
+    return {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
+def _gptq(w: Tensor) -> Tensors:
+    low, high = (getattr(w.view(SHAPE[0], -1, 64), f)(2) for f in ("amin", "amax"))
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale.float()).round().clamp(1, 15).int()
+    levels = (w / spread(scale).float() + spread(zero)).round().clamp(0, 15).int()
+    order = torch.arange(SHAPE[1]) // 64
+    columns = levels.t().reshape(-1, 8, SHAPE[0])
+    words = sum(columns[:, i].to(torch.int64) << 4 * i for i in range(8)).to(torch.int32)
+    zeros = (zero - 1).t().reshape(3, -1, 8)
+    packed = sum(zeros[:, :, i].to(torch.int64) << 4 * i for i in range(8)).to(torch.int32)
+    return {"qweight": words, "qzeros": packed, "scales": scale.t().contiguous(), "g_idx": order.int()}
+
+
+def _read_gptq(t: Tensors) -> Tensor:
+    shifts = 4 * torch.arange(8)
+    levels = (t["qweight"][:, None, :] >> shifts[None, :, None]) & 15
+    zeros = ((t["qzeros"][:, :, None] >> shifts) & 15).flatten(1) + 1
+    group = t["g_idx"].long()
+    return ((levels.flatten(0, 1) - zeros[group]) * t["scales"].float()[group]).t()
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def _awq(w: Tensor) -> Tensors:
+    made = _gptq(w)
+    levels = ((made["qweight"][:, None, :] >> (4 * torch.arange(8))[None, :, None]) & 15).flatten(0, 1)
+    zeros = ((made["qzeros"][:, :, None] >> 4 * torch.arange(8)) & 15).flatten(1) + 1
+    packed = []
+    for numbers in (levels, zeros):
+        eights = numbers.reshape(len(numbers), -1, 8)[:, :, AWQ_ORDER].to(torch.int64)
+        packed.append(sum(eights[:, :, i] << 4 * i for i in range(8)).to(torch.int32))
+    return {"qweight": packed[0], "qzeros": packed[1], "scales": made["scales"]}
+
+
+def _read_awq(t: Tensors) -> Tensor:
+    def unpacked(words: Tensor) -> Tensor:
+        found = (words[:, :, None] >> 4 * torch.arange(8)) & 15
+        out = torch.empty_like(found)
+        out[:, :, AWQ_ORDER] = found
+        return out.flatten(1)
+
+    group = torch.arange(SHAPE[1]) // 64
+    return ((unpacked(t["qweight"]) - unpacked(t["qzeros"])[group]) * t["scales"].float()[group]).t()
+
+
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
@@ -246,6 +354,15 @@ FORMS: dict[str, Form] = {
     ),
     "musubi groups": Form(_musubi, _times("scale_weight"), _fp8("scale_weight"), scale="scale_weight"),
     "lightx2v int8": Form(rows(torch.int8, 127, "weight_scale"), _times("weight_scale"), _int),
+    "bitsandbytes nf4": bnb("nf4", doubled=False),
+    "bitsandbytes nf4 doubled": bnb("nf4", doubled=True),
+    "bitsandbytes fp4": bnb("fp4", doubled=False),
+    "bitsandbytes int8": Form(
+        _bnb8, lambda t: t["weight"].float() * spread(t["SCB"]).float() / 127, lambda t, _: spread(t["SCB"]) / 254,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, scale="SCB",
+    ),
+    "GPTQ": Form(_gptq, _read_gptq, _int, {"quant_method": "gptq", "bits": 4}, scale="scales", decode_only=True),
+    "AWQ": Form(_awq, _read_awq, _int, {"quant_method": "awq", "bits": 4, "version": "gemm"}, scale="scales", decode_only=True),
 }  # fmt: skip
 
 

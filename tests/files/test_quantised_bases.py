@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lora_merge
+from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import open_checkpoint
 
 from ..support import Tensors, load, rand, save
@@ -27,9 +28,9 @@ def base(form: Form, folder: Path) -> tuple[Path, Tensors]:
         weight = rand(*SHAPE, seed=number, scale=0.02)
         weight[3, :64] = 0
         parts = form.make(weight) | note(form)
-        if form.config or form.note:
+        if "weight_scale" in parts and (form.config or form.note):
             parts["input_scale"] = torch.tensor(1.5)
-        found |= {f"{layer}.{last}": value.contiguous() for last, value in parts.items()}
+        found |= {f"{layer}.{last}": value.clone().contiguous() for last, value in parts.items()}
     folder.mkdir()
     file = save(found, folder / "model.safetensors")
     found = load(file)  # in the order of the file
@@ -49,7 +50,7 @@ def adapter() -> Tensors:
 
 
 def parts(tensors: Tensors, layer: str) -> Tensors:
-    return {key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith(f"{layer}.")}
+    return {key.removeprefix(f"{layer}."): value for key, value in tensors.items() if key.startswith(f"{layer}.")}
 
 
 def exact(form: Form, tensors: Tensors, layer: str) -> Tensor:
@@ -79,7 +80,7 @@ def test_it_is_kept_and_rounded_once(name: str, tmp_path: Path) -> None:
         worst = float(((got - want).abs() / half.clamp(min=1e-12)).max())
         assert worst <= 1.001, f"{size}: {worst} half steps"
     touched = {f"{layer}.{last}" for layer in NAMES[:2] for last in parts(tensors, layer)}
-    fixed = ("input_scale", "comfy_quant", "weight_shape")
+    fixed = ("input_scale", "comfy_quant", "weight_shape", "quant_map", "__nf4", "__fp4", "weight_format")
     assert all(same(made[k], tensors[k]) for k in tensors if k not in touched or k.endswith(fixed))
     assert all((made[k].dtype, made[k].shape) == (tensors[k].dtype, tensors[k].shape) for k in tensors)
     assert report.verified is not None
@@ -106,3 +107,12 @@ def test_an_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> No
         assert config == {"model_type": "x", "torch_dtype": "bfloat16"}
         assert not (out / "hf_quant_config.json").exists()
     assert not open_checkpoint(out).packed
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.decode_only])
+def test_what_needs_calibration_is_not_written_again(name: str, tmp_path: Path) -> None:
+    source, _ = base(FORMS[name], tmp_path / "base")
+    with pytest.raises(InputError, match="calibration") as caught:
+        lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
+    assert "--dtype bf16" in caught.value.fix
+    assert not (tmp_path / "out").exists()

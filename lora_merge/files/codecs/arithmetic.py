@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING, Final
@@ -212,3 +213,30 @@ def by_group(groups: Tensor, size: int) -> Tensor | None:
     if counts is None or not bool((counts == size).all()):
         return None
     return groups.argsort(stable=True)
+
+
+INT32: Final = torch.int32
+
+
+def from_words(words: Tensor, bits: int) -> Tensor:
+    """Return the whole numbers in words [..., n], from the lowest bits on: [..., n, 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return torch.bitwise_right_shift(words[..., None], shifts).bitwise_and(2**bits - 1)
+
+
+def indices(numbers: Sequence[int]) -> Tensor:
+    """Return indices."""
+    return torch.tensor(numbers)
+
+
+def repeated(groups: int, count: int) -> Tensor:
+    """Return the group of each of `count` numbers, in groups of one size."""
+    return torch.arange(groups).repeat_interleave(count // groups)
+
+
+def nearest(levels: Tensor, table: Tensor) -> Tensor:
+    """Return, as bytes, the places of the nearest numbers of a table."""
+    found = table.sort()
+    middles = (found.values[1:].to(levels.dtype) + found.values[:-1].to(levels.dtype)) / 2
+    codes: Tensor = found.indices.to(torch.uint8)
+    return codes[torch.bucketize(levels, middles)]

@@ -46,6 +46,7 @@ class Scaled(Encoding):
     powers: bool = False  # whether all scales are powers of two
     factor: float = 1.0  # W = q · s · factor
     lowest: int = -128  # the smallest code of whole numbers
+    zero_rows: bool = False  # whether a row of zeros has the scale 0
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
@@ -71,6 +72,8 @@ class Scaled(Encoding):
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes, scales and zero points; None where one scale for the whole weight does not cover it."""
+        import torch
+
         from . import arithmetic
 
         count = values.numel()
@@ -90,7 +93,8 @@ class Scaled(Encoding):
             levels = blocks / scale.to(values.dtype)[:, :, None, :, None] + zero[:, :, None, :, None]
         else:
             scale = self._fitted(low, high, old)
-            levels = blocks / (scale.to(values.dtype) * self.factor)[:, :, None, :, None]
+            divisor = torch.where(scale > 0, scale, inf).to(values.dtype) * self.factor
+            levels = blocks / divisor[:, :, None, :, None]
         codes = arithmetic.cut_to_bytes(self._flat(levels, count), self.dtype, self.lowest)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
 
@@ -109,7 +113,7 @@ class Scaled(Encoding):
         found = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
         if self.swizzled:
             found = found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)]
-        good = (found > 0) & (found < inf)
+        good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
         if not bool(good.all()):
             raise InvalidPart(f"a scale is no positive number: {found[~good][0].item():g}")
         return found if self.block[0] else found.item()

@@ -12,8 +12,12 @@ from .fp4 import fp4, packed_ints
 from .ggml import blocks
 from .numbers import BadPart
 from .scaled import scaled
+from .tables import bnb4
+from .transposed import transposed
 
 DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
+    "bnb4": bnb4,
+    "gptq": transposed,
     "fp4": fp4,
     "packed_ints": packed_ints,
     "scaled": scaled,

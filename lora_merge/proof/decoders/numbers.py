@@ -13,12 +13,12 @@ class BadPart(ValueError):
     """A scale that stands for no number."""
 
 
-def scales(raw: Any, dtype: str) -> Array:
-    """Return the scales as float64; BadPart unless all are positive."""
+def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
+    """Return the scales as float64; BadPart unless all are positive, or 0 where a row of zeros has that."""
     found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
-    if not (np.isfinite(found) & (found > 0)).all():
+    if not (np.isfinite(found) & ((found > 0) | (zero & (found == 0)))).all():
         raise BadPart("a scale is no positive number")
-    return found
+    return nonzero(found)
 
 
 def places(shape: tuple[int, int], block: tuple[int, int], count: int, *, tiles: bool = False) -> Array:

@@ -1,0 +1,176 @@
+"""Weights of bitsandbytes: 4-bit codes by a table (nf4, fp4) with a scale for each block of the flat weight, and int8.
+
+With double quantisation the scales are codes themselves: map[u8] · n + offset, n for every 256 of them. The offset,
+the mean of all scales when the file was written, is kept.
+https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf, isfinite, prod
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from ...disk.files import StoredTensor
+from ...disk.reader import read_bytes
+from ...json_text import from_json
+from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .comfy import NOTE_LIMIT
+from .scaled import Stored, scaled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+MAP: Final = "map"
+ABSMAX: Final = "absmax"
+NESTED: Final = "nested"
+NESTED_MAP: Final = "nested_map"
+ROLES: Final = {"absmax": ABSMAX, "quant_map": MAP, "nested_absmax": NESTED, "nested_quant_map": NESTED_MAP}
+SMALL: Final = 0.8  # share of a block's scale below which it is fitted again
+
+
+@dataclass(frozen=True, eq=False)
+class Bnb4(Encoding):
+    """4-bit codes by a table, times a scale for each block of consecutive numbers."""
+
+    size: int = 64  # numbers with one scale
+    nested: int = 0  # scales with one scale; 0 without double quantisation
+    offset: float = 0.0
+    name: ClassVar[str] = "bnb4"
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return map[q] · a in fp32."""
+        from . import arithmetic
+
+        values = arithmetic.from_halves(parts[CODES], parts[MAP], high_first=True)[:count]
+        scale = self._scale(parts)
+        whole = count // self.size * self.size
+        values[:whole].view(-1, self.size).mul_(scale[: whole // self.size, None])
+        if whole < count:
+            values[whole:].mul_(scale[-1])
+        return values
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return codes and scales."""
+        import torch
+
+        from . import arithmetic
+
+        count = values.numel()
+        padded = torch.nn.functional.pad(values, (0, -count % self.size)).view(-1, self.size)
+        old, largest = self._scale(parts), padded.abs().amax(1).float()
+        ends = parts[MAP].sort().values
+        cover = min(1.5 * float(ends[-1]) - 0.5 * float(ends[-2]), 0.5 * float(ends[1]) - 1.5 * float(ends[0]))
+        refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
+        made, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
+        divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
+        codes = arithmetic.nearest(padded / divisor[:, None], parts[MAP]).reshape(-1)[: count + count % 2]
+        return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
+
+    def _scale(self, parts: Parts) -> Tensor:
+        """Return the scale of each block; InvalidPart if one is negative or no finite number."""
+        scale = parts[ABSMAX]
+        if self.nested:
+            spread = parts[NESTED].repeat_interleave(self.nested)[: len(scale)]
+            scale = parts[NESTED_MAP][scale.int()] * spread + self.offset
+        if not bool(scale.isfinite().all()) or (not self.nested and bool((scale < 0).any())):
+            raise InvalidPart("a scale is negative or no finite number")
+        return scale
+
+    def _fitted(
+        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: Parts
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the stored scales, and what they stand for: the old ones where they cover the numbers."""
+        import torch
+        from torch.nn.functional import pad
+
+        from . import arithmetic
+
+        wanted = torch.where(refit, largest, old)
+        if not self.nested:
+            return {ABSMAX: wanted}, wanted
+        table, size = parts[NESTED_MAP], self.nested
+        shifted = pad(wanted - self.offset, (0, -len(wanted) % size)).view(-1, size)
+        top, before = shifted.abs().amax(1), parts[NESTED]
+        grown = top > before * table.abs().max()
+        outer = torch.where(grown, top, before)
+        codes = arithmetic.nearest(shifted / torch.where(outer > 0, outer, inf)[:, None], table)
+        stored = pad(parts[ABSMAX], (0, codes.numel() - len(old))).view(codes.shape)
+        fresh = pad(refit, (0, codes.numel() - len(old))).view(codes.shape) | grown[:, None]
+        codes = torch.where(fresh, codes, stored)
+        scale = table[codes.int()] * outer[:, None] + self.offset
+        short = fresh & (pad(largest, (0, codes.numel() - len(old))).view(codes.shape) > scale.abs() * cover)
+        codes = torch.where(short, (codes.int() + 1).clamp(max=len(table) - 1).to(codes.dtype), codes)
+        scale = table[codes.int()] * outer[:, None] + self.offset
+        return {ABSMAX: codes.reshape(-1)[: len(old)], NESTED: outer}, scale.reshape(-1)[: len(old)]
+
+
+def claim(found: Checkpoint) -> Iterator[Claim]:
+    """Yield every weight of bitsandbytes."""
+    for state in STATES:
+        for name in found.stems(state):
+            made = _four_bits(found, name, f"{name}.{state}")
+            if made is not None:
+                yield made
+    for stem in found.stems("SCB"):
+        weight, scale, form = found.get(stem, "weight"), found.tensors[f"{stem}.SCB"], found.get(stem, "weight_format")
+        if weight is None or weight.dtype != "I8" or scale.shape != weight.shape[:1]:
+            continue
+        if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
+            continue  # an old order of the numbers, for one kind of device
+        of = Stored(weight, scale, "bitsandbytes int8", found.present(stem, "weight_format"))
+        if packing := scaled(of, factor=1 / 127, lowest=-127, zero_rows=True):
+            yield claimed(weight, weight.name, weight.shape, packing)
+
+
+def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
+    """Return the claim of a weight by the JSON that says how it is stored; None where that contradicts the tensors."""
+    codes, told = found.tensors.get(name), _json(found.tensors[state])
+    size, nested, offset = _count(told, "blocksize"), _count(told, "nested_blocksize"), told.get("nested_offset", 0.0)
+    shape, doubled = told.get("shape"), "nested_blocksize" in told
+    if codes is None or not isinstance(shape, list) or not shape or not all(map(_positive, shape)):
+        return None
+    if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):
+        return None
+    total = prod(shape)
+    blocks = -(-total // size)
+    wanted = {"absmax": ("U8" if doubled else "F32", blocks), "quant_map": ("F32", 16)}
+    wanted |= {"nested_absmax": ("F32", -(-blocks // nested)), "nested_quant_map": ("F32", 256)} if doubled else {}
+    tensors = {last: info for last in wanted if (info := found.get(name, last)) is not None}
+    same = all((t.dtype, t.shape) == (wanted[last][0], (wanted[last][1],)) for last, t in tensors.items())
+    if not same or len(tensors) < len(wanted) or size % 2 or codes.nbytes != -(-total // 2):
+        return None
+    units = {"absmax": (size, 1 if doubled else 4), "nested_absmax": (size * nested, 4)}
+    parts = {ROLES[last]: Part(info, *units.get(last, (0, 0))) for last, info in tensors.items()}
+    label = f"bitsandbytes {told.get('quant_type', '4-bit')}"
+    encoding = _encoding(size * (nested or 1), size=size, nested=nested, offset=offset, label=label)
+    made = claimed(codes, name, tuple(shape), Packing(encoding, codes, parts, frozenset({state})))
+    return made._replace(weight=replace(made.weight, dtype="U8"))  # the codes may be stored as another dtype
+
+
+def _count(told: Mapping[str, Any], key: str) -> int:
+    """Return a positive whole number of the JSON; 0 for anything else."""
+    number = told.get(key)
+    return number if isinstance(number, int) and _positive(number) else 0
+
+
+def _positive(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 < number < 2**40
+
+
+def _json(info: StoredTensor) -> Mapping[str, Any]:
+    if info.dtype != "U8" or info.nbytes > NOTE_LIMIT:
+        return {}
+    try:
+        found = from_json(read_bytes(info))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@cache
+def _encoding(group: int, **settings: Any) -> Bnb4:
+    return Bnb4((2, 1), group, **settings)
