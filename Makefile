@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(1)
 
-.PHONY: demo test lint types check bench clean
+.PHONY: demo test lint types check bench docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ types: $(call STAMP,test)
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+docs: $(call STAMP,test)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file configs/site/mkdocs.yml
 
 bench: $(call STAMP,test)
 	$(BIN)/python -m tests.bench

@@ -73,7 +73,7 @@ def merge(
             InputError (missing, damaged or unsupported), FitError (adapter and base do not fit), ResourceError (disk,
             memory, device) and VerificationFailed.
 
-    Example:
+    Examples:
         >>> report = lora_merge.merge("base.safetensors", ["style.safetensors", ("detail.safetensors", 0.6)],
         ...                           output="merged.safetensors", dtype="bf16")
         >>> report.coverage["style.safetensors"]["matched"]
@@ -113,7 +113,7 @@ def plan(
     Raises:
         MergeError: Every error that `merge` would raise before it reads weights.
 
-    Example:
+    Examples:
         >>> lora_merge.plan("base.safetensors", "style.safetensors").changed
         264
     """

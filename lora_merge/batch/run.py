@@ -187,7 +187,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         InputError: The jobs file cannot be read.
         ResourceError: The disks cannot hold all outputs, or no Ray cluster answers.
 
-    Example:
+    Examples:
         >>> reports = lora_merge.run_batch("jobs.yaml", workers=2, on_report=lambda r: print(r.output, r.status))
         >>> [r.error.what for r in reports if r.status == "failed"]
         []

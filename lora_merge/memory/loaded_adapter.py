@@ -125,7 +125,7 @@ def load_adapter(path: str | Path) -> LoadedAdapter:
     Raises:
         InputError: The adapter is missing, damaged or of a kind that is not supported.
 
-    Example:
+    Examples:
         >>> adapter = lora_merge.load_adapter("style.safetensors")
         >>> adapter.modules[0]
         'lora_unet_down_blocks_0_attentions_0_proj_in'

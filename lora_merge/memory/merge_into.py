@@ -102,7 +102,7 @@ def merge_into(
         MergeError: As `merge_state_dict`. Also FitError for adapters that add or resize tensors, or separate a tied
             head, which needs another model; and InputError for quantised and sharded parameters.
 
-    Example:
+    Examples:
         >>> with lora_merge.merge_into(pipe, [("style.safetensors", 0.8)]):
         ...     image = pipe("a lighthouse").images[0]
     """

@@ -41,7 +41,7 @@ def merge_state_dict(
     Raises:
         MergeError: As `merge`, except for errors of the output file and the disk.
 
-    Example:
+    Examples:
         >>> merged = lora_merge.merge_state_dict(model.state_dict(), [("style.safetensors", 0.8)])
         >>> model.load_state_dict(merged)
         <All keys matched successfully>

@@ -1,0 +1,91 @@
+"""The documentation site: it builds without a warning, and its commands are commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lora_merge.cli import main as program
+
+from .readme import ROOT
+from .support import kohya, save, sd1
+
+SITE = ROOT / "configs" / "site"
+PAGES = sorted((SITE / "pages").glob("*.md"))
+COMMANDS = [
+    c for page in PAGES for c in re.findall(r"^(lora-merge .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", SITE / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE / "mkdocs.yml"), "-d", str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="lora_merge.{name}"' in api for name in ("merge", "merge_into", "Report", "MergeError"))
+    loaded = re.findall(r'<script[^>]+src="(http[^"]+)"|<link[^>]+rel="stylesheet"[^>]+href="(http[^"]+)"', api)
+    assert not loaded, "a page loads nothing from other servers"
+
+
+def test_the_index_of_errors_names_messages_with_their_fix(hooks: ModuleType) -> None:
+    page = hooks.errors()
+    assert "| file not found | … |" in page
+    assert "UnmatchedModules: exit code 4" in page
+    assert len(re.findall(r"^\| ", page, re.MULTILINE)) > 200
+
+
+def test_the_page_of_blocks_has_every_preset_and_model(hooks: ModuleType) -> None:
+    page = hooks.blocks()
+    assert "| `MIDD` |" in page and "| Flux.1 |" in page
+
+
+def test_there_are_twenty_recipes() -> None:
+    recipes = (SITE / "pages" / "recipes.md").read_text(encoding="utf-8").partition("\n# Coming from")[0]
+    assert recipes.count("\n## ") >= 20
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of most recipes."""
+    folder = tmp_path_factory.mktemp("shelf")
+    save(sd1(), folder / "sdxl.safetensors")
+    for n, name in enumerate(("style", "detail", "lightning")):
+        save(kohya(sd1(), seed=n), folder / f"{name}.safetensors")
+    grid = (SITE / "pages" / "recipes.md").read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
+    (folder / "grid.yaml").write_text(grid, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_understood(
+    command: str, shelf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(shelf)
+    words = shlex.split(command, comments=True)
+    inputs = words[1 : words.index("-o")] if "-o" in words else words[1:]
+    named = [w.partition(":")[0] for w in inputs if "/" in w or ".safetensors" in w or ".yaml" in w]
+    missing = [name for name in named if not (shelf / name).exists()]
+    makes = words[1] in ("batch", "inspect", "parts", "verify", "replay") or "--overwrite" in words
+    monkeypatch.setattr(sys, "argv", words if makes else [*words, "--overwrite"])
+    with pytest.raises(SystemExit) as e:
+        program.main()
+    said = capsys.readouterr().err
+    no_block = e.value.code == 2 and "this base has BASE" in said  # the small base is no U-Net
+    assert no_block or e.value.code in ((3, 4) if missing else (0, None)), said
