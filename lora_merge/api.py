@@ -153,7 +153,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         VerificationFailed: An input has other bytes than the recipe says.
         MergeError: As `merge`.
 
-    Example:
+    Examples:
         >>> lora_merge.replay("merged.safetensors", "again.safetensors", search=["models", "loras"]).written
         2132696762
     """
@@ -205,7 +205,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         InputError: A file is missing or damaged, or the output has no recipe.
         MergeError: As `merge`.
 
-    Example:
+    Examples:
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
@@ -241,7 +241,7 @@ def inspect(
     Raises:
         InputError: A file is missing, damaged or of a kind that is not supported.
 
-    Example:
+    Examples:
         >>> facts = lora_merge.inspect("style.safetensors")
         >>> facts["algorithms"], facts["ranks"]
         ({'lora': 264}, [32])
@@ -272,7 +272,7 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         UsageError: One is an adapter and the other is not.
         InputError: A file is missing or damaged.
 
-    Example:
+    Examples:
         >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
         264
     """

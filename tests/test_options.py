@@ -105,7 +105,7 @@ PUBLIC = [getattr(lora_merge, n) for n in lora_merge.__all__ if inspect.isfuncti
 @pytest.mark.parametrize("call", PUBLIC, ids=lambda c: c.__name__)
 def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any) -> None:
     text = inspect.getdoc(call) or ""
-    for part in ("Parameters", "Returns", "Raises", "Example"):
+    for part in ("Parameters", "Returns", "Raises", "Examples"):
         assert f"\n{part}:\n" in text, part
     described = {*re.findall(r"^    (\w+): ", text.partition("\nReturns:\n")[0], re.MULTILINE)}
     assert {*inspect.signature(call).parameters} - {"options"} <= described
