@@ -240,13 +240,6 @@ def cli(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
-TLORA = {"setting": {"algo": "tlora", "sig_type": "principal"}}
-"""The options with which T-LoRA is merged, of which the proof's second reading knows nothing."""
-
-
-def tlora(name: str, rows: int, cols: int, seed: int = 0) -> Tensors:
-    """A module of T-LoRA."""
-    return {
-        f"{name}.q_layer.weight": rand(4, cols, seed=seed), f"{name}.p_layer.weight": rand(rows, 4, seed=seed + 1),
-        f"{name}.lambda_layer": rand(1, 4, seed=seed + 2),
-    }  # fmt: skip
+def unread(name: str, rows: int, cols: int, seed: int = 0) -> Tensors:
+    """A module in torchtune's spelling, of which the proof's second reading knows nothing."""
+    return {f"{name}.lora_a.weight": rand(4, cols, seed=seed), f"{name}.lora_b.weight": rand(rows, 4, seed=seed + 1)}

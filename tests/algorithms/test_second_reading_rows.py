@@ -21,8 +21,7 @@ from lora_merge.planning.plan import OutputTensor, Plan
 from lora_merge.proof.second_reading import Reading, read_again
 
 ALONE = (
-    "lora_fused", "lora_transposed", "lora_experts", "lora_experts_transposed", "lora_switch", "bdlora", "tlora",
-    "full_rank", "peft_glora_bias", "tinylora",
+    "lora_fused", "lora_experts", "lora_experts_transposed", "peft_glora_bias", "tinylora",
 )  # fmt: skip
 """Rows whose places and numbers are the plan's alone, as the report says of them by name."""
 

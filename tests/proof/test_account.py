@@ -25,7 +25,7 @@ from lora_merge.planning import cache, make_plan
 from lora_merge.proof.replay import prove
 
 from ..planner_scenes import parted_scene
-from ..support import TLORA, Tensors, rand, save, tlora
+from ..support import Tensors, rand, save, unread
 
 BASE = {f"{name}.weight": rand(8, 8, seed=n) for n, name in enumerate(("m.a", "m.b", "m.lm_head"))}
 
@@ -100,14 +100,14 @@ def test_a_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
-        merged(tmp_path, tlora("m.a", 8, 8) | tlora("m.b", 8, 8, seed=5), **TLORA)
+        merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
 def test_a_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a method of which the second reading knows nothing: the factors of the second module are its own."""
+    """In a spelling of which the second reading knows nothing: the factors of the second module are its own."""
     monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: "m.b" in patch.module.name)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
-        merged(tmp_path, tlora("m.a", 8, 8) | tlora("m.b", 8, 8, seed=5), **TLORA)
+        merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
 def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +119,12 @@ def test_a_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypa
         return replace(result, uses={k: v for k, v in result.uses.items() if k != lost})
 
     base = parted_scene(tmp_path).base
-    adapter = save(tlora("lora_unet_double_blocks_0_img_attn_qkv", 48, 16), tmp_path / "tlora.safetensors")
+    adapter = save(unread("lora_unet_double_blocks_0_img_attn_qkv", 48, 16), tmp_path / "adapter.safetensors")
     paths = base, adapter
-    lora_merge.merge(*paths, tmp_path / "right.safetensors", **TLORA)
+    lora_merge.merge(*paths, tmp_path / "right.safetensors")
     monkeypatch.setattr(make_plan, "match_adapter", match)
     with pytest.raises(VerificationFailed, match="loses a part of an adapter's module"):
-        lora_merge.merge(*paths, tmp_path / "wrong.safetensors", **TLORA)
+        lora_merge.merge(*paths, tmp_path / "wrong.safetensors")
     assert not (tmp_path / "wrong.safetensors").exists()
 
 

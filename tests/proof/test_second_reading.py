@@ -26,11 +26,12 @@ from lora_merge.job import Adapter, Job
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, matches, outputs
 from lora_merge.proof.reference.places import Places
+from lora_merge.proof.reference.reading import groups
 from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading import Reading, compare
 
 from ..models.test_names import header, modules, pipeline
-from ..support import TLORA, Tensors, index, kohya, rand, save, sd1, tlora
+from ..support import Tensors, index, kohya, rand, save, sd1, unread
 
 KOHYA = ("lora_up", "lora_down")
 PEFT = ("lora_B", "lora_A")
@@ -307,10 +308,10 @@ def test_layers_of_transposed_weights_are_known(model: str | None, method: str) 
 
 def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
     base, out = sd1(), tmp_path / "out.safetensors"
-    odd = tlora("lora_unet_time_embed_0", 64, 16)
+    odd = unread("lora_unet_time_embed_0", 64, 16) | {"lora_unet_time_embed_0.alpha": torch.tensor(2.0)}
     save(base, tmp_path / "base.safetensors")
     save(kohya(base, te=False) | odd, tmp_path / "style.safetensors")
-    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "style.safetensors", out, **TLORA)
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "style.safetensors", out)
     assert report.verified is not None
     matching = report.verified["matching"]
     assert matching["alone"] == ["lora_unet_time_embed_0"]
@@ -385,6 +386,14 @@ def test_factors_of_fewer_axes_are_merged_and_read_again_or_refused(tmp_path: Pa
         adapter = save({key: torch.full(shape, 0.5) for key, shape in shapes.items()}, tmp_path / "a.safetensors")
         with suppress(lora_merge.MergeError):
             lora_merge.merge(base, adapter, tmp_path / "o.safetensors", overwrite=True)
+
+
+@pytest.mark.parametrize("extra", ["a.gate", "a.b.gate", "a.b.c.gate", "b.gate"])
+def test_a_module_with_a_tensor_of_unknown_meaning_is_not_claimed(extra: str) -> None:
+    """It may change the meaning of the others. Endings have one to three parts."""
+    tensors = {"a.lora_up.weight": (8, 2), "a.lora_down.weight": (2, 8), extra: (4,)}
+    stems = [g.stem for g in groups(index(tensors).tensors.values()) if g.stem == "a"]
+    assert stems == ([] if extra.startswith("a.") else ["a"])
 
 
 def test_it_shares_no_code_with_what_makes_the_plan() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,37 @@ def test_the_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest
     prove(made / "out.safetensors", **inputs(made))
     assert len(looked) > 20
     assert looked <= asked
+
+
+def test_two_changes_of_one_adapter_are_retained_together(tmp_path: Path) -> None:
+    """Tied ends: both modules change the one weight that the base has, here by the same."""
+    base = {"model.embed_tokens.weight": rand(16, 8), "model.layers.0.mlp.up_proj.weight": rand(8, 8)}
+    factors = {"lora_up.weight": rand(16, 2), "lora_down.weight": rand(2, 8)}
+    adapter = {
+        f"{name}.{ending}": value.clone()
+        for name in ("model.embed_tokens", "lm_head")
+        for ending, value in factors.items()
+    }
+    paths = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
+    proof = lora_merge.merge(*paths, tmp_path / "o.safetensors").verified
+    assert proof is not None
+    assert abs(proof["retained"][0]["retained"] - 1) < 1e-3
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
+    """Programs verify thousands of files in one process."""
+    out = made / "out.safetensors"
+    if damaged:
+        flip(out, QUERY, 0, 6)
+
+    def opened() -> int:
+        return len(
+            [p for p in Path("/proc/self/fd").iterdir() if p.is_symlink() and str(p.readlink()).startswith(str(made))]
+        )
+
+    for _ in range(2):
+        with suppress(VerificationFailed):
+            prove(out, full=True)
+        assert opened() == 0

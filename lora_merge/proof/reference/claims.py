@@ -101,6 +101,9 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     """Yield what is certain of an adapter's modules; modules that claim the same place are left out."""
     uncertain = _uncertain_prefix(tensors, base)
     read = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
+    for group in read:
+        if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
+            group.kind = "bdlora"  # its tensors have the names of LoRA's
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
     if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]

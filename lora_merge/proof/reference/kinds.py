@@ -52,14 +52,24 @@ def _fits_vector(s: Stored, shape: Shape) -> bool:
     return len(shape) > 1 and prod(s.get("diff") or s.get("factor") or ()) in shape[:2]
 
 
-LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa")
+def _fits_blocks(s: Stored, shape: Shape) -> bool:
+    """Check BD-LoRA: one factor is whole, the other holds the blocks of its diagonal side by side."""
+    if not len(shape) == len(s["up"]) == len(s["down"]) == 2:
+        return False
+    (rows, part), (rank, width) = s["up"], s["down"]
+    of_down = part == rank and width > 0 and shape[1] % width == 0
+    of_up = width == shape[1] and part > 0 and rank % part == 0
+    return rows == shape[0] and (of_down or of_up)
+
+
+LOW_RANK: Final = ("lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
 
 
 def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
     """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None where only the plan knows."""
     config = numbers.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
-    if config.get("use_bdlora") or kasa != (kind == "kasa"):
+    if bool(config.get("use_bdlora")) != (kind == "bdlora") or kasa != (kind == "kasa"):
         return None
     if start in ("pissa", "olora"):
         return start if kind == "lora" and not (kasa or numbers.keeps_base) else None
@@ -69,7 +79,8 @@ def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
 FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
     **dict.fromkeys(("lora", "lora_sparse", "lora_sparse_tucker", "kasa"), _fits_lora),
     "lora_embedding": table, "loha": _fits_loha, "lokr": _fits_lokr, "glora": _fits_glora,
-    "full": _fits_full, "ia3": _fits_vector, "peft_ia3": _fits_vector,
+    "full": _fits_full, "full_rank": lambda s, shape: _fits_full({"diff": s["down"]}, shape), "bdlora": _fits_blocks,
+    "ia3": _fits_vector, "peft_ia3": _fits_vector,
     **{family: method.fits for family, method in METHODS.items()},
 }  # fmt: skip
 """Kind → check whether its tensors have the sizes for a weight."""

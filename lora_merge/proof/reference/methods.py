@@ -85,6 +85,25 @@ def table(s: Stored, shape: Shape) -> bool:
     return len(shape) == 2 and shape == (*s["down"][1:], s["up"][0])
 
 
+def _transposed(s: Stored, shape: Shape) -> bool:
+    """Check LLMs-from-scratch: both factors are the transposes of the usual ones."""
+    return len(shape) == len(s["up"]) == 2 and (s["up"][1], *s["down"][:1]) == shape and s["up"][:1] == s["down"][1:]
+
+
+def _mlx(s: Stored, shape: Shape) -> bool:
+    """Check mlx-lm: the same, or the usual factors of stacked experts."""
+    if len(shape) == 3:
+        return s["up"] == (*shape[:2], s["down"][1]) and s["down"] == (shape[0], s["up"][2], shape[2])
+    return _transposed(s, shape)
+
+
+def _mlx_scale(k: Known) -> Mapping[str, Any]:
+    """Return mlx-lm's scale where no alpha beside it makes it uncertain; it is not divided by the rank."""
+    table = k.config.get("lora_parameters")
+    told = isinstance(table, dict) and "scale" in table and "alpha" not in table
+    return {"lora_alpha": table["scale"], "over_rank": False} if told else {}
+
+
 def _blocks_of_inputs(s: Stored, shape: Shape) -> bool:
     """Check PEFT's OFT: triangles of skew blocks, as many as fill the inputs, or one for all of them."""
     count, numbers = s["skew"] if len(s["skew"]) == 2 else (0, 0)
@@ -278,6 +297,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     "oft_blocks": Method("", {"oft_blocks": "blocks", "rescale": "rescale"}, _blocks_of_outputs,
                          may=frozenset({"rescale"}), settings=_constraint,
                          kind=lambda s, _: "diag_oft" if len(s["blocks"]) == 3 else "boft"),
+    "tlora": Method("", {"q_layer.weight": "q", "p_layer.weight": "p", "lambda_layer": "lambdas"}, _pair("p", "q"),
+                    scale=lambda k: (k.alpha or k.shapes["q"][0]) / k.shapes["q"][0]),
+    "book": Method("", {"lora.A": "down", "lora.B": "up"}, _transposed, kind=lambda *_: "lora_transposed"),
+    "mlx": Method("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
+                  kind=lambda s, _: "lora_transposed" if len(s["up"]) == 2 else "lora_switch"),
     "oft_diag": Method("", {"oft_diag": "blocks"}, lambda s, shape: len(shape) > 1 and len(s["blocks"]) == 3
                        and prod(s["blocks"][:2]) == shape[0]),
 })  # fmt: skip

@@ -106,7 +106,7 @@ class Numbers:
         """Return the factor of ΔW; None where it is not known here. `methods.py` has those of its own families."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
-        if kind in ("full", "peft_ia3") or (kind in METHODS and kind != "lora_bias"):
+        if kind in ("full", "full_rank", "peft_ia3") or (kind in METHODS and kind != "lora_bias"):
             return 1.0
         if method is None or (self._unread and (kind != "loha" or "magnitude" in group.roles)):
             return None

@@ -51,6 +51,7 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ("lora_sparse",     {"up", "down", "indices", "values", "size"},       set()),
     ("lora_sparse_tucker", {"up", "down", "mid", "indices", "values", "size"}, set()),
     ("kasa",            {"up", "down", "values"},                          set()),
+    ("full_rank",       {"down"},                                          set()),
     ("lora_embedding",  {"lora_embedding/up", "lora_embedding/down"},                      set()),
     ("loha",            {"w1_a", "w1_b", "w2_a", "w2_b"},                  {"t1", "t2"}),
     ("lokr",            {"lokr/w1", "lokr/w2"},                            set()),
