@@ -100,8 +100,9 @@ def _mlx(s: Stored, shape: Shape) -> bool:
 def _mlx_scale(k: Known) -> Mapping[str, Any]:
     """Return mlx-lm's scale where no alpha beside it makes it uncertain; it is not divided by the rank."""
     table = k.config.get("lora_parameters")
-    told = isinstance(table, dict) and "scale" in table and "alpha" not in table
-    return {"lora_alpha": table["scale"], "over_rank": False} if told else {}
+    if not isinstance(table, dict) or "scale" not in table or "alpha" in table:
+        return {}
+    return {"lora_alpha": table["scale"], "over_rank": False}
 
 
 def _blocks_of_inputs(s: Stored, shape: Shape) -> bool:
