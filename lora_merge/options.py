@@ -112,6 +112,7 @@ class Option:
     in_verify: bool = False  # whether `verify` takes it, for outputs without a recipe
     short: str = ""  # short form on the command line
     metavar: str | None = None
+    group: str = "Output"  # heading under which --help lists it
 
     @property
     def flag(self) -> str:
@@ -124,37 +125,39 @@ class Option:
         return self.recorded != "never" or self.kind == "size"
 
 
-def _either(words: tuple[str, ...]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}."
-
-
 _DTYPES: Final = ("keep", *DTYPES)
 _COMPUTE: Final = tuple(COMPUTE_DTYPES)
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     row.name: row
     for row in (
-        Option("dtype", "dtype", "keep", _either(_DTYPES), "always", _DTYPES),
-        Option("compute_dtype", "dtype", "fp32", _either(_COMPUTE), "always", _COMPUTE, together=True),
-        Option("device", "device", "auto", f"{DEVICES}; or cuda:0,cuda:1.", "never", together=True),
+        Option("dtype", "dtype", "keep", "Numbers in the output; keep: each tensor as in the base.", "always",
+               _DTYPES),
+        Option("compute_dtype", "dtype", "fp32", "Numbers that formulas compute with.", "always", _COMPUTE,
+               together=True, group="Computation"),
+        Option("device", "device", "auto", f"{DEVICES}; or cuda:0,cuda:1.", "never", together=True, metavar="DEVICE",
+               group="Computation"),
         Option("strength", "numbers", None, "One per adapter, in order.", "adapters", in_batch=False, short="-s",
-               metavar="FLOAT"),
+               metavar="FLOAT", group="Strength"),
         Option("strength_for", "parts", (), "unet, te, te1 …, blocks (IN04-IN08), lbw=LIST, re:REGEX; multiplies.",
-               "adapters", in_verify=True, metavar="PART=FLOAT"),
-        Option("unmatched", "word", "error", "error, or skip what has no place in the base.", "always",
-               get_args(Unmatched), in_verify=True),
+               "adapters", in_verify=True, metavar="PART=FLOAT", group="Strength"),
+        Option("unmatched", "word", "error", "What has no place in the base: error, or skip it.", "always",
+               get_args(Unmatched), in_verify=True, group="Input"),
         Option("on_overflow", "word", "error",
-               "error, or saturate: cut numbers too large for the output's dtype to its largest.", "given",
+               "Numbers too large for the output's dtype: error, or saturate: cut them to its largest.", "given",
                get_args(OnOverflow), together=True, in_verify=True),
         Option("method", "word", SUM, "How adapters meet: sum, or compose (one after the other, as PEFT merges).",
-               "given", tuple(METHODS), in_verify=True),
+               "given", tuple(METHODS), in_verify=True, group="Strength"),
         Option("setting", "settings", (), "What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune).", "given",
-               in_verify=True, metavar="NAME=VALUE"),
-        Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True),
+               in_verify=True, metavar="NAME=VALUE", group="Input"),
+        Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True,
+               metavar="FILE", group="Input"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
-        Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True),
-        Option("max_vram", "size", None, "Bound on a device's memory in use, e.g. 4GiB.", "never", together=True),
-        Option("verify", "switch", default=True, help="Prove the written file.", recorded="never"),
+        Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True,
+               metavar="SIZE", group="Computation"),
+        Option("max_vram", "size", None, "Bound on a device's memory in use, e.g. 4GiB.", "never", together=True,
+               metavar="SIZE", group="Computation"),
+        Option("verify", "switch", default=True, help="Prove the written file.", recorded="never", group="Report"),
         Option("title", "text", None, "Title in the output's metadata: modelspec.title.", "given", in_verify=True,
                metavar="TEXT"),
         Option("metadata", "entries", (), "One more entry of the output's metadata.", "given", in_verify=True,

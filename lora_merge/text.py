@@ -30,6 +30,11 @@ def listed(names: Iterable[str], limit: int = 5) -> str:
     return ", ".join(every[:limit]) + more
 
 
+def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict[str, int]]:
+    """Return component → strength as text → modules, for JSON."""
+    return {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in strengths.items()}
+
+
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     """Return pattern → its names, in their order; the numbers in a pattern are `{i}`: `layers.{i}.attn1.to_q`."""
     found: dict[str, list[str]] = {}

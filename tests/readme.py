@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.cli.tables import known_algorithms
 from lora_merge.models.architectures import shipped
 
 ROOT = Path(__file__).parent.parent
@@ -17,17 +17,12 @@ PAGES = (ROOT / "algorithms" / "README.md", ROOT / "lora_merge" / "models" / "RE
 
 def algorithms() -> str:
     """File, names and first words of every formula."""
-    files: dict[str, list[str]] = {}
-    for row in ALGORITHMS.values():
-        files.setdefault(row.delta.__module__, []).append(row.name)
     lines = ["| names | what | paper | file |", "|---|---|---|---|"]
-    for module, names in files.items():
-        text = (sys.modules[module].__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-        first = re.split(r"\. (?=[A-Z])", text)[0].rstrip(". ")
-        paper = ", ".join(dict.fromkeys(ALGORITHMS[n].paper for n in names))
-        file = module.rpartition(".")[2] + ".py"
-        listed = ", ".join(f"`{n}`" for n in names)
-        lines.append(f"| {listed} | {first.replace('|', chr(92) + '|')} | {paper} | [`{file}`]({file}) |")
+    for row in known_algorithms():
+        file = ALGORITHMS[row["names"][0]].delta.__module__.rpartition(".")[2] + ".py"
+        listed = ", ".join(f"`{n}`" for n in row["names"])
+        what = row["what"].replace("|", chr(92) + "|")
+        lines.append(f"| {listed} | {what} | {', '.join(row['papers'])} | [`{file}`]({file}) |")
     return "\n".join(lines)
 
 

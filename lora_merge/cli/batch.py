@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="<int>", help="Processes here, or tasks at a time on the cluster.")
+        str | None, typer.Option(metavar="NUMBER", help="Processes here, or tasks at a time on the cluster.")
     ] = None,
-    executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
+    executor: Annotated[Literal["local", "ray"], typer.Option(help="Where jobs run.")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster; default: a local one, with a token.")
+        str | None, typer.Option(metavar="ADDRESS", help="A running Ray cluster; default: a local one, with a token.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
     redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
-    report: Annotated[str | None, typer.Option(help="Append a JSON line per job to this file, as each ends.")] = None,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Append a JSON line per job to this file, as each ends.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per job on stdout.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
     quiet: Annotated[
@@ -48,7 +50,10 @@ def batch(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,  # main() reads it
 ) -> None:
-    """Run all merges of a jobs file: planned first, made together where they share a base, resumed where left."""
+    """Run all merges of a jobs file.
+
+    They are planned first, made together where they share a base, and resumed where they were left.
+    """
     if schema:
         from ..batch.schema import JobsFile
 

@@ -10,8 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import BatchFailed, error_dict
 from ..lines import Lines, one_line
-from ..planning.plan import by_component
-from ..text import plural, size
+from ..text import by_component, plural, size
 from .text import applied, echo, remarks
 
 if TYPE_CHECKING:

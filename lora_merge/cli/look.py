@@ -119,15 +119,16 @@ def table(
 ) -> Any:
     """Return a table; `right`: numbers of the columns whose cells stand at the right."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
 
-    head, numbers = text(title, "bold") if title else None, set(right)
-    made = Table(box=box.SIMPLE_HEAD, title=head, title_justify="left", pad_edge=False)
+    numbers = set(right)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for n, name in enumerate(columns):
         made.add_column(text(name), justify="right" if n in numbers else "left", overflow="fold")
     for row in rows:
         made.add_row(*map(cell, row))
-    return made
+    return Group(text(title, "bold"), made) if title else made
 
 
 def grid(rows: Iterable[Sequence[object]]) -> Any:

@@ -19,16 +19,16 @@ from ..lines import one_line
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
+from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
+from .helping import examples, files, with_groups
 from .look import show_error, styled, taken
 from .merge_look import conclude, describe
 from .parameters import read, take_text, with_options
-from .proof import add_to
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
-from .viewing import add_to as add_looking
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -52,7 +52,8 @@ class Commands(TyperGroup):
         elif args and args[0] in ASKED and not exists(args[0]):
             args = [ASKED[args[0]]]
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
-            self._suggest(args)
+            if not ctx.resilient_parsing:  # as while the shell completes a word
+                self._suggest(args)
             args = ["merge", *args]
         if args and args[0] in self.commands:
             command = self.commands[args[0]]
@@ -65,33 +66,42 @@ class Commands(TyperGroup):
         word = next((a for a in args if a not in FLAGS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
-        check_command(word, self.commands)
+        check_command(word, self.list_commands(None))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands, the main one first."""
-        return sorted(super().list_commands(ctx), key=lambda name: name != "merge")
+        shown = [name for name, command in self.commands.items() if not command.hidden]
+        return sorted(shown, key=lambda name: name != "merge")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name."""
-        return take_text(super().get_command(ctx, cmd_name), ctx)
+        return with_groups(take_text(super().get_command(ctx, cmd_name), ctx))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return commands and options, and files: the first word may be a base."""
+        found, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
+        return [*found, *(type(any_item)(path) for path in files(incomplete) if not incomplete.startswith("-"))]
 
 
-EXAMPLES = """\b
-Examples:
-  lora-merge sdxl.safetensors style.safetensors:0.8 --dtype bf16
-  lora-merge sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5 -o out.safetensors
-  lora-merge sdxl.safetensors style.safetensors --strength-for te=0
-  lora-merge ./Llama-3.1-8B ./my-peft-adapter -o ./merged
-"""
+EXAMPLES = examples(
+    "sdxl.safetensors style.safetensors:0.8 --dtype bf16",
+    "sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5 -o out.safetensors",
+    "sdxl.safetensors style.safetensors --strength-for te=0",
+    "./Llama-3.1-8B ./my-peft-adapter -o ./merged",
+)
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "color": False},
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
-    "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.",
+    "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.\n\n"
+    "lora-merge help COMMAND tells of a command and its options.",
+    epilog=EXAMPLES,
 )  # fmt: skip
 
-app.command("batch")(batch)
+app.command("batch", epilog=examples("batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl"))(
+    batch
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -111,10 +121,12 @@ def merge(
     adapters: Annotated[
         list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Adapter files or PEFT folders.")
     ],
-    output: Annotated[str | None, typer.Option("-o", "--output", help="File or folder to write.")] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    report: Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")] = None,
+    report: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file.")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
@@ -181,7 +193,7 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool,
 def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
-    """Make a small model and three adapters, merge them, check the result. Offline, seconds."""
+    """Merge three small adapters into a small model. All of them are made here, offline, in seconds."""
     from ..paths import expand
 
     where = expand(folder)
@@ -191,8 +203,8 @@ def demo(
     run_demo(where, echo)
 
 
-add_to(app)
-add_looking(app)
+for room in (tables, viewing, proof):
+    room.add_to(app)
 
 
 class _Stopped(BaseException):

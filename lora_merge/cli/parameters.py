@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
 from ..options import OPTIONS, Option
+from .helping import offered
 from .values import one_entry, one_setting, strengths
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+DEVICES: Final = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")
+"""Devices that the shell offers."""
 
 
 def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Command], Command]:
@@ -38,10 +42,14 @@ def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Co
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     many = option.kind in ("numbers", "parts", "settings", "entries")
     default = None if stated or many else option.default
-    kind = list[str] if many else bool if option.kind == "switch" else str
+    words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
+    kind: Any = list[str] if many else bool if option.kind == "switch" else words
     flag = f"{option.flag}/--no-{option.name}" if default is True else option.flag
     text = "As for merge, where there is no recipe." if stated else option.help
-    made = typer.Option(*filter(None, (option.short, flag)), metavar=option.metavar, help=text)
+    made = typer.Option(
+        *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
+        autocompletion=offered(DEVICES) if option.kind == "device" else None,
+    )  # fmt: skip
     annotation = Annotated[kind if default is not None else kind | None, made]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

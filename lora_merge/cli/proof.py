@@ -9,6 +9,7 @@ import typer
 
 from ..options import OPTIONS
 from ..progress import unwatched
+from .helping import examples
 from .merge_look import conclude, describe, show_proof
 from .parameters import read, with_options
 from .stages import PROOF, paused, watching
@@ -18,8 +19,12 @@ from .values import named_adapter, named_parts, with_strengths
 
 def add_to(app: typer.Typer) -> None:
     """Make them commands of the application."""
-    for command in (verify, replay, doctor):
-        app.command()(command)
+    for command, lines in (
+        (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
+        (replay, ("replay merged.safetensors -o again.safetensors",)),
+        (doctor, ("doctor", "doctor /mnt/models")),
+    ):
+        app.command(epilog=examples(*lines))(command)
     app.command(hidden=True)(unmerge)  # for those who look for it: the answer says how to get the base back
 
 
@@ -27,17 +32,22 @@ def add_to(app: typer.Typer) -> None:
 def verify(
     output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     base: Annotated[
-        str | None, typer.Option(help="The base it was made from, if its recipe is not to be used.")
+        str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
     ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
     ] = None,
-    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the recipe's inputs.")] = None,
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's inputs.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
     **options: Any,
 ) -> None:
-    """Prove that a file is the merge that it should be, from its recipe or from named inputs."""
+    """Prove that a file is the merge that its recipe says.
+
+    Its inputs are found by their hashes, or named.
+    """
     from ..paths import expand
     from ..proof.replay import prove
 
@@ -58,13 +68,18 @@ def verify(
 @with_options("device", "overwrite", before="as_json")
 def replay(
     made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
-    output: Annotated[str, typer.Option("-o", "--output", help="File or folder to write.")],
-    search: Annotated[list[str] | None, typer.Option(help="Folders to search for the inputs.")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     **options: Any,
 ) -> None:
-    """Make a merged checkpoint again from its recipe; the inputs are found by their hashes."""
+    """Make a merged checkpoint again from its recipe.
+
+    The inputs are found by their hashes.
+    """
     from ..engine.admission import admit
     from ..paths import expand
     from ..proof.replay import plan_again
@@ -94,7 +109,10 @@ def doctor(
     folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
 ) -> None:
-    """Say whether this machine can merge: versions, devices, every formula, the disk. Exit 0 if all is well."""
+    """Say whether this machine can merge.
+
+    It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
+    """
     from ..paths import expand
 
     where = expand(folder)

@@ -1,19 +1,111 @@
-"""Tables of names that options take: parts and blocks of a base."""
+"""The commands that print tables: parts and blocks of a base, known algorithms, known architectures."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
-from ..files.checkpoint import open_checkpoint
-from ..models.blocks import blocks
-from ..models.names import names
+import typer
+
+from ..lines import Lines
+from .habits import completed
+from .helping import examples
+from .look import show, styled, table
+from .text import echo
+
+JSON: Final = typer.Option("--json", help="The same as one JSON object.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make them commands of the application."""
+    app.command(epilog=examples("parts sdxl.safetensors"))(parts)
+    app.command(epilog=examples("algorithms", "algorithms --json"))(algorithms)
+    app.command(epilog=examples("architectures"))(architectures)
+
+
+def parts(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """List parts and blocks, for --strength-for."""
+    from ..paths import expand
+
+    found = parts_of(expand(completed(base)))
+    if as_json:
+        echo(json.dumps(found, ensure_ascii=False))
+    elif styled(sys.stdout):
+        columns = ("block", "tensors", "first of them")
+        rows = [(name, facts["tensors"], facts["first"] or "") for name, facts in found["blocks"].items()]
+        show(
+            table(
+                ("part", "tensors"),
+                found["parts"].items(),
+                title=f"{found['base']}: {found['architecture']}",
+                right=[1],
+            )
+        )
+        show(table(columns, rows, title="--strength-for NAME=FLOAT, FIRST-LAST=FLOAT", right=[1]))
+        lists = [(count, " ".join(order)) for count, order in found["lists"].items()]
+        show(table(("numbers", "order"), lists, title="--strength-for lbw=NUMBER,NUMBER,…", right=[0]))
+    else:
+        echo(Lines.of(text_of_parts(found)))
+
+
+def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
+    """List the algorithms of adapters that can be merged."""
+    _print("algorithms", ("names", "what", "paper"), list(known_algorithms()), as_json=as_json)
+
+
+def architectures(as_json: Annotated[bool, JSON] = False) -> None:
+    """List the models that are recognised by their tensors."""
+    _print("architectures", ("title", "part", "text encoders", "layouts"), list(known_architectures()), as_json=as_json)
+
+
+def _print(name: str, columns: tuple[str, ...], rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    """Print rows as JSON, as a table on a terminal, or as lines with a tab between two cells."""
+    cells = [[", ".join(value) if isinstance(value, list) else value for value in row.values()] for row in rows]
+    if as_json:
+        echo(json.dumps({name: rows}, ensure_ascii=False))
+    elif styled(sys.stdout):
+        show(table(columns, cells))
+    else:
+        echo(Lines.of("\t".join(row) for row in cells))
+
+
+def known_algorithms() -> Iterator[dict[str, Any]]:
+    """Yield names, first words and papers of every formula; names of one file stand together."""
+    from ..algorithms import ALGORITHMS
+
+    files: dict[str, list[str]] = {}
+    for row in ALGORITHMS.values():
+        files.setdefault(row.delta.__module__, []).append(row.name)
+    for module, listed in files.items():
+        words = (sys.modules[module].__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        what = re.split(r"\. (?=[A-Z])", words)[0].rstrip(". ")
+        papers = [*dict.fromkeys(ALGORITHMS[name].paper for name in listed)]
+        yield {"names": listed, "what": what, "papers": papers}
+
+
+def known_architectures() -> Iterator[dict[str, Any]]:
+    """Yield title, part, text encoders and layouts of every model, by title."""
+    from ..models.architectures import shipped
+
+    for one in sorted(shipped(), key=lambda a: (a.title.lower(), a.component)):
+        encoders = [f"{part} ({kind})" for part, kind in one.text_encoders.items()]
+        yield {"title": one.title, "part": one.component, "text_encoders": encoders, "layouts": [*one.layouts]}
 
 
 def parts_of(path: Path) -> dict[str, Any]:
     """Return the parts of a base and their tensors, the blocks in order, and how each list of block weights is read."""
+    from ..files.checkpoint import open_checkpoint
+    from ..models.blocks import blocks
+    from ..models.names import names
+
     index = open_checkpoint(path)
     lookup = names(index)
     found = blocks(lookup)

@@ -1,4 +1,4 @@
-"""The commands that only look: inspect, compare, parts, schema."""
+"""The commands that only look: inspect, compare, schema."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import FitError, UsageError
 from ..lines import Lines
 from ..paths import exists, expand
 from .habits import completed, expanded
+from .helping import examples
 from .text import echo
 from .values import named_adapter
 
@@ -24,8 +25,12 @@ AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON ob
 
 def add_to(app: typer.Typer) -> None:
     """Make them commands of the application."""
-    for command in (inspect, compare, parts, schema):
-        app.command()(command)
+    for command, lines in (
+        (inspect, ("inspect style.safetensors", "inspect sdxl.safetensors style.safetensors:0.8 --weights")),
+        (compare, ("compare sdxl.safetensors merged.safetensors",)),
+        (schema, ("schema report", "schema jobs > jobs.schema.json")),
+    ):
+        app.command(epilog=examples(*lines))(command)
 
 
 def inspect(
@@ -83,7 +88,9 @@ def _ref(text: str) -> Adapter:
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    base: Annotated[str | None, typer.Option(help="For adapters that spell names in different words.")] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="For adapters that spell names in different words.")
+    ] = None,
     as_json: AS_JSON = False,
 ) -> None:
     """Say where two models differ and by how much, or how alike the changes of two adapters are."""
@@ -92,17 +99,6 @@ def compare(
 
     found = look(expand(completed(a)), expand(completed(b)), expand(completed(base)) if base else None)
     echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(compare_lines(found)))
-
-
-def parts(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
-    as_json: AS_JSON = False,
-) -> None:
-    """List the parts and blocks of a base that --strength-for takes."""
-    from .tables import parts_of, text_of_parts
-
-    found = parts_of(expand(completed(base)))
-    echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(text_of_parts(found)))
 
 
 def schema(

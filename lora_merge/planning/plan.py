@@ -20,7 +20,7 @@ from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 from ..tables import html_table
-from ..text import by_pattern, size
+from ..text import by_component, by_pattern, size
 
 
 class OutputTensor(NamedTuple):
@@ -215,11 +215,6 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
         for key, (shape, beside) in one.created.items():
             found[key] = found[parted[key]] if key in parted else unstored(key, shape, base.tensors[beside])
     return found
-
-
-def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict[str, int]]:
-    """Return component → strength as text → modules, for JSON."""
-    return {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in strengths.items()}
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:

@@ -194,4 +194,4 @@ def test_a_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     assert found.redraws > 2
     assert " load " in found.text
     assert not any("load " in row or "%|" in row for row in found.screen), "the lines are gone at the end"
-    assert any("verified" in row for row in found.screen)
+    assert any("✓ merged" in row for row in found.screen)

@@ -1,0 +1,70 @@
+"""Help by groups of options, and what the shell offers when the user presses Tab."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from .look import COLORS, FLAG
+
+GROUPS: Final = ("Strength", "Input", "Output", "Computation", "Report")
+"""Headings of options, in the order of the help; other options stand before them, below "Options"."""
+
+BY_NAME: Final = {
+    "output": "Output",
+    **dict.fromkeys(("as_json", "report", "quiet", "verbose", "debug", "dry_run", "schema"), "Report"),
+}
+"""Parameter that many commands have → its heading."""
+
+COLOR_ROW: Final = (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded.")
+
+
+def with_groups(command: Any) -> Any:
+    """Have a command list its options by groups; returns the command. `format_options` is click's place for that."""
+    if command is not None:
+        command.format_options = partial(_grouped, command)
+    return command
+
+
+def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
+    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
+    for parameter in command.get_params(ctx):
+        row = parameter.get_help_record(ctx)
+        if row is None:
+            continue
+        if parameter.param_type_name == "argument":
+            groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
+        else:
+            name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
+            groups.setdefault(name, []).append(row)
+    groups["Report"].append(COLOR_ROW)
+    groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
+    groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
+    for name, rows in groups.items():
+        if rows:
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a function that gives the words with a beginning, for the shell's completion."""
+    found = list(words)
+
+    def beginning(incomplete: str) -> list[str]:
+        return [word for word in found if word.startswith(incomplete)]
+
+    return beginning
+
+
+def files(incomplete: str) -> list[str]:
+    """Return the files and folders whose paths begin so, for the shell's completion."""
+    found = sorted(glob.glob(f"{glob.escape(incomplete)}*"))  # noqa: PTH207
+    return [f"{path}/" if Path(path).is_dir() else path for path in found]
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a help text: examples, one a line, as click leaves them."""
+    return "\b\nExamples:\n" + "".join(f"  lora-merge {command}\n" for command in commands)

@@ -1,0 +1,118 @@
+"""Help: groups, choices, examples, the tables of names, and what the shell offers on Tab."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.cli import main as program
+from lora_merge.cli.helping import BY_NAME, GROUPS
+from lora_merge.cli.look import FLAG
+from lora_merge.models.architectures import shipped
+from lora_merge.options import OPTIONS
+
+from ..support import save, sd1
+from .terminal import played_here
+
+Run = Callable[..., tuple[int, str, str]]
+
+COMMANDS = program.typer.main.get_command(program.app).commands  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-merge", *arguments])
+        with pytest.raises(SystemExit) as end:
+            program.main()
+        return (int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> None:
+    text = run("help", "merge")[1]
+    parts = re.split(r"^(\w+):$", text, flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert [name for name in found if name in GROUPS] == [*GROUPS]
+    assert {option.group for option in OPTIONS.values()} <= {*GROUPS}
+    for option in OPTIONS.values():
+        assert re.search(rf"{option.flag}\b", found[option.group]), option.name
+        for word in option.words:
+            assert re.search(rf"[<|]{word}[|>]", found[option.group]), "a choice is shown as one"
+    assert all(flag in found["Report"] for flag in ("--json", "--quiet", FLAG, "--help"))
+    assert "<str>" not in text
+    assert "Examples:" in text.split("--help")[-1], "at the end"
+
+
+@pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if not command.hidden])
+def test_every_command_has_help_in_whole_words(run: Run, command: str) -> None:
+    code, text, _ = run("help", command)
+    assert code == 0
+    assert "<str>" not in text and FLAG in text
+    (line,) = re.findall(rf"^  {command} +(.+)$", run("--help")[1], re.MULTILINE)
+    assert line.endswith("."), "the line in the list of commands is a whole sentence"
+
+
+@pytest.mark.parametrize("words", [("help", "frobnicate"), ("frobnicate", "x")])
+def test_unknown_words_list_the_commands(run: Run, words: tuple[str, ...]) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert all(name in err for name in ("merge", "batch", "inspect", "algorithms"))
+    assert "unmerge" not in err, "hidden"
+
+
+def test_the_names_of_common_options_are_those_of_parameters() -> None:
+    known = {parameter.name for command in COMMANDS.values() for parameter in command.params}
+    assert BY_NAME.keys() <= known
+
+
+def test_tables_of_algorithms_and_architectures(run: Run) -> None:
+    told = json.loads(run("algorithms", "--json")[1])["algorithms"]
+    assert sorted(name for row in told for name in row["names"]) == sorted(ALGORITHMS)
+    assert all(row["what"] and row["papers"] for row in told)
+    lines = run("algorithms")[1].splitlines()
+    assert len(lines) == len(told)
+    assert "lora\tLoRA, ΔW = (α / r) · B A\tarXiv:2106.09685" in lines
+    told = json.loads(run("architectures", "--json")[1])["architectures"]
+    assert {row["title"] for row in told} == {one.title for one in shipped()}
+    assert "Stable Diffusion 1\tunet\t" in run("architectures")[1]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for words in (["algorithms"], ["architectures"], ["parts", "base.safetensors"]):
+        found = played_here(words, monkeypatch, columns=columns)
+        assert found.code == 0
+        assert all(len(row) <= columns for row in found.screen)
+    assert any(re.match(r"\s*unet +38", row) for row in found.screen)
+
+
+def test_the_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offered(*words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", " ".join(["lora-merge", *words]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        with pytest.raises(SystemExit):
+            program.app(prog_name="lora-merge")
+        return capsys.readouterr().out.split()
+
+    (tmp_path / "base.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("_LORA_MERGE_COMPLETE", "complete_bash")
+    monkeypatch.setattr(sys, "argv", ["lora-merge"])
+    assert offered("ba") == ["batch", "base.safetensors"]
+    assert offered("base.safetensors", "x", "--dtype", "b") == ["bf16"]
+    assert offered("merge", "base.safetensors", "x", "--device", "cu") == ["cuda", "cuda:0"]
+    assert offered("merge", "ba") == [], "bash itself offers files then"
