@@ -170,7 +170,8 @@ def recode(
     writes nothing, where a part of the whole weight does not cover the numbers.
     """
     packing, count = target.packing, values.numel()
-    old = parts_of(codes[0], packing, first, count, fetch)
+    afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
+    old = parts_of(torch.zeros_like(codes[1]) if afresh else codes[0], packing, first, count, fetch)
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     try:
         new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
@@ -56,18 +57,18 @@ def check_container(job: Job, base: Index) -> Job:
     raise UsageError(what, str(job.output), f"name it {GGUF if gguf else '.safetensors'}")
 
 
-def stored_as(job: Job, base: Index, weight: Weight, dtype: str) -> tuple[str, Packing | None]:
-    """Return dtype and packing of an output tensor; `dtype` is its dtype in the base.
+def stored_as(job: Job, base: Index, info: StoredTensor, weight: Weight) -> tuple[str, Packing | None]:
+    """Return dtype and packing of an output tensor; `info` is the base's, whose weight an adapter may replace.
 
     In GGUF files of a language model vectors stay as they are.
     """
+    packed = weight.packed or base.packed.get(info.name)
     if job.dtype == "keep" or (in_gguf(job, base) and len(weight.shape) < 2):
-        return dtype, weight.packed
-    if dtype not in FLOATS and weight.packed is None:
-        return dtype, None
+        return info.dtype, packed
+    if info.dtype not in FLOATS and packed is None:
+        return info.dtype, None
     made = DTYPES[job.dtype]
-    packed = as_plain(weight.packed, made) if weight.packed is not None and in_gguf(job, base) else None
-    return made, packed
+    return made, as_plain(packed, made) if packed is not None and in_gguf(job, base) else None
 
 
 def check_tensors(job: Job, base: Index, targets: Iterable[OutputTensor]) -> None:

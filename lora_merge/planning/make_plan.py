@@ -144,6 +144,7 @@ def check_stored(matched: Matched) -> None:
     """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
+    replaced = {key for m in found for key in (*m.replaced, *m.bases)}
     changed = whole.union(*(m.uses for m in found))
     base.quantised.check(base.path, job.dtype, changed)
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
@@ -151,7 +152,7 @@ def check_stored(matched: Matched) -> None:
         values = FileValues(reader)
         for key, (encoding, _, parts, _) in decoded.items():
             where = f"{base.tensors[key].file}: {key}"
-            if key in whole:
+            if key in whole and not (encoding.afresh and key in replaced):
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 raise InputError(what, where, "merge into the unquantised model, in fp32, fp16 or bf16")
             if encoding.decode_only and job.dtype == "keep":
@@ -210,8 +211,8 @@ def _target(
 ) -> OutputTensor:
     name, method = info.name, METHODS[job.method]
     uses = tuple(all_uses.get(name, ()))
-    floats = info.dtype in FLOATS or weight.packed is not None
-    dtype, packed = stored_as(job, base, weight, info.dtype)
+    floats = info.dtype in FLOATS or info.name in base.packed
+    dtype, packed = stored_as(job, base, info, weight)
     if uses and not floats:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",

@@ -206,7 +206,8 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
     """
     tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
     found = {key: Weight(info.shape, info) for key, info in tensors.items()}
-    found.update({key: Weight(tensors[key].shape, tensors[key], packing) for key, packing in base.packed.items()})
+    own = (key for key in base.packed if tensors[key] is base.tensors[key])
+    found.update({key: Weight(tensors[key].shape, tensors[key], base.packed[key]) for key in own})
     parted = {key: info.name for one in matched for key, info in one.parted.items()}
     for one in matched:
         for key, shape in one.grown.items():

@@ -69,6 +69,8 @@ class Encoding:
     name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
     decode_only: ClassVar[str] = ""
     """The reason why new numbers cannot be stored; "" if they can."""
+    afresh: ClassVar[bool] = False
+    """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
 
     @property
     def title(self) -> str:

@@ -30,6 +30,7 @@ class Ggml(Encoding):
     offset: float = 0.0
     """What is added to every number in the file."""
     name: ClassVar[str] = "ggml"
+    afresh: ClassVar[bool] = True
 
     @property
     def title(self) -> str:

@@ -11,7 +11,7 @@ from ...algorithms import Shape
 from ...disk.files import StoredTensor
 from ...errors import InputError
 from ...text import quoted
-from ..codecs.base import Packing, claimed
+from ..codecs.base import Packing
 from ..codecs.ggml import ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
 from .types import READ, UNREAD
@@ -78,9 +78,9 @@ def _claimed(
         packing = Packing(permuted(info.dtype, rows // heads, cols), info)
     elif family and family.norms and info.dtype in PLAIN and NORM.fullmatch(info.name):
         packing = Packing(shifted(info.dtype, family.norms), info)
-    if packing is None:
-        return (info if name == info.name else replace(info, name=name, stored=info.name)), None
-    return claimed(info, name, shape, packing).weight, packing
+    if (name, shape) == (info.name, info.shape):
+        return info, packing
+    return replace(info, name=name, shape=shape, stored=info.name), packing
 
 
 def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:

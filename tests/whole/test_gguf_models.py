@@ -1,0 +1,197 @@
+"""Language models in GGUF files: the merge equals PEFT's, converted as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gguf import MODEL_ARCH, TensorNameMap, get_tensor_name_map
+
+import lora_merge
+from lora_merge.errors import FitError, InputError
+from lora_merge.files.checkpoint import open_checkpoint
+
+from .. import gguf_files as by_library
+from ..gguf_files import Array
+from ..support import Tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HEADS, KV = 4, 2
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "vocab_size": 40, "head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    """One architecture: its class in transformers, its number in the `gguf` library, what an adapter changes."""
+
+    name: str
+    arch: MODEL_ARCH
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head")
+
+
+FAMILIES = {
+    "llama": Family("Llama", MODEL_ARCH.LLAMA),
+    "qwen2": Family("Qwen2", MODEL_ARCH.QWEN2),
+    "qwen3": Family("Qwen3", MODEL_ARCH.QWEN3),
+    "gemma2": Family("Gemma2", MODEL_ARCH.GEMMA2, ("q_proj", "k_proj", "gate_proj", "down_proj")),
+    "gemma3": Family("Gemma3", MODEL_ARCH.GEMMA3, ("q_proj", "k_proj", "gate_proj", "down_proj")),
+    "phi3": Family("Phi3", MODEL_ARCH.PHI3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+}
+
+
+def model(family: Family, **options: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family.name}{'Text' * (family.name == 'Gemma3')}Config")
+    made = getattr(transformers, f"{family.name}ForCausalLM")(config(**{**SIZES, **options}))
+    for name, parameter in made.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+        if "norm" in name:
+            parameter.data += 0.5
+    return made
+
+
+def permuted(weight: Array, heads: int) -> Array:
+    """convert_hf_to_gguf.py, LlamaModel.permute."""
+    rows = len(weight)
+    return weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def converted(family: Family, tensors: Tensors, kind: str) -> dict[str, tuple[Array, str]]:
+    """The tensors as llama.cpp's converter writes them: names of the library, values by the classes of the converter."""
+    names: TensorNameMap = get_tensor_name_map(family.arch, SIZES["num_hidden_layers"])
+    found = {}
+    for key, tensor in tensors.items():
+        values = tensor.detach().float().numpy()
+        if family.name == "Llama" and "self_attn.q_proj" in key:
+            values = permuted(values, HEADS)
+        if family.name == "Llama" and "self_attn.k_proj" in key:
+            values = permuted(values, KV)
+        if family.name.startswith("Gemma") and key.endswith("norm.weight"):
+            values = values + 1
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert name is not None, key
+        found[name] = values, "F32" if values.ndim == 1 else kind
+    return found
+
+
+def entries(arch: MODEL_ARCH) -> dict[str, Any]:
+    name = {MODEL_ARCH.LLAMA: "llama"}.get(arch, arch.name.lower())
+    numbers = {"attention.head_count": HEADS, "attention.head_count_kv": KV, "embedding_length": 64, "block_count": 2}
+    return {"general.file_type": 0, **{f"{name}.{key}": value for key, value in numbers.items()}}
+
+
+def stored(made: Any) -> Tensors:
+    tied = made.config.tie_word_embeddings
+    return {k: v for k, v in made.state_dict().items() if not (tied and k == "lm_head.weight")}
+
+
+@pytest.fixture(scope="module")
+def tune(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Path, Tensors, Tensors]]]:
+    """A function that returns an adapter of PEFT, and the model without and with it."""
+
+    def tuned(family: Family, **options: Any) -> tuple[Path, Tensors, Tensors]:
+        from peft import LoraConfig, get_peft_model
+
+        base = model(family, **{k: v for k, v in options.items() if k != "target_modules"})
+        before = {k: v.clone() for k, v in stored(base).items()}
+        targets = options.get("target_modules", [*family.targets])
+        wrapped = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        folder = tmp_path_factory.mktemp("adapter")
+        wrapped.save_pretrained(folder)
+        return folder, before, stored(wrapped.merge_and_unload())
+
+    yield tuned
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_merge_is_that_of_peft(name: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
+    family = FAMILIES[name]
+    adapter, before, after = tune(family, tie_word_embeddings=name.startswith("gemma"))  # theirs always are
+    base = by_library.write(tmp_path / "m.gguf", name, converted(family, before, "F32"), entries(family.arch))
+    report = lora_merge.merge(base, adapter, tmp_path / "out.gguf")
+    assert report.changed == 2 * len([t for t in family.targets if t != "lm_head"]) + ("lm_head" in family.targets)
+    found, wanted = by_library.read(tmp_path / "out.gguf"), converted(family, after, "F32")
+    assert found.keys() == wanted.keys()
+    for key, (values, kind) in found.items():
+        np.testing.assert_allclose(values, wanted[key][0], atol=2e-6, err_msg=key)
+        assert kind == "F32"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_matrices_take_the_type_that_is_asked_for(
+    dtype: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
+) -> None:
+    family = FAMILIES["llama"]
+    adapter, before, after = tune(family)
+    base = by_library.write(tmp_path / "m.gguf", "llama", converted(family, before, "Q8_0"), entries(family.arch))
+    report = lora_merge.merge(base, adapter, tmp_path / "out.gguf", dtype=dtype)
+    found, wanted = by_library.read(Path(report.output)), converted(family, after, "F32")
+    for key, (values, kind) in found.items():
+        assert kind == ("F32" if values.ndim == 1 else {"bf16": "BF16", "fp16": "F16"}[dtype])
+        np.testing.assert_allclose(values, wanted[key][0], atol=0.01)
+    fields = by_library.fields(Path(report.output))
+    assert fields["general.file_type"] == {"bf16": 32, "fp16": 1}[dtype]
+    assert fields["llama.attention.head_count"] == HEADS
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "F16"])
+def test_splits_stay_splits(kind: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]) -> None:
+    """Only the first split tells the heads of the model."""
+    family = FAMILIES["llama"]
+    adapter, before, after = tune(family)
+    tensors = [*converted(family, before, kind).items()]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for n in range(2):
+        more = entries(family.arch) if n == 0 else {}
+        part = dict(tensors[len(tensors) * n // 2 : len(tensors) * (n + 1) // 2])
+        by_library.write(
+            folder / f"m-0000{n + 1}-of-00002.gguf", "llama", part, {**more, "split.no": n, "split.count": 2}
+        )
+    lora_merge.merge(folder, adapter, tmp_path / "out")
+    wanted = converted(family, after, "F32")
+    files = sorted(p.name for p in (tmp_path / "out").iterdir() if p.suffix == ".gguf")
+    assert files == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    found = {k: v for f in files for k, v in by_library.read(tmp_path / "out" / f).items()}
+    for key, (values, _) in found.items():
+        np.testing.assert_allclose(values, wanted[key][0], atol=0.05)
+    assert found.keys() == wanted.keys()
+    assert by_library.fields(tmp_path / "out" / files[1])["split.no"] == 1
+
+
+def test_a_head_that_the_file_does_not_have_is_not_added(
+    tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
+) -> None:
+    """llama.cpp reads the embeddings where `output.weight` is missing."""
+    family = FAMILIES["llama"]
+    adapter, before, _ = tune(family, tie_word_embeddings=True, target_modules=["q_proj", "lm_head"])
+    base = by_library.write(tmp_path / "m.gguf", "llama", converted(family, before, "F16"), entries(family.arch))
+    with pytest.raises((FitError, InputError)) as caught:
+        lora_merge.merge(base, adapter, tmp_path / "out.gguf")
+    assert caught.value.exit_code in (3, 4)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_the_names_of_transformers_are_shown(tmp_path: Path) -> None:
+    family = FAMILIES["qwen3"]
+    path = by_library.write(
+        tmp_path / "m.gguf", "qwen3", converted(family, stored(model(family)), "Q4_0"), entries(family.arch)
+    )
+    index = open_checkpoint(path)
+    assert "model.layers.1.self_attn.q_norm.weight" in index.tensors
+    assert index.tensors["model.layers.0.mlp.gate_proj.weight"].stored == "blk.0.ffn_gate.weight"
+    assert json.loads(json.dumps(dict(index.config)))["num_key_value_heads"] == KV
