@@ -24,35 +24,20 @@ def _fp8_values(dtype: str) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(FP8[dtype]).float()
 
 
-@cache
-def _fp8_codes(dtype: str) -> Tensor:
-    """Return the byte for each number of bf16, by its bits; numbers beyond the range give the largest number."""
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    limit = TABLE[dtype].largest
-    if dtype == "F8_E5M2":  # it has infinities
-        return torch.where(numbers.isinf(), numbers, numbers.clamp(-limit, limit)).to(FP8[dtype]).view(torch.uint8)
-    return numbers.clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
-
-
 def from_fp8(codes: Tensor, dtype: str) -> Tensor:
-    """Return the numbers of bytes, in fp32."""
-    return codes.view(FP8[dtype]).float()
+    """Return the numbers of bytes, in fp32. A table takes a fifth of the time of torch's cast."""
+    return _fp8_values(dtype).index_select(0, codes.reshape(-1).view(torch.uint8).int())
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
     """Return the nearest fp8 numbers as bytes, ties to even; None if a finite number rounds to one beyond the range."""
-    return None if largest(values) > TABLE[dtype].room else cut_to_fp8(values, dtype)
+    return None if largest(values) > TABLE[dtype].room else _single(values).to(FP8[dtype]).view(torch.uint8)
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
-    """Return the nearest fp8 numbers as bytes; finite numbers beyond the range become the largest.
-
-    A table of all numbers of bf16 replaces the cast, which takes several times as long. The numbers are cut to bf16
-    with a sticky last bit ("round to odd"): its 7 bits of mantissa are enough for one correct rounding to 3 bits.
-    """
-    bits = _single(values).contiguous().view(torch.int32)
-    index = ((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)
-    return _fp8_codes(dtype)[index]
+    """Return the nearest fp8 numbers as bytes; numbers beyond the range become the largest."""
+    limit = TABLE[dtype].largest
+    return _single(values).clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
@@ -105,7 +90,7 @@ def _powers() -> Tensor:
 
 def powers(raw: Tensor) -> Tensor:
     """Return the numbers of e8m0 bytes, in fp32."""
-    return _powers()[raw.reshape(-1).view(torch.uint8).int()]
+    return _powers().index_select(0, raw.reshape(-1).view(torch.uint8).int())
 
 
 def power_above(numbers: Tensor) -> Tensor:
@@ -169,9 +154,14 @@ def _e2m1_codes() -> Tensor:
 
 
 def e2m1_codes(levels: Tensor) -> Tensor:
-    """Return the nearest 4-bit codes, ties to even; numbers beyond the range become the largest. See `cut_to_fp8`."""
-    bits = _single(levels).contiguous().view(torch.int32)
-    return _e2m1_codes()[((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)]
+    """Return the nearest 4-bit codes, ties to even; numbers beyond the range become the largest.
+
+    By a table of all numbers of bf16: cut to bf16 with a sticky last bit ("round to odd"), a number keeps enough bits
+    for one correct rounding to two.
+    """
+    bits = _single(levels).contiguous().reshape(-1).view(torch.int32)
+    index = ((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)
+    return _e2m1_codes().index_select(0, index)
 
 
 @lru_cache(maxsize=64)
@@ -184,7 +174,7 @@ def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT00
 
 def from_halves(raw: Tensor, table: Tensor, *, high_first: bool) -> Tensor:
     """Return the numbers of bytes that hold two codes each, flat, by a table of 16 numbers."""
-    return _pairs(tuple(table.tolist()), high_first)[raw.reshape(-1).int()].view(-1)
+    return _pairs(tuple(table.tolist()), high_first).index_select(0, raw.reshape(-1).int()).view(-1)
 
 
 def in_halves(codes: Tensor, *, high_first: bool) -> Tensor:
