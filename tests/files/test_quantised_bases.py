@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.errors import InputError
+from lora_merge.errors import InputError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.safetensors import parse_file
 
 from ..support import Tensors, load, rand, save
 from .quantised_forms import FORMS, SHAPE, Form, note
@@ -116,3 +118,66 @@ def test_what_needs_calibration_is_not_written_again(name: str, tmp_path: Path) 
         lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
     assert "--dtype bf16" in caught.value.fix
     assert not (tmp_path / "out").exists()
+
+
+def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
+    """The tensors with one scale that is `number`, or with the byte of it; None where the format has no such scale."""
+    key = f"{NAMES[0]}.{form.scale}"
+    scale = tensors[key].clone()
+    if scale.dtype in {torch.uint8, torch.float8_e8m0fnu}:  # powers of two: only 255 is no number
+        scale.view(-1).view(torch.uint8)[0] = 255
+    elif number == 0.0 and (form.scale in {"SCB", "weight.absmax"} or scale.dtype == torch.float8_e4m3fn):
+        return None  # a block of zeros may have the scale 0
+    else:
+        flat = scale.float().view(-1)
+        flat[0] = number
+        scale = flat.view(scale.shape).to(scale.dtype)
+    return {**tensors, key: scale}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    file = source / "model.safetensors" if source.is_dir() else source
+    lora, out = (
+        save(adapter(), tmp_path / "lora.safetensors"),
+        tmp_path / ("out" if source.is_dir() else "out.safetensors"),
+    )
+    for number in (float("nan"),) if form.decode_only else (float("nan"), -1.0, 0.0):
+        bad = spoilt(form, tensors, number)
+        if bad is None or (not isnan(number) and name == "bitsandbytes nf4 doubled"):
+            continue
+        save(bad, file)
+        with pytest.raises(InputError, match="scale") as caught:
+            lora_merge.merge(source, lora, out, dtype="bf16")
+        assert NAMES[0] in caught.value.where
+    key = f"{NAMES[0]}.{form.scale}"
+    save({**tensors, key: tensors[key].reshape(-1)[:0].clone()}, file)
+    with pytest.raises(InputError, match="quantised"):
+        lora_merge.merge(source, lora, out, dtype="bf16")
+    assert not out.exists()
+
+
+FLIPPED = ("ComfyUI mxfp8", "ComfyUI nvfp4", "ComfyUI int8 rotated", "compressed-tensors int4 with zero points",
+           "bitsandbytes nf4 doubled", "block fp8")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_the_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), out)
+    file = out / "model.safetensors" if source.is_dir() else out
+    whole, header = file.read_bytes(), parse_file(file)
+    lasts = [last for last in parts(tensors, NAMES[1]) if any(w in last for w in ("scale", "absmax", "weight"))]
+    lasts = [n for n in lasts if "input" not in n and "shape" not in n and "map" not in n and "state" not in n]
+    for last in lasts:
+        info = header.tensors[f"{NAMES[1]}.{last}"]
+        raw = bytearray(whole)
+        width = {"F32": 4, "BF16": 2}.get(info.dtype, 1)
+        raw[info.offset + info.nbytes // 5 // width * width + width - 1] ^= 0x08  # of a float, the exponent
+        file.write_bytes(raw)
+        with pytest.raises(VerificationFailed):
+            lora_merge.verify(out, full=True)
