@@ -1,0 +1,79 @@
+"""Folders of quantised language models: transformers loads the merged folder and computes what base and adapter do."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lora_merge
+
+from ..support import Tensors, load, rand, save
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+TOKENS = torch.arange(12)[None]
+
+
+def logits(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers says that it dequantises, as there is no GPU
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def quantised(weight: Tensor) -> Tensors:
+    """Blocks of 32 x 32, which no axis of gate and up is a multiple of."""
+    high, wide = (-(-n // 32) for n in weight.shape)
+    padded = torch.nn.functional.pad(weight, (0, wide * 32 - weight.shape[1], 0, high * 32 - weight.shape[0]))
+    scale = padded.view(high, 32, wide, 32).abs().amax((1, 3)) / 448
+    spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[: weight.shape[0], : weight.shape[1]]
+    return {"weight": (weight / spread).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def test_block_fp8_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    plain, packed, lora = {}, {}, {}
+    for name, value in model.state_dict().items():
+        if "_proj" not in name:
+            plain[name] = packed[name] = value.clone()
+            continue
+        stem = name.removesuffix(".weight")
+        parts = quantised(value)
+        packed |= {f"{stem}.{last}": part for last, part in parts.items()}
+        spread = parts["weight_scale_inv"].repeat_interleave(32, 0).repeat_interleave(32, 1)
+        plain[name] = parts["weight"].float() * spread[: value.shape[0], : value.shape[1]]
+        if "q_proj" in name or "up_proj" in name:
+            down, up = rand(4, value.shape[1], seed=len(lora)), rand(value.shape[0], 4, seed=len(lora) + 1)
+            lora |= {f"base_model.model.{stem}.lora_A.weight": down, f"base_model.model.{stem}.lora_B.weight": up}
+    base, merged, want = tmp_path / "base", tmp_path / "merged", tmp_path / "want"
+    config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    told = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    for folder, tensors, more in ((base, packed, {"quantization_config": told}), (want, plain, {})):
+        folder.mkdir()
+        save(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps({**config, **more}, default=str))
+    adapter = save(lora, tmp_path / "lora.safetensors")
+    lora_merge.merge(base, adapter, merged)
+    lora_merge.merge(base, adapter, tmp_path / "bf16", dtype="fp32")
+    lora_merge.merge(want, adapter, tmp_path / "sum")
+    right, before = logits(tmp_path / "sum"), logits(want)
+    found, clean = logits(merged), logits(tmp_path / "bf16")
+    torch.testing.assert_close(clean, right, rtol=1e-4, atol=1e-5)
+    change = (right - before).norm()
+    assert (found - right).norm() < 0.2 * change
+    assert (found - before).norm() > 0.5 * change
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert load(merged / "model.safetensors").keys() == packed.keys()
