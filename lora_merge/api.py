@@ -64,6 +64,8 @@ def merge(
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
         no_metadata: Leave out the recipe, and all names and hashes of inputs, also those that the base's own metadata
             has. `verify` and `replay` then have to be told the inputs. Default: False.
+        card: Whether to write a model card: README.md in a folder, NAME.md beside a file. A card that is there keeps
+            its text and gets a section. Default: with folders.
 
     Returns:
         A `Report`: `coverage` for each adapter, `written` bytes, `seconds`, `verified`, `to_json()`.

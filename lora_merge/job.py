@@ -97,6 +97,8 @@ class Job:
     """Entries that the header of the output gets in addition to the base's, or in their place."""
     no_metadata: bool = False
     """Whether the header of the output holds no recipe, and no entries of the base but those that loading needs."""
+    card: bool | None = None
+    """Whether a model card is written; None: with folders that name their inputs."""
 
 
 OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str], float] | Adapter

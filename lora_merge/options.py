@@ -58,6 +58,7 @@ class MergeOptions(TypedDict, total=False):
     title: str | None
     metadata: Mapping[str, str] | Sequence[tuple[str, str]]
     no_metadata: bool
+    card: bool | None
 
 
 class PythonOptions(MergeOptions, total=False):
@@ -164,6 +165,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                metavar="KEY=VALUE"),
         Option("no_metadata", "switch", default=False, recorded="given",
                help="Write no recipe, no names and no hashes: verify then needs --base and --adapter."),
+        Option("card", "switch", None, "Write a model card; by default with folders.", "never"),
     )
 })  # fmt: skip
 """Name → option, in the order of recipes."""
@@ -285,7 +287,7 @@ def _known(name: str) -> None:
 
 def _value(option: Option, value: Any) -> Any:
     if option.kind == "switch":
-        return switch(value, option.flag)
+        return value if value is None and option.default is None else switch(value, option.flag)
     if option.kind == "text":
         return None if value is None else text(value, option.flag)
     if option.kind == "dtype":

@@ -27,7 +27,7 @@ OTHERS: dict[str, Any] = {
     "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
     "unmatched": "skip", "on_overflow": "saturate", "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
-    "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True,
+    "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
 }  # fmt: skip
 """A value that is not the default, of every option."""
 
@@ -126,7 +126,7 @@ def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -
 
 def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
     """Jobs of a batch that differ in other options have one outline between them."""
-    assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify"}
+    assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify", "card"}
     assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
 
 

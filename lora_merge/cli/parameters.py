@@ -44,7 +44,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     default = None if stated or many else option.default
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
     kind: Any = list[str] if many else bool if option.kind == "switch" else words
-    flag = f"{option.flag}/--no-{option.name}" if default is True else option.flag
+    flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = "As for merge, where there is no recipe." if stated else option.help
     made = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,

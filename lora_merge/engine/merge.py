@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error
-from ..planning.outputs import contents
+from ..planning.card import card, card_path
+from ..planning.outputs import Card, contents
 from ..planning.plan import Plan, coverage
 from ..planning.recipe import sha256
 from ..process import deliver_pending
@@ -153,7 +154,27 @@ def _end(output: _Output, written: Written, reader: Reader, share: float, progre
     progress(Step("prove", str(output.plan.job.output)))
     proof = _prove(written, reader, progress)
     output.stack.close()
-    return _report(written, proof, output.opening + share + time.monotonic() - ending)
+    notes = _write_card(written.plan)
+    return _report(written, proof, output.opening + share + time.monotonic() - ending, notes)
+
+
+def _write_card(plan: Plan) -> tuple[str, ...]:
+    """Write the model card beside an output file, if one is wanted; return notes on what prevented it."""
+    if plan.is_folder or not plan.has_card:
+        return ()
+    path = card_path(plan)
+    made = None if path in plan.spared or path in plan.inputs else card(plan, path)
+    if made is None:
+        return (f"no model card was written: another kind of file is at {path}",)
+    part = path.with_name(f".{path.name}.lora-merge.part")
+    try:
+        part.write_bytes(made)
+        part.replace(path)
+    except OSError as e:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        return (f"no model card was written: {e.strerror} ({path})",)
+    return ()
 
 
 def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
@@ -177,7 +198,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     return proof
 
 
-def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float) -> Report:
+def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[str]) -> Report:
     plan, job = written.plan, written.plan.job
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
@@ -185,7 +206,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float) -
         seconds=seconds, device=written.device,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
-        saturated=written.saturated, notes=(*plan.base.notes, *written.notes),
+        saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes),
     )  # fmt: skip
 
 
@@ -198,7 +219,7 @@ def _prepare(plan: Plan, part: Path) -> None:
     for file in plan.files:
         (part / file.name).touch()
     for name, content in contents(plan).sides.items():
-        if isinstance(content, bytes):
-            (part / name).write_bytes(content)
+        if isinstance(content, bytes | Card):
+            (part / name).write_bytes(content.content if isinstance(content, Card) else content)
         else:
             copy_file(content, part / name)

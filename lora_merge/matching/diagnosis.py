@@ -35,6 +35,9 @@ GROUPED: Final = (
     "different groups, which such a weight cannot hold, so it can only be applied when the model runs"
 )
 
+UNET: Final = ("lora_unet_", "unet.")
+"""Prefixes of names in a U-Net of Stable Diffusion; kohya's scripts also write the first one for other denoisers."""
+
 PARTS: Final = {
     "te": "the text encoder",
     "te1": "the first text encoder",
@@ -60,13 +63,20 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
         return why
+    if not known and any(m.startswith(UNET) for m in unmatched) and not any(map(names.knows, unmatched)):
+        what = f"the adapter is for the denoiser of an image or video model ({UNET[0]}…)"
+        return f"{what}, the base is {names.architecture}; {OWN_BASE}"
     if absent := sorted(set(wanted) - labels):
         return absence(absent, sorted(labels))
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
     if part is None or part is names.parts[0]:
-        return likely_reason(unmatched, modules, known, names.weights(), names.architecture)
-    of_part = [m for m in unmatched if names.wanted(m) == part.label]
+        return likely_reason(_known(names, unmatched), modules, known, names.weights(), names.architecture)
+    of_part = _known(names, [m for m in unmatched if names.wanted(m) == part.label])
     return likely_reason(of_part, {}, part.architecture, names.weights(part), part.title)
+
+
+def _known(names: Names, modules: Sequence[str]) -> dict[str, bool]:
+    return {m: names.knows(m) for m in modules}
 
 
 def doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
@@ -94,7 +104,7 @@ def _part(label: str) -> str:
 
 
 def likely_reason(
-    unmatched: Sequence[str],
+    unmatched: Mapping[str, bool],
     modules: Mapping[str, Shape],
     base: Architecture | None,
     stored: Mapping[str, Shape],
@@ -102,14 +112,15 @@ def likely_reason(
 ) -> str:
     """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
 
-    `modules`, `stored`: shapes of the adapter's and the base's weights, without prefixes. `title`: name of the model
+    `unmatched`: module → whether the base has one of this name, but for its numbers. `modules`, `stored`: shapes of the
+    adapter's and the base's weights, without prefixes. `title`: name of the model
     for a base without an architecture.
     """
     return (
         other_model(modules, base, stored)
         or other_variant(modules, base, stored)
-        or _other_size(unmatched, stored)
-        or _unknown(unmatched, base.title if base else title, stored)
+        or _other_size([m for m, known in unmatched.items() if known], stored)
+        or _unknown([*unmatched], base.title if base else title, stored)
     )
 
 
@@ -136,8 +147,8 @@ def _sentence(made_for: str, base: str) -> str:
     return f"the adapter looks made for {made_for}, the base is {base}; use the base it was trained on"
 
 
-def _other_size(unmatched: Sequence[str], stored: Mapping[str, Shape]) -> str:
-    wanted = max((int(n) for m in unmatched for n in _BLOCK.findall(m)), default=-1)
+def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
+    wanted = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
     if wanted <= last or last < 0:
         return ""

@@ -117,6 +117,10 @@ class Names:
                 return self._as_stored(views[0])
         return None
 
+    def knows(self, module: str) -> bool:
+        """Return whether the base has a module of this name, perhaps with other numbers in it."""
+        return any(self._readers(name, "weight") for name in _written(module))
+
     def _readers(self, name: str, parameter: str) -> Sequence[tuple[int, Sequence[Component]]]:
         """Return (start, components that know such names) for every reading of a name, which is its rest from `start`.
 

@@ -10,10 +10,19 @@ from typing import Final, TypeAlias
 
 from ..dtypes import DTYPES
 from ..files.side_files import configured
-from .plan import Plan
+from .card import card
+from .plan import CARD, Plan
 from .recipe import parsed, sha256
 
-Side: TypeAlias = bytes | Path
+
+@dataclass(frozen=True)
+class Card:
+    """The content of a model card, which people edit: no proof and no resumed batch compares it."""
+
+    content: bytes
+
+
+Side: TypeAlias = bytes | Path | Card
 """The content of a side file, or the file of the base to copy."""
 
 KINDS: Final = ("model_type", "_class_name")
@@ -42,6 +51,8 @@ def contents(plan: Plan) -> Contents:
         if file.name == "config.json":
             resized = plan.resized(str(Path(name).parent))
             sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized, unpacked=plan.unpacked)
+    if plan.is_folder and plan.has_card and (made := card(plan, plan.base.path / CARD)) is not None:
+        sides[CARD] = Card(made)
     return Contents(frozenset(f.name for f in plan.files), sides)
 
 
@@ -73,6 +84,8 @@ def misleading(plan: Plan, output: Path) -> list[str]:
 def _is(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:
     if not file.is_file():
         return False
+    if isinstance(side, Card):
+        return True
     if isinstance(side, bytes):
         return digest(file) == hashlib.sha256(side).hexdigest()
     return file.stat().st_size == side.stat().st_size and digest(file) == digest(side)

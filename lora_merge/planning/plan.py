@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
@@ -21,6 +21,9 @@ from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 from ..tables import html_table
 from ..text import by_component, by_pattern, size
+
+CARD: Final = "README.md"
+"""The name of the model card in a folder."""
 
 
 class OutputTensor(NamedTuple):
@@ -182,7 +185,13 @@ class Plan:
     @property
     def contents(self) -> tuple[str, ...]:
         """Names of all files of an output folder."""
-        return (*(f.name for f in self.files), *(name for name, _ in self.indexes), *self.sides)
+        card = [CARD] if self.has_card and CARD not in self.sides else []
+        return (*(f.name for f in self.files), *(name for name, _ in self.indexes), *self.sides, *card)
+
+    @property
+    def has_card(self) -> bool:
+        """Whether the output gets a model card: where it is asked for, and by default with folders that name inputs."""
+        return self.is_folder and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property
     def inputs(self) -> tuple[Path, ...]:

@@ -1,0 +1,145 @@
+"""The model card of an output: front matter that model hubs read, and in words what was merged.
+
+A card of the base keeps its text and its entries. Ours is a section between two marks, and the entries that would
+otherwise claim that the output is the base.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..disk.files import FileState, open_regular
+from ..errors import MergeError
+from .metadata import TITLE
+from .plan import CARD, Plan
+
+BEGIN: Final = "<!-- lora-merge: begin -->"
+END: Final = "<!-- lora-merge: end -->"
+
+LIMIT: Final = 1 << 20  # bytes of a card; longer ones stay as they are
+FRONT: Final = 1 << 14  # characters of front matter; hubs show a hundred lines
+
+_SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + "\n*", re.DOTALL)
+_FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transformers"))
+
+
+def card_path(plan: Plan) -> Path:
+    """Return the path of the card: README.md in a folder, NAME.md beside a file."""
+    return plan.job.output / CARD if plan.is_folder else plan.job.output.with_suffix(".md")
+
+
+def card(plan: Plan, earlier: Path | None) -> bytes | None:
+    """Return the card of the output of a plan, in UTF-8; None if the earlier one cannot be read and has to stay.
+
+    `earlier`: the card that gets our section and entries: that of the base, or one that lies beside the output.
+    """
+    old = "" if earlier is None else read_card(earlier)
+    if old is None:
+        return None
+    front, body = _split(old)
+    if front is None:
+        return None
+    rest = _SECTION.sub("", body).strip("\n")
+    parts = [f"---\n{_yaml(front | _entries(plan, front))}---", "\n".join([BEGIN, *_words(plan), END]), rest]
+    return ("\n\n".join(part for part in parts if part) + "\n").encode("utf-8", "replace")
+
+
+def read_card(path: Path) -> str | None:
+    """Return the text of a card, "" if there is none; None if it is too long, or no text."""
+    if not path.is_file():
+        return ""
+    try:
+        with open_regular(path) as f:
+            return f.read().decode() if FileState.of(f.fileno()).size <= LIMIT else None
+    except (OSError, ValueError, MergeError):
+        return None
+
+
+def _split(text: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the front matter and the rest; None as front matter that is no table."""
+    match = _FRONT.match(text)
+    if match is None:
+        return {}, text
+    if len(match[1]) > FRONT:
+        return None, text
+    import yaml
+
+    try:
+        front = yaml.safe_load(match[1]) or {}
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None, text
+    return (front if isinstance(front, dict) else None), text[match.end() :]
+
+
+def _yaml(front: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True))
+
+
+def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that tell what the output is. https://huggingface.co/docs/hub/model-cards."""
+    tags = front.get("tags")
+    held = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
+    licences = {licence for _, licence in _licences(plan, front) if licence}
+    return {
+        "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
+        "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
+        **({"library_name": library} if library and "library_name" not in front else {}),
+        **({"license": licences.pop()} if len(licences) == 1 else {"license": "other"} if licences else {}),
+    }  # fmt: skip
+
+
+def _hub_names(plan: Plan) -> Iterator[str]:
+    """Yield the base and the adapters, by the names that their configurations have for them on a hub, if any."""
+    named = str(plan.base.config.get("_name_or_path", ""))
+    yield named if _HUB.fullmatch(named) else plan.job.base.name
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        own = str(m.adapter.index.config.get("_name_or_path", ""))
+        yield own if _HUB.fullmatch(own) else ref.path.stem if ref.path.is_file() else ref.path.name
+
+
+def _licences(plan: Plan, front: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (input, its licence), "" where none is stated: by its card or its metadata."""
+    stated = front.get("license")
+    yield plan.job.base.name, stated if isinstance(stated, str) else plan.base.metadata.get("modelspec.license", "")
+    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
+        own = _split(read_card(ref.path / CARD) or "")[0] if ref.path.is_dir() else {}
+        stated = (own or {}).get("license")
+        found = stated if isinstance(stated, str) else m.adapter.index.metadata.get("modelspec.license", "")
+        yield ref.path.name, found
+
+
+def _words(plan: Plan) -> Iterator[str]:
+    """Yield our section, line by line."""
+    job = plan.job
+    yield f"# {_plain(job.title or dict(job.metadata).get(TITLE) or job.output.stem)}"
+    yield ""
+    yield f"This is {_plain(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
+    yield ""
+    for ref, m in zip(job.adapters, plan.adapters, strict=True):
+        parts = [f"{s:g}× {part} ({n} modules)" for part, counts in m.strengths.items() for s, n in counts.items()]
+        what = ", ".join(m.algorithms) or "no change"
+        yield f"* {_plain(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
+    yield ""
+    dtype = "every tensor keeps its dtype" if job.dtype == "keep" else f"dtype {job.dtype}"
+    yield f"{plan.changed} tensors changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
+    licences = [*_licences(plan, _split(read_card(plan.base.path / CARD) or "")[0] or {})]
+    if len({licence for _, licence in licences}) > 1:
+        yield ""
+        stated = "; ".join(f"{_plain(name)}: {_plain(text) or 'not stated'}" for name, text in licences)
+        yield f"Licences: {stated}."
+    if not job.no_metadata:
+        yield ""
+        yield "The metadata of the weights hold the recipe: `lora-merge verify` proves it, `replay` repeats it."
+
+
+def _plain(text: str) -> str:
+    """Return a text without what Markdown and HTML would take for a command, in one line."""
+    return re.sub(r"[\x00-\x1f<>`*_#\[\]|]", " ", text)[:200].strip()

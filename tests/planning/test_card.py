@@ -1,0 +1,120 @@
+"""Model cards: front matter for hubs, the text of an earlier card, and what a card may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lora_merge
+from lora_merge.planning.card import BEGIN, END
+
+from ..support import kohya, metadata, rand, save, sd1
+
+BASE_CARD = (
+    "---\nlicense: mit\ntags: [llama]\nbase_model: someone/other\nwidget: [{text: hi}]\n---\n\n# Base\n\nIts words.\n"
+)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder of transformers, and an adapter folder."""
+    base, adapter = tmp_path / "llm", tmp_path / "peft"
+    base.mkdir()
+    adapter.mkdir()
+    save({f"model.layers.{n}.self_attn.q_proj.weight": rand(8, 8) for n in range(2)}, base / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "_name_or_path": "meta/llm"}
+    (base / "config.json").write_text(json.dumps(config))
+    start = "base_model.model.model.layers.0.self_attn.q_proj"
+    save(
+        {f"{start}.lora_A.weight": rand(2, 8), f"{start}.lora_B.weight": rand(8, 2)},
+        adapter / "adapter_model.safetensors",
+    )
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(told))
+    return base, adapter
+
+
+def front(text: str) -> dict[str, Any]:
+    """The front matter."""
+    found: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+    return found
+
+
+def test_the_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = inputs
+    (base / "README.md").write_text(BASE_CARD)
+    (adapter / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    out = tmp_path / "out"
+    lora_merge.merge(base, [(adapter, 0.5)], out)
+    text = (out / "README.md").read_text()
+    found = front(text)
+    assert found["base_model"] == ["meta/llm", "peft"]
+    assert found["base_model_relation"] == "merge"
+    assert found["tags"] == ["llama", "merge", "lora-merge"]
+    assert found["widget"] == [{"text": "hi"}]
+    assert (found["license"], found["library_name"]) == ("other", "transformers")
+    assert "llm: mit; peft: apache-2.0" in text
+    assert text.index(BEGIN) < text.index("strength 0.5") < text.index(END) < text.index("Its words.")
+    again = tmp_path / "again"
+    lora_merge.merge(out, [(adapter, 0.25)], again)
+    more = (again / "README.md").read_text()
+    assert more.count(BEGIN) == 1
+    assert "strength 0.25" in more
+    assert "strength 0.5" not in more
+
+
+def test_a_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    lora_merge.merge(*inputs, tmp_path / "out", title="Ink")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "# Ink" in text
+    assert "license" not in front(text)
+    lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
+
+
+def test_editing_a_card_is_no_change_of_the_model(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """The proof stays true, and a batch does not make the output again; nor for another strength of the same plan."""
+    jobs = [{"base": str(inputs[0]), "adapters": [{"path": str(inputs[1]), "strength": s}],
+             "output": str(tmp_path / f"out{s}")} for s in (0.5, 0.75)]  # fmt: skip
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["merged"] * 2
+    assert "strength 0.75" in (tmp_path / "out0.75" / "README.md").read_text()
+    (tmp_path / "out0.5" / "README.md").write_text("mine")
+    assert [r.status for r in lora_merge.run_batch(jobs)] == ["skipped"] * 2
+    assert lora_merge.verify(tmp_path / "out0.5")["warnings"] == []
+
+
+@pytest.mark.parametrize("options", [{"card": False}, {"no_metadata": True}])
+def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    lora_merge.merge(*inputs, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+@pytest.mark.parametrize("text", ["---\n[1, 2]\n---\nx", "---\na: [\n---\nx", "---\n" + "[" * 3000 + "\n---\n"])
+def test_a_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    (inputs[0] / "README.md").write_text(text)
+    lora_merge.merge(*inputs, tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == text
+
+
+def test_a_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
+    base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
+    odd = save(kohya(sd1()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "mit"})
+    out, card = tmp_path / "o.safetensors", tmp_path / "o.md"
+    lora_merge.merge(base, odd, out)
+    assert not card.exists()
+    card.write_text("my words\n")
+    for strength in (0.5, 0.25):
+        lora_merge.merge(base, [(odd, strength)], out, card=True, overwrite=True)
+    text = card.read_text()
+    assert front(text)["license"] == "mit"
+    assert text.endswith("my words\n")
+    assert text.count("strength 0.25") == 1
+    assert "<script>" not in text.partition(BEGIN)[2]
+    assert "lora_merge.recipe" in metadata(out)
+    card.write_bytes(b"\xff\xfe")
+    report = lora_merge.merge(base, odd, out, card=True, overwrite=True)
+    assert any("no model card" in note for note in report.notes)
+    assert card.read_bytes() == b"\xff\xfe"
