@@ -171,3 +171,23 @@ def test_a_layer_that_does_not_fit_can_be_left_out_by_name(tmp_path: Path) -> No
         lora_merge.merge_state_dict(flux, split, strength_for={"re:to_q": 0})
     done = lora_merge.merge_state_dict(flux, split, strength_for={r"re:attn\.to_": 0})
     assert all(torch.equal(done[k], flux[k]) for k in flux)
+
+
+@pytest.mark.parametrize("keep", ["lora_unet_", "lora_"])
+def test_names_of_another_kind_of_model_are_no_sign_of_a_smaller_one(keep: str, tmp_path: Path) -> None:
+    """A tiny U-Net LoRA on a tiny language model: its blocks have higher numbers, but other names too."""
+    layer = "model.layers.{}.self_attn.q_proj"
+    save({f"{layer.format(n)}.weight": rand(8, 8) for n in range(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    names = ["lora_unet_down_blocks_3_attentions_0_proj_in", "lora_te_text_model_encoder_layers_7_mlp_fc1"]
+    tensors = {f"{n}.lora_{w}.weight": rand(*s) for n in names if n.startswith(keep)
+               for w, s in (("up", (8, 2)), ("down", (2, 8)))}  # fmt: skip
+    with pytest.raises(FitError) as refused:
+        lora_merge.plan(tmp_path, save(tensors, tmp_path / "a.st"), tmp_path / "out")
+    assert "smaller or pruned" not in refused.value.fix
+    assert "image or video model" in refused.value.fix
+    deeper = {
+        f"{layer.format(n)}.lora_{w}.weight": rand(*s) for n in range(4) for w, s in (("B", (8, 2)), ("A", (2, 8)))
+    }
+    with pytest.raises(FitError, match="smaller or pruned"):
+        lora_merge.plan(tmp_path, save(deeper, tmp_path / "b.st"), tmp_path / "out", setting={"lora_alpha": 2})
