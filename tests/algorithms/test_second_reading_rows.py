@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from row_files import write
+from safetensors.torch import save_file
 
+import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
@@ -105,3 +109,42 @@ def test_other_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
     with pytest.raises(VerificationFailed, match="how strongly"):
         read(changed(plan, lambda _, u: u._replace(strength=0.5)))
     assert tried > 0
+
+
+@pytest.mark.parametrize(
+    "stated", [{"lora_alpha": 4.0}, {"rs_lora": True}, {"over_rank": True}, {"lora_alpha": 4.0, "rs_lora": True}]
+)
+@pytest.mark.parametrize("config", [None, {"lora_parameters": {"rank": 2, "scale": 20.0}}])
+def test_what_the_user_states_is_no_disagreement(
+    stated: dict[str, Any], config: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """For every kind of module that another trainer than PEFT writes, beside a LoRA that may need the same setting."""
+    base = {f"m.{name}.weight": torch.rand(8, 8) for name in "ab"}
+    beside = {} if config else {"m.b.lora_up.weight": torch.rand(8, 2), "m.b.lora_down.weight": torch.rand(2, 8)}
+    save_file(base, tmp_path / "base.safetensors")
+    for kind, shapes in MLX.items() if config else OTHERS.items():
+        for alpha in ({}, {"m.a.alpha": torch.tensor(1.0)}):
+            adapter = {f"m.a.{ending}": torch.rand(*shape) for ending, shape in shapes.items()} | alpha | beside
+            folder = tmp_path / f"{kind}{len(alpha)}"
+            folder.mkdir()
+            save_file(adapter, folder / "adapters.safetensors")
+            if config:
+                (folder / "adapter_config.json").write_text(json.dumps(config))
+            setting = stated | ({"algo": "tlora"} if kind == "tlora" else {})
+            paths = tmp_path / "base.safetensors", folder if config else folder / "adapters.safetensors"
+            try:
+                lora_merge.merge(*paths, folder / "out.safetensors", setting=setting)
+            except lora_merge.MergeError as e:
+                assert e.exit_code == 2, (kind, e)  # nothing there uses the setting
+
+
+MLX = {"mlx": {"lora_a": (8, 2), "lora_b": (2, 8)}}
+OTHERS = {
+    "oft": {"oft_blocks": (2, 4, 4)}, "boft": {"oft_blocks": (1, 2, 4, 4)}, "oft_diag": {"oft_diag": (2, 4, 4)},
+    "loha": {f"hada_{w}_{x}": s for w in ("w1", "w2") for x, s in (("a", (8, 2)), ("b", (2, 8)))},
+    "lokr": {"lokr_w1": (2, 2), "lokr_w2_a": (4, 2), "lokr_w2_b": (2, 4)},
+    "glora": {"a1.weight": (8, 2), "a2.weight": (2, 8), "b1.weight": (8, 2), "b2.weight": (2, 8)},
+    "tlora": {"q_layer.weight": (2, 8), "p_layer.weight": (8, 2), "lambda_layer": (1, 2)},
+    "full": {"diff": (8, 8)},
+}  # fmt: skip
+"""Kind → the tensors of one module on a weight [8, 8]."""

@@ -131,7 +131,7 @@ def _of_method(
     shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
     scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
     settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
-    return replace(claim, scale=scale, settings=settings, shared=shared)
+    return replace(claim, scale=scale, settings=numbers.stated(settings), shared=shared)
 
 
 def _lies_across(group: Group, place: Place) -> bool:

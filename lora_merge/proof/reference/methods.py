@@ -50,6 +50,7 @@ class Method:
     settings: Callable[[Known], Mapping[str, Any]] = lambda _: {}  # further numbers and settings
     plain: Callable[[Stored, Shape], str] | None = None  # row of ALGORITHMS for files without a configuration
     bias: bool = False  # whether it changes the bias of its layer too
+    has_scale: bool = False  # whether α is a scale
     parameter: str = "weight"
 
     def shared_keys(self, stem: str) -> Mapping[str, str]:
@@ -299,7 +300,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
                          may=frozenset({"rescale"}), settings=_constraint,
                          kind=lambda s, _: "diag_oft" if len(s["blocks"]) == 3 else "boft"),
     "tlora": Method("", {"q_layer.weight": "q", "p_layer.weight": "p", "lambda_layer": "lambdas"}, _pair("p", "q"),
-                    scale=lambda k: (k.alpha or k.shapes["q"][0]) / k.shapes["q"][0]),
+                    has_scale=True, scale=lambda k: (k.alpha or k.shapes["q"][0]) / k.shapes["q"][0]),
     "book": Method("", {"lora.A": "down", "lora.B": "up"}, _transposed, kind=lambda *_: "lora_transposed"),
     "mlx": Method("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
                   kind=lambda s, _: "lora_transposed" if len(s["up"]) == 2 else "lora_switch"),

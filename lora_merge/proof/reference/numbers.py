@@ -69,6 +69,10 @@ class Numbers:
             return None
         return found if isinstance(found, dict) else None
 
+    def stated(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return settings with the user's own values for them."""
+        return {name: self._given.get(name, value) for name, value in settings.items()}
+
     @property
     def turns(self) -> bool:
         """Whether the user says if square weights are [in, out]."""
@@ -120,10 +124,14 @@ class Numbers:
         return self._configured(group, method, rank) if method else self._plain(group, rank)
 
     def limit(self, group: Group) -> float | None:
-        """Return the α of a method for which it is not a scale; 0 without one, None where something may change it."""
+        """Return the α of a method's module; 0 without one, None where something may change it.
+
+        The user's α counts where a scale is meant, not where α limits a rotation.
+        """
         if self._unread or group.roles.keys() & NUMBERS - {"alpha"}:
             return None
-        return self._number(group.roles["alpha"]) if "alpha" in group.roles else 0.0
+        stated = METHODS[group.kind].has_scale or "alpha" in group.roles
+        return (self._alpha(group) or 0.0) if stated else 0.0
 
     def _plain(self, group: Group, rank: int) -> float | None:
         """Return α / r from the tensors, squared for early GLoRA; 1 without an α, and for two whole factors."""
