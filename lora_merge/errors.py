@@ -83,6 +83,17 @@ class ResourceError(MergeError):
     exit_code = 5
 
 
+class DeviceFailed(ResourceError):
+    """A device stopped working; this process cannot use it again."""
+
+    def __init__(self, device: str, text: str) -> None:
+        super().__init__("the device failed", f"{device}: {text}", FAILED)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        device, _, text = self.where.partition(": ")
+        return DeviceFailed, (device, text)
+
+
 class VerificationFailed(MergeError):
     """The written output is wrong; it was removed before it got its name."""
 
@@ -116,6 +127,15 @@ SCARCE: Final = (
 FULL: Final = "end other programs that use the device, or use --device cpu"
 """How to fix a device that is out of memory."""
 
+FAILED: Final = "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
+"""How to go on after a device failed."""
+
+FAILURE_SIGNS: Final = (
+    "CUDA error", "CUDA driver error", "HIP error", "device-side assert", "DEVICE_LOST", "device is lost",
+    "Command buffer",
+)  # fmt: skip
+"""Texts of errors after which a device cannot be used: of torch on CUDA and ROCm, of Level Zero, and of Metal."""
+
 DEVICE_SIGNS: Final = (
     "out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "BLAS_STATUS_NOT_INITIALIZED", "cusolverDnCreate",
     "OUT_OF_DEVICE_MEMORY", "OUT_OF_RESOURCES",
@@ -129,6 +149,13 @@ def device_full(e: Exception) -> str:
     """Return the text of an error that reports too little memory on a device; "" for any other error."""
     text = next(iter(str(e).splitlines()), "")
     return text if isinstance(e, RuntimeError) and any(sign in text for sign in DEVICE_SIGNS) else ""
+
+
+def device_failure(e: Exception) -> str:
+    """Return the text of an error after which a device cannot be used; "" for any other error."""
+    text = next(iter(str(e).splitlines()), "")
+    failed = isinstance(e, RuntimeError) and any(sign in text for sign in FAILURE_SIGNS)
+    return text if failed and not device_full(e) else ""
 
 
 def as_resource_error(e: Exception) -> ResourceError | None:

@@ -7,14 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Condition, Lock
 from typing import Any, ClassVar, Final
 
 import torch
 
-from ..errors import ResourceError
+from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
 from .placement import TORCH_DTYPES, WHOLE, Placement
 
@@ -57,8 +57,20 @@ def place(device: str, dtype: str) -> Placement:
 def _numbered(where: torch.device) -> torch.device:
     """Return the device with its number: without one torch takes the current device, which differs between threads."""
     if where.index is None and where.type in {"cuda", "xpu"}:
+        rank = os.environ.get("LOCAL_RANK", "")  # of torchrun: one process for each GPU
+        if where.type == "cuda" and not torch.cuda.is_initialized() and rank.isdecimal() and int(rank) < _count("cuda"):
+            return torch.device("cuda", int(rank))
         return torch.device(where.type, torch.get_device_module(where.type).current_device())
     return where
+
+
+_failed: Final[dict[str, str]] = {}  # device → the error after which this process cannot use it
+
+
+def device_failed(where: torch.device, text: str) -> DeviceFailed:
+    """Return the error of a device that failed, and remember it: later merges of this process do not use the device."""
+    _failed[str(where)] = text
+    return DeviceFailed(str(where), text)
 
 
 def passed_over(device: str, dtype: str) -> list[str]:
@@ -103,6 +115,8 @@ def unusable(where: torch.device) -> str:
     whose memory other programs fill."""
     if where.type == "cpu":
         return ""
+    if failed := _failed.get(str(_numbered(where))):
+        return f"it failed before in this process: {failed}"
     try:
         torch.ones(1, device=where).add_(1).item()
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as e:  # the last two when CUDA starts
@@ -152,10 +166,11 @@ _loaded: list[torch.device] = []
 
 def release(at: Sequence[Placement]) -> None:
     """Give unused memory back to the devices, and unused pinned memory to the system."""
-    for kind in {p.device.type for p in at} & set(KINDS[1:]):
-        torch.get_device_module(kind).empty_cache()
-        if kind == "cuda" and hasattr(torch._C, "_host_emptyCache"):  # newer versions of torch have a public name
-            torch._C._host_emptyCache()
+    for kind in {p.device.type for p in at if str(p.device) not in _failed} & set(KINDS[1:]):
+        with suppress(RuntimeError):  # of a device that has just failed: the first error is the one to report
+            torch.get_device_module(kind).empty_cache()
+            if kind == "cuda" and hasattr(torch._C, "_host_emptyCache"):  # newer versions of torch have a public name
+                torch._C._host_emptyCache()
 
 
 def present() -> list[str]:

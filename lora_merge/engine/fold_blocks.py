@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
-from ..errors import FULL, ResourceError, ShapeMismatch, device_full
+from ..errors import FULL, ResourceError, ShapeMismatch, device_failure, device_full
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
 from .buffers import Outcome
-from .devices import DeviceMemory, fallback_device, passed_over, precise, release, stack_size
+from .devices import DeviceMemory, device_failed, fallback_device, passed_over, precise, release, stack_size
 from .fold import RULES
 from .patch_tensors import PatchTensors
 from .placement import (
@@ -130,6 +130,8 @@ class BlockMerger:
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
         except RuntimeError as e:
             short = device_full(e)
+            if not short and (text := device_failure(e)):
+                raise device_failed(self.at[0].device if lane is None else lane.at.device, text) from e
             if not short:
                 raise
         else:

@@ -8,6 +8,7 @@ Importing torch takes a second or more. Windows that the merge does not change a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +62,7 @@ class Pipeline:
         self.writers: dict[tuple[int, int], Writer] = {}
         self.headers: dict[int, tuple[bytes, ...]] = {}  # plan → the final headers of its files
         self.clock = Lock()
+        self.current_device = _current_device()
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
         """Stage → seconds busy; stages work side by side. `start`: the wait for torch. `wait`: the total time minus
         that of the busiest stage."""
@@ -140,8 +142,12 @@ class Pipeline:
         return self._made.result()
 
     def _make(self) -> WindowMerger:
+        import torch
+
         from .fold_window import WindowMerger
 
+        if self.current_device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(self.current_device)
         made = WindowMerger(self.plans, self.parts, self.reader)
         self.opened.callback(made.close)
         return made
@@ -263,3 +269,9 @@ class Pipeline:
 
         timed.__name__ = stage.__name__
         return timed
+
+
+def _current_device() -> int | None:
+    """Return the number of the calling thread's current CUDA device; None if the program has not used CUDA."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lora_merge
-from lora_merge.engine.devices import _loaded
+from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import _stream, odd
-from lora_merge.errors import TooLarge
+from lora_merge.errors import DeviceFailed, TooLarge
 
 from ..pretended_cuda import Pretended, Stream, pretended_cuda
 from ..support import Tensors, load, rand, save
@@ -27,6 +31,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield found
     _stream.cache_clear()
     _loaded.clear()
+    _failed.clear()
 
 
 def model() -> Tensors:
@@ -129,3 +134,61 @@ def test_results_stay_on_the_device_of_their_tensors(cuda: Pretended) -> None:
     assert {str(tensor.device) for tensor in got.values()} == {"cuda:0"}
     assert not cuda.counts["down"] and not cuda.races
     assert close({name: tensor.cpu() for name, tensor in got.items()}, want)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every matrix product fails, and so does giving back memory, as after an assert on the device."""
+
+    real = torch.Tensor.baddbmm_
+
+    def product(*given: Any, **options: Any) -> Tensor:
+        if given and given[0].device.type == "cpu":
+            return real(*given, **options)
+        raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", product)
+    monkeypatch.setattr(torch.cuda, "empty_cache", product)
+
+
+def test_a_device_that_fails_ends_the_merge_with_5_and_is_not_used_again(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        failing(broken)
+        with pytest.raises(DeviceFailed, match=r"(?s)the device failed.*cuda:0: CUDA error: device-side assert") as e:
+            lora_merge.merge(*files, tmp_path / "out", device="cuda")
+    assert e.value.exit_code == 5
+    assert pickle.loads(pickle.dumps(e.value)).args == e.value.args
+    assert not [*tmp_path.glob("*out*")]
+    with pytest.raises(lora_merge.MergeError, match="it failed before in this process"):
+        lora_merge.merge(*files, tmp_path / "out", device="cuda:0")
+    report = lora_merge.merge(*files, tmp_path / "out")
+    assert report.device == "cpu"
+    assert any("cuda is not used: it failed before" in note for note in report.notes)
+    assert lora_merge.merge(*files, tmp_path / "other", device="cuda:1").device == "cuda:1"
+
+
+def test_jobs_after_a_device_failed_are_made_on_the_cpu(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = files
+    failing(monkeypatch)
+    jobs = [{"base": str(b), "adapters": [str(adapter)], "output": f"{n}.safetensors"} for n, b in enumerate([base, save(model(), tmp_path / "c")])]  # fmt: skip
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs}))
+    first, second = lora_merge.run_batch(tmp_path / "jobs.yaml")
+    assert first.error is not None and first.error.what == "the device failed"
+    assert second.status == "done", second.error
+
+
+def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda n: setattr(cuda.mine, "device", n))
+    torch.cuda.set_device(1)
+    for device in ("cuda", "auto"):
+        assert lora_merge.merge(*files, tmp_path / "out", device=device, overwrite=True).device == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cuda.mine.device = 0
+    assert lora_merge.merge(*files, tmp_path / "out", overwrite=True).device == "cuda:1"
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert lora_merge.merge(*files, tmp_path / "out", overwrite=True).device == "cuda:0"
