@@ -77,3 +77,50 @@ def test_block_fp8_loads_and_computes_base_and_adapter(tmp_path: Path) -> None:
     assert (found - before).norm() > 0.5 * change
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
     assert load(merged / "model.safetensors").keys() == packed.keys()
+
+
+def mxfp4(weight: Tensor) -> Tensors:
+    """[experts, out, in] as gpt-oss stores it: 16 bytes and an exponent for every 32 numbers."""
+    blocks = weight.reshape(*weight.shape[:2], -1, 32)
+    exponents = torch.ceil(torch.log2(blocks.abs().amax(3) / 6)) + 127
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = blocks / 2.0 ** (exponents - 127)[..., None]
+    codes = (levels.abs()[..., None] - table).abs().argmin(4) + 8 * (levels < 0)
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return {"gate_up_proj_blocks": packed, "gate_up_proj_scales": exponents.to(torch.uint8)}
+
+
+def test_experts_of_gpt_oss_are_merged_as_the_model_knows_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    def read(tensors: Tensors) -> Tensor:
+        parts = (tensors[f"{stem}gate_up_proj_{last}"] for last in ("blocks", "scales"))
+        return convert_moe_packed_tensors(*parts, dtype=torch.float32)
+
+    stem = "model.layers.0.mlp.experts."
+    packed = {f"{stem}{last}": part for last, part in mxfp4(rand(3, 64, 96, seed=1, scale=0.02)).items()}
+    packed["model.norm.weight"] = rand(8)
+    lora = {f"base_model.model.{stem}lora_A.weight": rand(6, 96), f"base_model.model.{stem}lora_B.weight": rand(64, 6)}
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    (tmp_path / "adapter").mkdir()
+    save(lora, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    plain = {f"{stem}gate_up_proj": read(packed), "model.norm.weight": packed["model.norm.weight"]}
+    found = {}
+    quantisation = {"quantization_config": {"quant_method": "mxfp4"}}
+    for name, tensors, more in (("base", packed, quantisation), ("want", plain, {})):
+        (tmp_path / name).mkdir()
+        save(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **more}))
+        lora_merge.merge(tmp_path / name, tmp_path / "adapter", tmp_path / f"{name} merged")
+        found[name] = load(tmp_path / f"{name} merged" / "model.safetensors")
+    lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "clean", dtype="fp32")
+    want, got = found["want"][f"{stem}gate_up_proj"], read(found["base"])
+    assert found["base"].keys() == packed.keys()
+    assert not torch.equal(want, plain[f"{stem}gate_up_proj"])
+    scale = 2.0 ** (found["base"][f"{stem}gate_up_proj_scales"].double() - 127)
+    half = scale.repeat_interleave(32, 2).mT  # of the widest step
+    assert ((got - want).abs() <= half * 1.0001).all()
+    made = load(tmp_path / "clean" / "model.safetensors")
+    assert made.keys() == plain.keys()
+    torch.testing.assert_close(made[f"{stem}gate_up_proj"], want)

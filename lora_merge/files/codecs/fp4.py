@@ -42,6 +42,7 @@ class Fp4(Encoding):
     high_first: bool = False
     swizzled: bool = False
     divided: bool = False  # whether the scale of the whole weight is a divisor
+    turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 where it is the matrix itself
     name: ClassVar[str] = "fp4"
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
@@ -54,7 +55,8 @@ class Fp4(Encoding):
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.e2m1(), high_first=self.high_first)
-        return values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        return found.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else found
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
@@ -62,7 +64,10 @@ class Fp4(Encoding):
 
         from . import arithmetic
 
-        count, blocks = values.numel(), values.view(-1, self.size)
+        count = values.numel()
+        if self.turned:
+            values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
+        blocks = values.view(-1, self.size)
         old, whole = self._scale(parts, count), self._whole(parts)
         largest = blocks.abs().amax(1)
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * COVERED:
@@ -185,3 +190,20 @@ def modelopt(found: Checkpoint) -> Iterator[Claim]:
                         found.present(stem, "input_scale"))  # fmt: skip
         if packing := fp4(of):
             yield claimed(codes, codes.name, (*codes.shape[:-1], codes.shape[-1] * 2), packing)
+
+
+def gpt_oss(found: Checkpoint) -> Iterator[Claim]:
+    """Yield the experts of gpt-oss: mxfp4 of [experts, out, in], which the model knows as [experts, in, out]."""
+    if found.config.get("quant_method") != "mxfp4":
+        return
+    for name, codes in found.tensors.items():
+        stem = name.removesuffix("_blocks")
+        scale = found.tensors.get(f"{stem}_scales")
+        if stem == name or scale is None or len(codes.shape) != 4 or codes.shape[3] != 16:
+            continue
+        experts, rows, across, _ = codes.shape
+        if (codes.dtype, scale.dtype, scale.shape) != ("U8", "U8", (experts, rows, across)) or not codes.nbytes:
+            continue
+        cols = across * 32
+        encoding = _encoding(rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
+        yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: Part(scale, 32, 1)}))

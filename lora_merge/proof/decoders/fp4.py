@@ -16,8 +16,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 def nibbles(raw: Any, *, high_first: bool) -> Array:
     """Return the 4-bit codes of bytes, in the order of the columns."""
-    pairs = np.frombuffer(raw, np.uint8)[:, None] >> (np.array([4, 0]) if high_first else np.array([0, 4]))
-    return np.asarray(pairs & 15).reshape(-1)
+    pairs = np.frombuffer(raw, np.uint8)[:, None] >> np.array([4, 0] if high_first else [0, 4], np.uint8)
+    return np.asarray(pairs & np.uint8(15)).reshape(-1)
 
 
 def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
@@ -29,8 +29,13 @@ def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arra
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
         found = found / whole if encoding.divided else found * whole
-    at = places((count // encoding.cols or 1, encoding.cols), (1, encoding.size), count, tiles=encoding.swizzled)
-    return levels, Grid(Table(E2M1), nonzero(found[at]))
+    if encoding.swizzled:
+        shape = count // encoding.cols, encoding.cols
+        return levels, Grid(Table(E2M1), nonzero(found[places(shape, (1, encoding.size), count, tiles=True)]))
+    scale = np.repeat(nonzero(found), encoding.size)
+    if encoding.turned:
+        levels, scale = (v.reshape(-1, encoding.turned, encoding.cols).swapaxes(1, 2).ravel() for v in (levels, scale))
+    return levels, Grid(Table(E2M1), scale)
 
 
 def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
