@@ -1,0 +1,1 @@
+"""Adapters as outputs: combine, resize, extract, convert, average."""

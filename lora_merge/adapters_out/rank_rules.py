@@ -1,0 +1,208 @@
+"""The rules that choose the rank of a layer from its singular values; one grammar for all commands. No torch.
+
+σ₁ ≥ σ₂ … are the singular values of Δ with its strengths and α / r. A share is reached where it is at least x·(1 − 1e-12).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Final
+
+from ..errors import UsageError
+from ..job import parse_size
+from ..options import REGEX
+from ..patterns import Pattern, Refused, Steps
+
+EXACT, SAME, COUNT, SIZE = "exact", "same", "count", "size"
+
+SHARES: Final = ("energy", "fro", "sum")
+SLACK: Final = 1e-12
+MOST: Final = 2**20
+GRAMMAR: Final = "a number, exact, same, energy:x, fro:x, sum:x, ratio:x, above:x, noise or size:100MiB"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule for ranks. `value` is its x, its N or its number of bytes; `most` is a ceiling for the result."""
+
+    name: str
+    value: float = 0.0
+    most: int | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the rule needs every singular value."""
+        return self.name == "sum"
+
+    @property
+    def ceiling(self) -> int | None:
+        """The largest rank that the rule can give, where the rule alone tells it."""
+        own = [int(self.value)] if self.name == COUNT else []
+        return min([*own, *([self.most] if self.most is not None else [])], default=None)
+
+    @property
+    def text(self) -> str:
+        """The rule as the user writes it."""
+        value = f"{self.value:.17g}" if self.value != int(self.value) else str(int(self.value))
+        plain = {COUNT: value, EXACT: EXACT, SAME: SAME, "noise": "noise"}
+        return plain.get(self.name, f"{self.name}:{value}")
+
+
+def parse(text: str | int, most: int | None = None, option: str = "--rank") -> Rule:
+    """Return the rule that a text or a number states; UsageError if it states none. `most`: the value of --max-rank."""
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise _unknown(text, option)
+    name, _, value = str(text).strip().partition(":")
+    if most is not None and not 1 <= most <= MOST:
+        raise UsageError(f"{most} is no rank", "--max-rank", f"use a whole number from 1 to {MOST}")
+    if re.fullmatch(r"[0-9]{1,7}", name) and not value:
+        if not 1 <= int(name) <= MOST:
+            raise UsageError(f"{name} is no rank", option, f"use a whole number from 1 to {MOST}")
+        return Rule(COUNT, int(name), most)
+    if name in (EXACT, SAME, "noise") and not value:
+        return Rule(name, most=most)
+    if name == SIZE and value:
+        return Rule(SIZE, parse_size(value, option), most)
+    try:
+        number = float(value)
+    except ValueError:
+        raise _unknown(text, option) from None
+    if not math.isfinite(number) or "_" in value:
+        raise _unknown(text, option)
+    if name in SHARES:
+        return Rule(name, _within(number, lambda x: 0 < x <= 1, text, option, "above 0 and at most 1"), most)
+    if name == "ratio":
+        return Rule(name, _within(number, lambda x: x >= 1, text, option, "1 or more"), most)
+    if name == "above":
+        return Rule(name, _within(number, lambda x: x >= 0, text, option, "0 or more"), most)
+    raise _unknown(text, option)
+
+
+def _unknown(text: object, option: str) -> UsageError:
+    return UsageError(f"{str(text)[:40]!r} is no rule for ranks", option, f"use {GRAMMAR}")
+
+
+def _within(number: float, fits: Callable[[float], bool], text: object, option: str, range_: str) -> float:
+    if not fits(number):
+        raise UsageError(f"{str(text)[:40]!r} is out of range", option, f"use a number that is {range_}")
+    return number
+
+
+def choose(
+    rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0, noise: float = 0.0
+) -> int:
+    """Return the rank of a layer: the smallest k for which the rule holds, at least 1, at most the spectrum's length.
+
+    Parameters:
+        rule: Any rule but `size`, which looks at all layers together.
+        spectrum: Singular values, the largest first, without those below the numeric rank.
+        total: ‖Δ‖², where the spectrum is only the beginning. Default: Σσ².
+        same: The rank of the input module, for `same`.
+        noise: √v(√out + √cols), for `noise`; v is the mean square of the rounding error of the weights.
+    """
+    squares = [s * s for s in spectrum]
+    energy = sum(squares) if total is None else total
+    if rule.name == COUNT:
+        k = int(rule.value)
+    elif rule.name == SAME:
+        k = same
+    elif rule.name in ("energy", "fro"):
+        k = _reached(squares, energy * (rule.value if rule.name == "energy" else rule.value**2))
+    elif rule.name == "sum":
+        k = _reached(spectrum, sum(spectrum) * rule.value)
+    elif rule.name in ("ratio", "above", "noise"):
+        least = {"ratio": spectrum[0] / rule.value if spectrum else 0.0, "above": rule.value, "noise": noise}[rule.name]
+        k = sum(s > least for s in spectrum)
+    else:
+        k = len(spectrum)
+    k = min(k, len(spectrum), k if rule.most is None else rule.most)
+    return max(k, 1 if spectrum else 0)
+
+
+def _reached(terms: Sequence[float], wanted: float) -> int:
+    """Return how many terms, added in order, reach the wanted sum."""
+    return next((k for k, s in enumerate(accumulate(terms), 1) if s >= wanted * (1 - SLACK)), len(terms))
+
+
+def share_out(
+    spectra: Mapping[str, Sequence[float]], widths: Mapping[str, int], budget: int, most: int | None = None
+) -> dict[str, int]:
+    """Return the rank of each layer, for the rule `size`: again and again the direction with the largest σ² per byte.
+
+    Every layer gets one direction first, also if that alone is more than the budget: no layer is dropped.
+
+    Parameters:
+        spectra: Layer → singular values, the largest first.
+        widths: Layer → bytes of one direction: (out + cols) · bytes of a number.
+        budget: Bytes of all factors together.
+        most: The value of --max-rank.
+    """
+    ranks = {name: min(1, len(spectrum)) for name, spectrum in spectra.items()}
+    left = budget - sum(widths[name] * k for name, k in ranks.items())
+    heap = [(-(spectrum[1] ** 2) / widths[name], name) for name, spectrum in spectra.items() if len(spectrum) > 1]
+    heapq.heapify(heap)
+    while heap:
+        _, name = heapq.heappop(heap)
+        if widths[name] > left or (most is not None and ranks[name] >= most):
+            continue  # a narrower layer may still fit
+        left -= widths[name]
+        ranks[name] += 1
+        if ranks[name] < len(spectra[name]):
+            heapq.heappush(heap, (-(spectra[name][ranks[name]] ** 2) / widths[name], name))
+    return ranks
+
+
+@dataclass(frozen=True)
+class RankRules:
+    """The rules of one run: for linear layers, for convolutions with a kernel, and for parts of the model."""
+
+    linear: Rule
+    kernels: Rule
+    parts: tuple[tuple[Pattern, Rule], ...] = ()
+
+    @classmethod
+    def of(
+        cls, rank: str | int, conv_rank: str | int | None, most: int | None, rank_for: Sequence[tuple[str, str | int]]
+    ) -> RankRules:
+        """Return the rules that the options state. `rank_for`: pairs of `re:REGEX` or a component, and a rule."""
+        linear = parse(rank, most)
+        kernels = linear if conv_rank is None else parse(conv_rank, most, "--conv-rank")
+        parts = tuple((part_pattern(part), parse(rule, most, "--rank-for")) for part, rule in rank_for)
+        if any(r.name == SIZE for r in (kernels, *(r for _, r in parts)) if r is not linear):
+            raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
+        return cls(linear, kernels, parts)
+
+    def of_layer(self, name: str, *, kernel: bool) -> Rule:
+        """Return the rule of a layer; the last part that fits its name wins."""
+        for part, rule in reversed(self.parts):
+            if part.matches(name, Steps(), anywhere=True):
+                return rule
+        return self.kernels if kernel else self.linear
+
+    @property
+    def together(self) -> bool:
+        """Whether a rule looks at all layers at once."""
+        return self.linear.name == SIZE
+
+    def exactly(self) -> RankRules:
+        """Return the rules with every `size` replaced by `exact`: what is kept before the size is shared out."""
+
+        def plain(rule: Rule) -> Rule:
+            return replace(rule, name=EXACT) if rule.name == SIZE else rule
+
+        return RankRules(plain(self.linear), plain(self.kernels), self.parts)
+
+
+def part_pattern(part: str) -> Pattern:
+    """Return the pattern of names that a part of the model means: `re:REGEX`, or a word such as `te1` in the name."""
+    try:
+        if part.startswith(REGEX):
+            return Steps().pattern(part.removeprefix(REGEX))
+        return Steps().pattern(rf"(?:^|[._]){re.escape(part)}(?:[._]|$)")
+    except Refused as e:
+        raise UsageError(f"the regular expression is {e}", f"--rank-for {part[:80]}", "correct it") from e

@@ -1,0 +1,205 @@
+"""Combines several changes of one weight into one change, by the rows of COMBINATIONS.
+
+Sources: TIES, Yadav et al. 2023, arXiv:2306.01708; DARE, Yu et al. 2023, arXiv:2311.03099; DELLA, Deep et al. 2024,
+arXiv:2406.11617; Model Breadcrumbs, Davari and Belilovsky 2023, arXiv:2312.06795; Model Stock, Jang et al. 2024,
+arXiv:2403.19522; Consensus TA, Wang et al. 2024, arXiv:2405.07813. All act on ΔW, never on factors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..methods import COMBINATIONS
+
+STEPS: Final = 100
+"""The most steps of the Karcher mean; it usually takes fewer than ten."""
+
+PARALLEL: Final = 0.9995
+"""The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers that combinations take; those that are None are not used."""
+
+    density: float = 1.0
+    gamma: float = 0.0
+    epsilon: float = 0.0
+    t: float = 0.5
+    elect: str = "sum"
+    normalise: str = "count"
+    agree: int | None = None
+    scale: float = 1.0
+    seed: int = 0
+
+
+def coefficients(
+    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: Numbers
+) -> list[float]:
+    """Return cᵢ with Δ = Σ cᵢτᵢ, for a linear method. `products[i][j]`: ⟨τᵢ, τⱼ⟩; strengths are not in them."""
+    count = len(strengths)
+    if method == "mean":
+        own = [s / sum(strengths) for s in strengths]
+    elif method == "slerp" and count == 2:
+        own = _slerp(products, strengths, n.t)
+    elif method == "model_stock" and count > 1:
+        stock = _stock(products)
+        own = [stock * sum(strengths) / count / count] * count
+    else:
+        own = list(strengths)
+    return [n.scale * c for c in own]
+
+
+def _cosine(products: Sequence[Sequence[float]], i: int, j: int) -> float:
+    size = math.sqrt(products[i][i]) * math.sqrt(products[j][j])
+    return max(-1.0, min(1.0, products[i][j] / size)) if size > 0 else 0.0
+
+
+def _slerp(products: Sequence[Sequence[float]], strengths: Sequence[float], t: float) -> list[float]:
+    sign = math.copysign(1.0, strengths[0]) * math.copysign(1.0, strengths[1])
+    cosine = _cosine(products, 0, 1) * sign
+    if abs(cosine) > PARALLEL or 0.0 in (products[0][0], products[1][1]):
+        return [(1 - t) * strengths[0], t * strengths[1]]
+    angle = math.acos(cosine)
+    sine = math.sin(angle)
+    return [math.sin((1 - t) * angle) / sine * strengths[0], math.sin(t * angle) / sine * strengths[1]]
+
+
+def _stock(products: Sequence[Sequence[float]]) -> float:
+    """Return t = Nρ / (1 + (N−1)ρ) in [0, 1], ρ the mean cosine of all pairs."""
+    count = len(products)
+    pairs = list(combinations(range(count), 2))
+    mean = sum(_cosine(products, i, j) for i, j in pairs) / len(pairs)
+    below = 1 + (count - 1) * mean
+    return max(0.0, min(1.0, count * mean / below)) if below > 0 else 0.0
+
+
+def combined(
+    method: str,
+    changes: Sequence[Tensor],
+    strengths: Sequence[float],
+    n: Numbers,
+    seeds: Sequence[str],
+    *,
+    vector: bool = False,
+) -> Tensor:
+    """Return Δ of one weight from τᵢ [out, cols], one of each adapter that changes it.
+
+    `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which slerp and
+    karcher add.
+    """
+    row = COMBINATIONS[method]
+    if row.linear or (vector and method == "karcher") or (len(changes) == 1 and not row.keeps):
+        if vector and method in ("slerp", "karcher"):
+            weights = [n.scale * s for s in strengths]
+        else:
+            weights = coefficients(method, gram(changes), strengths, n)
+        return sum((c * t for c, t in zip(weights, changes, strict=True)), torch.zeros_like(changes[0]))
+    if method == "karcher":
+        return n.scale * _karcher([s * t for s, t in zip(strengths, changes, strict=True)])
+    if row.keeps:
+        changes = [thinned(row.keeps, t, n, seed) for t, seed in zip(changes, seeds, strict=True)]
+    scaled = torch.stack([s * t for s, t in zip(strengths, changes, strict=True)])
+    if method == "consensus":
+        return n.scale * _consensus(scaled, n.agree)
+    return n.scale * (_elected(scaled, strengths, n) if row.elects else scaled.sum(0))
+
+
+def gram(changes: Sequence[Tensor]) -> list[list[float]]:
+    """Return ⟨τᵢ, τⱼ⟩ in fp64."""
+    flat = [t.double().flatten() for t in changes]
+    return [[float(a @ b) for b in flat] for a in flat]
+
+
+def thinned(how: str, change: Tensor, n: Numbers, seed: str) -> Tensor:
+    """Return a change with some of its entries set to 0, and for random choices the others scaled up."""
+    count = change.numel()
+    kept = math.floor(n.density * count)
+    if how == "largest":
+        return _only(change, _order(change)[count - kept :])
+    if how == "middle":
+        top = math.floor(n.gamma * count)
+        return _only(change, _order(change)[max(0, count - top - kept) : count - top])
+    drawn = torch.rand(count, generator=_generator(seed, n.seed), dtype=torch.float64)
+    if how == "random":
+        chance = torch.full((count,), n.density, dtype=torch.float64)
+    else:
+        chance = _by_rank(change, n.density, n.epsilon).cpu().flatten()
+    factor = torch.where(drawn < chance, 1 / chance, torch.zeros_like(chance))
+    return change * factor.to(change.device, change.dtype).view(change.shape)
+
+
+def _order(change: Tensor) -> Tensor:
+    """Return the positions of all entries, the smallest magnitude first; of equal ones the later position first."""
+    return change.abs().flatten().flip(0).argsort(stable=True).neg().add(change.numel() - 1)
+
+
+def _only(change: Tensor, places: Tensor) -> Tensor:
+    kept = torch.zeros_like(change).flatten()
+    kept[places] = change.flatten()[places]
+    return kept.view(change.shape)
+
+
+def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
+    """Return the chance of each entry to be kept: within a row from density − ε for the smallest to density + ε."""
+    ranks = change.abs().argsort(dim=-1, stable=True).argsort(dim=-1).double()
+    width = max(change.shape[-1] - 1, 1)
+    return density - epsilon + 2 * epsilon * ranks / width
+
+
+def _generator(seed: str, number: int) -> torch.Generator:
+    """Return a generator on the CPU that depends on the text and the number only."""
+    digest = hashlib.sha256(f"{number}:{seed}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
+    """Return the entries whose sign is elected: their sum, divided by how many they are, by their Σ|sᵢ|, or by 1."""
+    votes = scaled if n.elect == "sum" else scaled.sign()
+    agree = (scaled >= 0) == (votes.sum(0) >= 0)
+    agree &= scaled != 0
+    total = torch.where(agree, scaled, torch.zeros_like(scaled)).sum(0)
+    if n.normalise == "none":
+        return total
+    weights = [1.0 if n.normalise == "count" else abs(s) for s in strengths]
+    column = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device).view(-1, 1, 1)
+    divisor = (agree.to(scaled.dtype) * column).sum(0)
+    return torch.where(divisor > 0, total / divisor.clamp_min(1e-30), torch.zeros_like(total))
+
+
+def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
+    """Return the sum where at least `agree` changes (default: all) have one sign, else 0."""
+    wanted = min(len(scaled) if agree is None else agree, len(scaled))
+    most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))
+    return torch.where(most >= wanted, scaled.sum(0), torch.zeros_like(scaled[0]))
+
+
+def _karcher(changes: Sequence[Tensor]) -> Tensor:
+    """Return the Karcher mean of the directions, times the mean of the norms; changes of zeros have no direction."""
+    norms = [float(t.double().norm()) for t in changes]
+    units = [t.double() / size for t, size in zip(changes, norms, strict=True) if size > 0]
+    if not units:
+        return torch.zeros_like(changes[0])
+    mean = sum(units[1:], units[0])
+    mean = mean / mean.norm() if float(mean.norm()) > 1e-12 else units[0]
+    for _ in range(STEPS):
+        tangent = torch.zeros_like(mean)
+        for u in units:
+            cosine = float((mean * u).sum().clamp(-1, 1))
+            angle = math.acos(cosine)
+            if angle > 1e-12:
+                tangent += (u - cosine * mean) * (angle / math.sin(angle) if math.sin(angle) > 1e-12 else 0.0)
+        tangent /= len(units)
+        size = float(tangent.norm())
+        if size < 1e-10:
+            break
+        mean = math.cos(size) * mean + math.sin(size) * tangent / size
+    return (mean * (sum(norms) / len(norms))).to(changes[0].dtype)
