@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect_shapes, flat, rank_of
+from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect_shapes, flat, rank_of, shape_of_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,4 +52,5 @@ ADALORA = Algorithm(
     "adalora", AdaLoraTensors, fitted_shapes, delta, "arXiv:2303.10512", row_axes={"up": 0}, accumulate=accumulate,
     scalars_from=alpha_by(),
     scale_from_config=True, low_rank=LowRank(rank_of("down"), factors),
+    weight_shape=shape_of_pair,
 )  # fmt: skip

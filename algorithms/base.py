@@ -119,6 +119,8 @@ class Algorithm:
     storing ΔW. Where ΔW depends on the base, acc is the untouched base."""
     low_rank: LowRank | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
+    weight_shape: Callable[[Shapes], Shape | None] | None = None
+    """(stored shape of each slot) → shape of the weight; None where the slots do not show it."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
@@ -259,6 +261,19 @@ def tucker(core: Tensor, inner: Tensor) -> Tensor:
 def rank_of(slot: str, axis: int = 0) -> Callable[[Shapes, Shape], int]:
     """Return the rule for `LowRank.rank` that reads an axis of a fitted slot."""
     return lambda shapes, _: shapes[slot][axis]
+
+
+def shape_of_pair(shapes: Shapes) -> Shape | None:
+    """Return the shape of the weight of up [out, r, …] and down [r, in, …], with a Tucker core `mid` or without."""
+    up, down, mid = shapes["up"], shapes["down"], shapes.get("mid")
+    if len(up) < 2 or len(down) < 2:
+        return None
+    return (up[0], *down[1:]) if mid is None else (up[0], down[1], *mid[2:])
+
+
+def shape_of_slot(slot: str) -> Callable[[Shapes], Shape | None]:
+    """Return the rule that a slot has the shape of the weight."""
+    return lambda shapes: shapes[slot]
 
 
 def expect(*, holds: bool, otherwise: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
+from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of, shape_of_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,5 +61,11 @@ def factors(base: Tensor, t: DeloraTensors) -> tuple[Tensor, Tensor]:
 
 
 DELORA = Algorithm(
-    "delora", DeloraTensors, fitted_shapes, delta, "arXiv:2503.18225", low_rank=LowRank(rank_of("down"), factors)
+    "delora",
+    DeloraTensors,
+    fitted_shapes,
+    delta,
+    "arXiv:2503.18225",
+    low_rank=LowRank(rank_of("down"), factors),
+    weight_shape=shape_of_pair,
 )

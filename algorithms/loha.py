@@ -99,9 +99,15 @@ def factors(base: Tensor, t: LohaTensors) -> tuple[Tensor, Tensor]:
     return left.flatten(2), (cols.unsqueeze(2) * width.unsqueeze(1)).flatten(1, 2)
 
 
+def weight_shape(shapes: Shapes) -> Shape:
+    """Return the shape of the weight, as LyCORIS and PEFT store the halves."""
+    a, b, core = shapes["w1_a"], shapes["w1_b"], shapes.get("t1")
+    return (a[0], *b[1:]) if core is None else (a[-1], b[1], *core[2:])
+
+
 LOHA = Algorithm(
     "loha", LohaTensors, fitted_shapes, delta, "arXiv:2108.06098",
     scalars_from=alpha_over("w1_b"), row_axes={"w1_a": 0, "w2_a": 0},
     not_sliceable_with=frozenset({"t1", "t2"}), accumulate=accumulate,
-    low_rank=LowRank(lambda shapes, _: shapes["w1_b"][0] ** 2, factors),
+    low_rank=LowRank(lambda shapes, _: shapes["w1_b"][0] ** 2, factors), weight_shape=weight_shape,
 )  # fmt: skip

@@ -158,8 +158,24 @@ def _rank(shapes: Shapes, _: Shape) -> int:
     return prod([*whole, *(shapes[slot][0] for slot in ("w1_b", "w2_b") if slot in shapes)])
 
 
+def weight_shape(shapes: Shapes) -> Shape | None:
+    """Return the shape of the weight; None where no kernel says how the columns of w2 are cut."""
+    sides = []
+    for name in ("w1", "w2"):
+        core = shapes.get(name.replace("w", "t"))
+        if name in shapes:
+            sides.append(shapes[name])
+        elif f"{name}_a" in shapes and f"{name}_b" in shapes:
+            a, b = shapes[f"{name}_a"], shapes[f"{name}_b"]
+            sides.append((a[0], *b[1:]) if core is None else (a[1], b[1], *core[2:]))
+    if len(sides) != 2 or len(sides[0]) != 2 or len(sides[1]) < 2:
+        return None
+    (rows, cols), (p, q, *kernel) = sides
+    return (rows * p, cols * q, *kernel)
+
+
 LOKR = Algorithm(
     "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
     row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
-    low_rank=LowRank(_rank, factors),
+    low_rank=LowRank(_rank, factors), weight_shape=weight_shape,
 )  # fmt: skip

@@ -10,7 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, rank_of, same_inputs, tucker
+from .base import (
+    Algorithm,
+    LowRank,
+    Shape,
+    Shapes,
+    alpha_over,
+    expect,
+    flat,
+    rank_of,
+    same_inputs,
+    shape_of_pair,
+    tucker,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,5 +88,5 @@ def _columns(t: LoraTensors) -> Tensor:
 LORA = Algorithm(
     "lora", LoraTensors, fitted_shapes, delta, "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate,
-    low_rank=LowRank(rank_of("down"), factors),
+    low_rank=LowRank(rank_of("down"), factors), weight_shape=shape_of_pair,
 )  # fmt: skip

@@ -52,4 +52,5 @@ LORA_EMBEDDING = Algorithm(
     "lora_embedding", EmbeddingTensors, fitted_shapes, delta, "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate,
     of_table=True, low_rank=LowRank(rank_of("down"), factors),
+    weight_shape=lambda shapes: (shapes["down"][-1], shapes["up"][0]),
 )  # fmt: skip

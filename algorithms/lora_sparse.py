@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from . import lora
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, shape_of_pair
 from .bounds import Bounds, below, outside
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ LORA_SPARSE = Algorithm(
     scalars_from=alpha_over("down"),
     bounds=BOUNDS,
     check=check,
+    weight_shape=shape_of_pair,
 )
 LORA_SPARSE_TUCKER = Algorithm(
     "lora_sparse_tucker", LoraSparseTuckerTensors, fitted_shapes, delta_tucker, "LyCORIS",

@@ -62,4 +62,5 @@ LORA_TRANSPOSED = Algorithm(
     "lora_transposed", LoraTransposedTensors, fitted_shapes, delta, "LLMs-from-scratch",
     row_axes={"up": 1}, accumulate=accumulate,
     in_out=True, low_rank=LowRank(rank_of("up"), factors),
+    weight_shape=lambda shapes: (shapes["up"][-1], shapes["down"][0]),
 )  # fmt: skip

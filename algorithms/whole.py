@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
+from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs, shape_of_slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,15 @@ def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
 
 
 FULL = Algorithm(
-    "full", FullTensors, fitted_shapes, delta, "LyCORIS", row_axes={"diff": 0}, accumulate=accumulate, as_stored=True
+    "full",
+    FullTensors,
+    fitted_shapes,
+    delta,
+    "LyCORIS",
+    row_axes={"diff": 0},
+    accumulate=accumulate,
+    as_stored=True,
+    weight_shape=shape_of_slot("diff"),
 )
 SET = Algorithm(
     "set", FullTensors, fitted_shapes, set_delta, "PEFT", row_axes={"diff": 0}, reads_base=True,

@@ -16,6 +16,8 @@ if not (Path(__file__).parent / "algorithms").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
+    from .adapters_out.api import combine, resize
+    from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, verify
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
@@ -51,11 +53,15 @@ _HOMES = {
     "Reports": "batch.report",
     "Step": "progress",
     "Facts": "viewing.facts",
+    "combine": "adapters_out.api",
+    "resize": "adapters_out.api",
+    "AdapterReport": "adapters_out.report",
 }
 
 __all__ = [
     "Adapter",
     "Facts",
+    "AdapterReport",
     "Job",
     "JobReport",
     "LoadedAdapter",
@@ -66,6 +72,7 @@ __all__ = [
     "Reports",
     "Step",
     "__version__",
+    "combine",
     "compare",
     "inspect",
     "load_adapter",
@@ -74,6 +81,7 @@ __all__ = [
     "merge_state_dict",
     "plan",
     "replay",
+    "resize",
     "run_batch",
     "verify",
 ]

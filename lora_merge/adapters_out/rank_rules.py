@@ -1,6 +1,6 @@
 """The rules that choose the rank of a layer from its singular values; one grammar for all commands. No torch.
 
-σ₁ ≥ σ₂ … are the singular values of Δ with its strengths and α / r. A share is reached where it is at least x·(1 − 1e-12).
+σ₁ ≥ σ₂ … are the singular values of Δ with its strengths and α / r. A share is reached from x·(1 − 1e-12) on.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -21,6 +21,7 @@ from ..patterns import Pattern, Refused, Steps
 EXACT, SAME, COUNT, SIZE = "exact", "same", "count", "size"
 
 SHARES: Final = ("energy", "fro", "sum")
+RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
 SLACK: Final = 1e-12
 MOST: Final = 2**20
 GRAMMAR: Final = "a number, exact, same, energy:x, fro:x, sum:x, ratio:x, above:x, noise or size:100MiB"
@@ -57,7 +58,8 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
     """Return the rule that a text or a number states; UsageError if it states none. `most`: the value of --max-rank."""
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise _unknown(text, option)
-    name, _, value = str(text).strip().partition(":")
+    text = str(text).strip()
+    name, _, value = text.partition(":")
     if most is not None and not 1 <= most <= MOST:
         raise UsageError(f"{most} is no rank", "--max-rank", f"use a whole number from 1 to {MOST}")
     if re.fullmatch(r"[0-9]{1,7}", name) and not value:
@@ -68,29 +70,26 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
+    number = _number(value)
+    if number is None or name not in RANGES:
+        raise _unknown(text, option)
+    least, most_value = RANGES[name]
+    if not least <= number <= most_value or (name in SHARES and not number):
+        raise UsageError(f"{text[:40]!r} is out of range", option, f"use a number from {least:g} to {most_value:g}")
+    return Rule(name, number, most)
+
+
+def _number(value: str) -> float | None:
+    """Return the finite number that a text holds, or None."""
     try:
         number = float(value)
     except ValueError:
-        raise _unknown(text, option) from None
-    if not math.isfinite(number) or "_" in value:
-        raise _unknown(text, option)
-    if name in SHARES:
-        return Rule(name, _within(number, lambda x: 0 < x <= 1, text, option, "above 0 and at most 1"), most)
-    if name == "ratio":
-        return Rule(name, _within(number, lambda x: x >= 1, text, option, "1 or more"), most)
-    if name == "above":
-        return Rule(name, _within(number, lambda x: x >= 0, text, option, "0 or more"), most)
-    raise _unknown(text, option)
+        return None
+    return number if math.isfinite(number) and "_" not in value else None
 
 
 def _unknown(text: object, option: str) -> UsageError:
     return UsageError(f"{str(text)[:40]!r} is no rule for ranks", option, f"use {GRAMMAR}")
-
-
-def _within(number: float, fits: Callable[[float], bool], text: object, option: str, range_: str) -> float:
-    if not fits(number):
-        raise UsageError(f"{str(text)[:40]!r} is out of range", option, f"use a number that is {range_}")
-    return number
 
 
 def choose(

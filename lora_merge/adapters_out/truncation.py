@@ -1,8 +1,8 @@
 """The best factors of a given rank: from factors of ΔW (QR and a small SVD), or from ΔW itself.
 
 Eckart and Young 1936: the sum of the k largest singular triples has the smallest ‖Δ − Δ̂‖ of all matrices of rank k.
-The randomised search is that of Halko, Martinsson and Tropp 2009, arXiv:0909.4061, section 4.5; here its error is computed,
-and where it is not within `EXCESS` of a lower bound of the optimum, the exact decomposition replaces it.
+The randomised search is that of Halko, Martinsson and Tropp 2009, arXiv:0909.4061, section 4.5; here its error is
+computed, and where it is not within `EXCESS` of a lower bound of the optimum, the exact decomposition replaces it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Triples:
 
 
 def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]:
-    """Return the triples of n products L R, [n, out, R] and [n, R, cols], without forming them: R×R cores are decomposed.
+    """Return the triples of n products L R, [n, out, R] and [n, R, cols], without forming them: R×R cores
+    are decomposed.
 
     `noise`: singular values up to this share of the largest one are left out, besides those that are rounding errors.
     """
@@ -112,7 +113,8 @@ def _searched(change: Tensor, rank: int, rounds: int) -> Triples | None:
     """Return the leading triples by random projection, or None if they are not within EXCESS of the optimum.
 
     With P = QᵀΔ the error is known: ‖Δ − QP‖² = ‖Δ‖² − ‖P‖². With e = ‖Δ − QP‖₂ no rank-k matrix can be nearer than
-    √(‖Δ‖² − Σ_{i≤k}(σᵢ²(P) + e²)). Where the spectrum is flat that bound is loose; there another iteration must gain little.
+    √(‖Δ‖² − Σ_{i≤k}(σᵢ²(P) + e²)). Where the spectrum is flat that bound is loose; there another iteration
+    must gain little.
     """
     matrix = change.float()
     squares = float(change.double().square().sum())
@@ -165,12 +167,13 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT.to(dtype), down
 
 
-def lost(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> tuple[float, float]:
-    """Return ‖Δ − Δ̂‖² and ‖Δ‖² for Δ = L R and Δ̂ = B A, in fp64 from R×R matrices."""
-    a = torch.cat((left.double(), -up.double()), 1)
-    b = torch.cat((right.double(), down.double()), 0)
-    _, ra = torch.linalg.qr(a)
-    _, rb = torch.linalg.qr(b.mT)
-    _, la = torch.linalg.qr(left.double())
-    _, lb = torch.linalg.qr(right.double().mT)
-    return float((ra @ rb.mT).square().sum()), float((la @ lb.mT).square().sum())
+def lost(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
+    """Return ‖Δ − Δ̂‖² for Δ = L R and Δ̂ = B A, in fp64."""
+    return squares_of(torch.cat((left.double(), -up.double()), 1), torch.cat((right.double(), down.double()), 0))
+
+
+def squares_of(left: Tensor, right: Tensor) -> float:
+    """Return ‖L R‖² from the triangles of QR; products of columns would lose half of the digits where terms cancel."""
+    if not left.shape[1]:
+        return 0.0
+    return float((torch.linalg.qr(left).R @ torch.linalg.qr(right.mT).R.mT).square().sum())

@@ -19,6 +19,7 @@ from ..lines import one_line
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
+from . import adapters as adapters_out
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
@@ -203,7 +204,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (tables, viewing, proof):
+for room in (adapters_out, tables, viewing, proof):
     room.add_to(app)
 
 

@@ -82,7 +82,7 @@ def _stock(products: Sequence[Sequence[float]]) -> float:
     return max(0.0, min(1.0, count * mean / below)) if below > 0 else 0.0
 
 
-def combined(
+def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
     changes: Sequence[Tensor],
     strengths: Sequence[float],
@@ -93,8 +93,8 @@ def combined(
 ) -> Tensor:
     """Return Δ of one weight from τᵢ [out, cols], one of each adapter that changes it.
 
-    `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which slerp and
-    karcher add.
+    `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which
+    slerp and karcher add.
     """
     row = COMBINATIONS[method]
     if row.linear or (vector and method == "karcher") or (len(changes) == 1 and not row.keeps):

@@ -1,0 +1,69 @@
+"""The Python API of `combine` and `resize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..process import interruptible
+from .job import make_adapter_job
+from .report import AdapterReport
+
+
+def combine(
+    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None, **options: Any
+) -> AdapterReport:
+    """Combine adapters into one and write it: with the defaults, Δ = Σ sᵢΔWᵢ exactly, by concatenated factors.
+
+    Parameters:
+        adapters: Paths, pairs `(path, strength)`, or `Adapter` objects; any mixture of algorithms, ranks and dialects.
+        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder.
+        base: The model that they were trained on, where a formula reads it or names in different dialects must meet.
+        method: A row of COMBINATIONS, with its `density`, `gamma`, `epsilon`, `t`, `elect`, `normalise`, `agree`,
+            `scale` and `seed`.
+        rank: A number or a rule: "exact", "same", "energy:0.99", "fro:0.9", "sum:0.9", "ratio:100", "above:0.1",
+            "size:100MiB"; `conv_rank`, `max_rank` and `rank_for` as pairs of a part and a rule.
+        algorithm: "lora", "full" (whole matrices), or "auto".
+        alpha: "rank" (α = rank), "keep", or a number.
+
+    Returns:
+        An `AdapterReport`: `layers`, `residual`, `energy`, `written`, `verified`, `to_json()`.
+
+    Raises:
+        MergeError: As for `merge`.
+
+    Example:
+        >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
+    """
+    from .run import run
+
+    with interruptible():
+        return run(make_adapter_job("combine", adapters, output, base, options))
+
+
+def resize(
+    adapter: Any, output: str | Path | None = None, *, rank: str | int, base: str | Path | None = None, **options: Any
+) -> AdapterReport:
+    """Write an adapter again at other ranks: the best one of that rank, by Eckart and Young.
+
+    Parameters:
+        adapter: A path, a pair `(path, strength)`, or an `Adapter`.
+        output: The file to write. None: `<stem>-r<rule>.safetensors` in the current folder.
+        rank: A number or a rule, as for `combine`.
+        base: The model that it was trained on, where its formula reads it.
+
+    Returns:
+        An `AdapterReport`.
+
+    Raises:
+        MergeError: As for `merge`.
+
+    Example:
+        >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
+        'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
+    """
+    from .run import run
+
+    with interruptible():
+        return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}))

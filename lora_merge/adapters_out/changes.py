@@ -1,0 +1,141 @@
+"""The change of one weight by one adapter: as factors where the formula has them, else as a whole matrix; in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..algorithms import ALGORITHMS, DoesNotFit
+from ..disk.files import StoredTensor
+from ..engine.blocks import BlockPart
+from ..engine.fold import change
+from ..engine.patch_tensors import PatchTensors
+from ..engine.placement import DeviceStream, Placement, stage
+from ..engine.tensors import TensorCache, gathered, weight_values
+from ..errors import ShapeMismatch
+from ..matching.patch import PatchPart
+from ..models.weights import RowSlice, Weight
+from ..planning.plan import OutputTensor
+from .sources import Sources, Target
+
+
+@dataclass(frozen=True)
+class Change:
+    """ΔW [out, cols] of one adapter at strength 1: the product of two factors, or a whole matrix."""
+
+    adapter: int
+    strength: float
+    left: Tensor | None = None  # [out, R]
+    right: Tensor | None = None  # [R, cols]
+    whole: Tensor | None = None  # [out, cols]
+
+    @property
+    def rank(self) -> int | None:
+        """The number of columns of the left factor; None for a whole matrix."""
+        return None if self.left is None else self.left.shape[1]
+
+    def dense(self) -> Tensor:
+        """Return ΔW [out, cols]."""
+        if self.whole is not None:
+            return self.whole
+        assert self.left is not None and self.right is not None, "factors come in pairs"
+        return self.left @ self.right
+
+
+class Evaluator:
+    """Computes changes from the stored tensors of the sources."""
+
+    def __init__(self, sources: Sources, cache: TensorCache, at: Placement) -> None:
+        self.sources, self.cache, self.at = sources, cache, at
+        self.tensors = PatchTensors(cache.fetch, sources.weights)
+
+    def changes(self, target: Target) -> list[Change]:
+        """Return one change for each adapter that changes the weight, in the order of the adapters."""
+        try:
+            parts = [self._of_use(target, use) for use in target.uses]
+        except DoesNotFit as e:  # found in values, not in shapes, such as indices outside the weight
+            fix = "use the checkpoint that the adapter was trained on"
+            raise ShapeMismatch("adapter tensors do not fit the base", f"{target.label}: {e}", fix) from e
+        parts += [self._of_value(target, number, info, s) for number, info, s in target.values]
+        found = []
+        for number in sorted({p.adapter for p in parts}):
+            found.append(joined([p for p in parts if p.adapter == number]))
+        return found
+
+    def forget(self) -> None:
+        """Drop the tensors that were read."""
+        self.cache.forget()
+        self.tensors.kept.clear()
+
+    def _of_use(self, target: Target, use: PatchPart) -> Change:
+        """Return the change by one patch, in the rows of the target."""
+        patch, piece = use.patch, use.piece
+        rows, cols = patch.view.matrix
+        weight = self.sources.weights.get(piece.key, Weight(target.shape, _nowhere(target)))
+        alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
+        part = BlockPart(use, 0, rows, (0, rows), None, alone)
+        stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
+        stack = replace(stack, rows=slice(0, rows), transposed=False)
+        if patch.reads_base:
+            base = gathered(patch.view, self._whole, self.at).unsqueeze(0)
+        else:
+            base = torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
+        row = ALGORITHMS[patch.algorithm]
+        cut = slice(use.start, use.start + piece.rows)
+        out, width = target.matrix
+        low = row.low_rank if patch.magnitude is None else None
+        if low is not None and low.rank(patch.shapes, patch.view.shape) <= min(rows, cols):
+            left, right = (t[0] for t in low.factors(base, stack.tensors))
+            left = left[cut]
+            if piece.transposed:
+                left, right = right.mT, left.mT
+            return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
+        whole = change(stack, base)[0][cut]
+        whole = whole.mT if piece.transposed else whole
+        return Change(patch.adapter, use.strength, whole=_placed(whole.reshape(-1, width), piece.start, out))
+
+    def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
+        """Return the change of a weight that an adapter replaces: X − W."""
+        value = stage([self.cache.fetch(info).reshape(target.matrix)], self.at)[0]
+        return Change(number, strength, whole=value - self._values(target.key).reshape(target.matrix))
+
+    def _values(self, key: str) -> Tensor:
+        return stage([weight_values(self.sources.weights[key], self.cache.fetch)], self.at)[0]
+
+    def _whole(self, piece: RowSlice) -> Tensor:
+        return self.tensors.whole(piece.key).reshape(-1, piece.cols)
+
+
+def _nowhere(target: Target) -> StoredTensor:
+    info = next(iter(target.uses[0].patch.module.slots.values()))
+    return StoredTensor(target.name, info.dtype, target.shape, info.source, 0, 0)
+
+
+def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of a change that has zeros outside its rows."""
+    right = right.reshape(right.shape[0], width)
+    return (left if left.shape[0] == out else _placed(left, start, out)), right
+
+
+def _placed(rows: Tensor, start: int, out: int) -> Tensor:
+    if rows.shape[0] == out:
+        return rows
+    found = rows.new_zeros(out, rows.shape[1])
+    found[start : start + rows.shape[0]] = rows
+    return found
+
+
+def joined(parts: Sequence[Change]) -> Change:
+    """Return the sum of the parts of one adapter's change, such as those of q, k and v of a fused weight."""
+    if len(parts) == 1:
+        return parts[0]
+    one = parts[0]
+    ratios = [p.strength / one.strength if one.strength else 1.0 for p in parts]
+    if all(p.left is not None for p in parts):
+        left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
+        return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))
+    whole = sum((r * p.dense() for r, p in zip(ratios, parts, strict=True)), torch.zeros_like(parts[0].dense()))
+    return Change(one.adapter, one.strength, whole=whole)

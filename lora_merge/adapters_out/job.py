@@ -1,0 +1,173 @@
+"""What the user asked of `combine` or `resize`, checked and frozen. No file is read for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..algorithms.lora import LORA
+from ..algorithms.whole import FULL
+from ..errors import FitError, UsageError
+from ..job import Adapter, Job, make_job
+from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
+from ..options import is_finite, pairs, shown
+from ..paths import absolute, expand
+from .rank_rules import EXACT, RankRules
+
+FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
+STORED_AS: Final = (FACTORS, WHOLE, AUTO)
+"""The values of `--algorithm`: how a layer is stored."""
+
+ELECTIONS: Final = ("sum", "count")
+DIVISORS: Final = ("count", "weight", "none")
+NEEDED: Final[Mapping[str, Any]] = {"density": 1.0, "gamma": 0.0, "epsilon": 0.0, "t": None, "agree": None}
+"""The numbers of methods → their default; None: the method needs the number, or all adapters must agree."""
+
+
+@dataclass(frozen=True)
+class AdapterJob:
+    """One run that writes an adapter. `inputs` holds the adapters, the output and the options that merging shares."""
+
+    command: str
+    inputs: Job
+    base: Path | None
+    rules: RankRules
+    method: str = SUM
+    numbers: tuple[tuple[str, Any], ...] = ()
+    algorithm: str = FACTORS
+    alpha: str | float = "rank"
+    options: tuple[tuple[str, Any], ...] = ()
+    """The command's own options as given, for the recipe."""
+
+    @property
+    def output(self) -> Path:
+        """The file to write."""
+        return self.inputs.output
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters with their strengths."""
+        return self.inputs.adapters
+
+
+OWN: Final[Mapping[str, Any]] = {
+    "method": SUM, "rank": EXACT, "conv_rank": None, "max_rank": None, "rank_for": (), "density": None, "gamma": None,
+    "epsilon": None, "t": None, "elect": "sum", "normalise": "count", "agree": None, "scale": 1.0, "seed": 0,
+    "algorithm": FACTORS, "alpha": "rank",
+}  # fmt: skip
+"""Option of these commands → default."""
+
+
+def make_adapter_job(
+    command: str, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
+) -> AdapterJob:
+    """Return the job of `combine` or `resize`; UsageError for an option or a value that is wrong."""
+    given = {name: value for name, value in options.items() if name in OWN and value is not None}
+    common = {name: value for name, value in options.items() if name not in OWN}
+    own = {**OWN, "alpha": "keep" if command == "resize" else "rank", **given}
+    method = SAME_COMBINATION.get(own["method"], own["method"])
+    if method not in COMBINATIONS:
+        raise UsageError(f"{shown(own['method'])!r} is no method", "--method", f"use one of {', '.join(COMBINATIONS)}")
+    rank_for = pairs(own["rank_for"], "--rank-for")
+    rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
+    job = make_job(base if base is not None else "no base", adapters, output, **common)
+    if output is None:
+        job = _named(job, command, str(own["rank"]))
+    numbers = _numbers(method, own, len(job.adapters))
+    if own["algorithm"] not in STORED_AS:
+        raise UsageError(f"{shown(own['algorithm'])!r} is no way to store a layer", "--algorithm",
+                         f"use one of {', '.join(STORED_AS)}")  # fmt: skip
+    if (
+        not COMBINATIONS[method].linear
+        and own["algorithm"] == FACTORS
+        and EXACT in (rules.linear.name, rules.kernels.name)
+    ):
+        raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
+                       "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full")  # fmt: skip
+    recorded = tuple(sorted((name, value) for name, value in given.items() if value != OWN[name]))
+    found = None if base is None else expand(base)
+    return AdapterJob(
+        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]), recorded
+    )  # fmt: skip
+
+
+def _named(job: Job, command: str, rule: str) -> Job:
+    from dataclasses import replace
+
+    stems = [a.path.name if a.path.is_dir() else a.path.stem for a in job.adapters]
+    name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
+    return replace(job, output=absolute(Path()) / f"{name}.safetensors")
+
+
+def _alpha(value: Any) -> str | float:
+    if value in ("rank", "keep"):
+        return str(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not is_finite(number) or number <= 0:
+        raise UsageError(f"{shown(value)!r} is no alpha", "--alpha", "use rank, keep or a number above 0")
+    return number
+
+
+def _numbers(method: str, own: Mapping[str, Any], adapters: int) -> tuple[tuple[str, Any], ...]:
+    """Return the numbers of the method; UsageError for one that it does not take, or that is out of range."""
+    takes = COMBINATIONS[method].takes
+    for name in ("density", "gamma", "epsilon", "t", "agree"):
+        if own[name] is not None and name not in takes:
+            users = [m for m, row in COMBINATIONS.items() if name in row.takes]
+            raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
+    found: dict[str, Any] = {name: NEEDED[name] if own[name] is None else own[name] for name in NEEDED}
+    found |= {name: own[name] for name in ("elect", "normalise", "scale", "seed")}
+    d, g, e = found["density"], found["gamma"], found["epsilon"]
+    holds = {
+        "density": is_finite(d) and 0 < d <= 1,
+        "gamma": is_finite(g) and is_finite(d) and (g == 0 or 0 <= g < 1 - d),
+        "epsilon": is_finite(e) and (e == 0 or (e > 0 and d - e > 0 and d + e < 1)),
+        "t": found["t"] is None or is_finite(found["t"]),
+        "agree": found["agree"] is None or found["agree"] in range(1, adapters + 1),
+        "elect": found["elect"] in ELECTIONS,
+        "normalise": found["normalise"] in DIVISORS,
+        "scale": is_finite(found["scale"]),
+        "seed": isinstance(found["seed"], int) and 0 <= found["seed"] < 2**63,
+    }
+    wrong = next((name for name, good in holds.items() if not good), None)
+    if wrong is not None:
+        raise UsageError(f"{wrong} {shown(found[wrong])} is out of range", f"--{wrong}", RANGES[wrong])
+    if method == "slerp" and adapters != 2:
+        raise UsageError(f"slerp of {adapters} adapters", "--method slerp", "give two, or use karcher")
+    if method == "slerp" and found["t"] is None:
+        raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
+    if method == "model_stock" and adapters < 2:
+        raise UsageError("model_stock of one adapter", "--method model_stock", "give two or more")
+    return tuple(sorted((name, value) for name, value in found.items() if value is not None))
+
+
+RANGES: Final = {
+    "density": "use a number above 0, at most 1",
+    "gamma": "use a number from 0 to less than 1 − density",
+    "epsilon": "density − epsilon and density + epsilon must lie between 0 and 1",
+    "t": "use a number, usually from 0 to 1",
+    "agree": "use a whole number from 1 to the number of adapters",
+    "elect": f"use {' or '.join(ELECTIONS)}",
+    "normalise": f"use {', '.join(DIVISORS)}",
+    "scale": "use a finite number",
+    "seed": "use a whole number from 0 on",
+}
+
+
+def check_strengths(job: AdapterJob) -> None:
+    """Raise UsageError for strengths whose sum is 0, where the method divides by it."""
+    if job.method == "mean" and abs(sum(a.strength for a in job.adapters)) < 1e-12:
+        raise UsageError("the strengths add up to 0", "--method mean", "use sum, or other strengths")
+
+
+def strings(values: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
+    found = [tuple(text.rpartition("=")[::2]) for text in values]
+    if wrong := next((t for t, p in zip(values, found, strict=True) if not all(p)), None):
+        raise UsageError(f"{wrong[:40]!r} is no part with a rule", "--rank-for", "write it as PART=RULE")
+    return [(part, rule) for part, rule in found]

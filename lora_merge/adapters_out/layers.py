@@ -1,0 +1,203 @@
+"""Makes the tensors of one layer of the output: the changes are combined, cut to a rank, and rounded once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..engine.combining import Numbers, coefficients, combined
+from ..errors import FitError
+from ..methods import COMBINATIONS
+from .changes import Change
+from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .rank_rules import EXACT, SAME, Rule, choose
+from .sources import Target
+from .truncation import Triples, lost, of_dense, of_factors, squares_of, stored
+
+NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
+GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Δ of one layer before it is cut to a rank: factors, or a whole matrix."""
+
+    left: Tensor | None
+    right: Tensor | None
+    whole: Tensor | None
+    before: int  # the largest rank of the inputs
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        assert self.left is not None and self.right is not None, "factors come in pairs"
+        return self.left, self.right
+
+    def dense(self) -> Tensor:
+        """Return Δ [out, cols]."""
+        if self.whole is not None:
+            return self.whole
+        left, right = self.factors
+        return left @ right
+
+    @cached_property
+    def squares(self) -> float:
+        """‖Δ‖²: of factors from triangles, as R×R products of them would lose half of the digits where terms cancel."""
+        if self.whole is not None:
+            return float(self.whole.double().square().sum())
+        return squares_of(*self.factors)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The stored tensors of one layer, by slot, and what was lost."""
+
+    tensors: Mapping[str, Tensor]
+    algorithm: str
+    rank: int
+    before: int
+    alpha: float | None
+    squares: float  # ‖Δ‖²
+    lost: float  # ‖Δ − Δ̂‖² of the stored tensors
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
+    """Return Δ of one layer by the job's method."""
+    numbers = Numbers(**dict(job.numbers))
+    vector = len(target.shape) < 2
+    row = COMBINATIONS[job.method]
+    factored = row.linear and not vector and all(c.left is not None for c in changes)
+    before = max((c.rank or 0) for c in changes)
+    if not factored:
+        whole = combined(job.method, [c.dense() for c in changes], [c.strength for c in changes], numbers,
+                         [seeds[c.adapter] for c in changes], vector=vector)  # fmt: skip
+        return Wanted(None, None, whole, before)
+    weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
+                           [c.strength for c in changes], numbers)  # fmt: skip
+    left, right = _stacked(changes, weights)
+    return Wanted(left, right, None, before)
+
+
+def _stacked(changes: Sequence[Change], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the factors side by side; those with the same right factor become one."""
+    rights: list[Tensor] = []
+    lefts: list[Tensor] = []
+    for c, weight in zip(changes, weights, strict=True):
+        assert c.left is not None and c.right is not None, "all are factors"
+        scaled = c.left * weight
+        same = next((i for i, r in enumerate(rights) if r.shape == c.right.shape and torch.equal(r, c.right)), None)
+        if same is None:
+            rights.append(c.right)
+            lefts.append(scaled)
+        else:
+            lefts[same] = lefts[same] + scaled
+    return torch.cat(lefts, 1), torch.cat(rights, 0)
+
+
+def _products(changes: Sequence[Change]) -> list[list[float]]:
+    """Return ⟨τᵢ, τⱼ⟩ = tr(LᵢᵀLⱼ · RⱼRᵢᵀ), from R×R matrices."""
+
+    def product(a: Change, b: Change) -> float:
+        assert a.left is not None and a.right is not None and b.left is not None and b.right is not None, "factors"
+        return float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum())
+
+    return [[product(a, b) for b in changes] for a in changes]
+
+
+def spectrum(wanted: Wanted, rule: Rule, noise: float) -> Triples:
+    """Return the singular triples of a layer, as many as its rule needs."""
+    if wanted.whole is None:
+        left, right = wanted.factors
+        if left.shape[1] <= min(left.shape[0], right.shape[1]):
+            return of_factors(left[None], right[None], noise)[0]
+        return of_dense(left @ right, None, noise)
+    ceiling = wanted.before or None if rule.name == SAME else rule.ceiling
+    return of_dense(wanted.whole, ceiling if rule.name in ("count", SAME) else None, noise)
+
+
+class Cut(NamedTuple):
+    """How a layer is cut: its rule, or a rank that is decided already; and its α, None for α = rank."""
+
+    rule: Rule
+    rank: int | None = None
+    alpha: float | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the layers of one run are stored."""
+
+    algorithm: str
+    dtype: torch.dtype
+    noise: float  # singular values below this share of the largest one are noise of the inputs
+
+    def layer(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
+        """Return the stored tensors of a layer; FitError for a result that has no factors."""
+        if len(target.shape) < 2 or self.algorithm == WHOLE:
+            return self._whole(target, wanted)
+        if cut.rule.name == EXACT and cut.rank is None:
+            if wanted.whole is None:
+                return self._exact(target, wanted, cut)
+            if self.algorithm == AUTO:
+                return self._whole(target, wanted)
+            raise FitError(NOT_LOW_RANK, target.name, GIVE_RANK)
+        if target.stacked:
+            raise FitError("the weights of stacked experts have no factors in these formats", target.name,
+                           "store whole matrices with --algorithm full")  # fmt: skip
+        found = spectrum(wanted, cut.rule, self.noise)
+        rank = cut.rank
+        if rank is None:
+            rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)
+        return self._pair(target, wanted, found.pair(rank), cut)
+
+    def _whole(self, target: Target, wanted: Wanted) -> Layer:
+        """Return the whole matrix, rounded once."""
+        value = wanted.dense()
+        rounded = value.to(self.dtype)
+        off = float((rounded.double() - value.double()).square().sum())
+        tensors = {"diff": rounded.reshape(target.shape).contiguous()}
+        return Layer(tensors, WHOLE, 0, wanted.before, None, wanted.squares, off)
+
+    def _exact(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
+        """Return the factors side by side; where they have more columns than the weight has rank, one becomes the
+        identity."""
+        left, right = wanted.factors
+        out, cols = left.shape[0], right.shape[1]
+        if left.shape[1] > min(out, cols):
+            one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
+            left, right = (one, left @ right) if out <= cols else (left @ right, one)
+        return self._pair(target, wanted, (left, right), cut, as_stored=True)
+
+    def _pair(
+        self, target: Target, wanted: Wanted, pair: tuple[Tensor, Tensor], cut: Cut, *, as_stored: bool = False
+    ) -> Layer:
+        """Return both factors as stored, in the shapes of a linear layer or of a convolution."""
+        left, right = pair
+        rank = left.shape[1]
+        alpha = float(rank) if cut.alpha is None else cut.alpha
+        scale = alpha / rank if rank else 1.0
+        left = left / scale
+        up, down = (left.to(self.dtype), right.to(self.dtype)) if as_stored else stored(left, right, self.dtype)
+        if wanted.whole is None:
+            off = lost(*wanted.factors, up.double() * scale, down)
+        else:
+            off = float((wanted.whole.double() - (up.double() * scale) @ down.double()).square().sum())
+        tensors = {
+            "down": down.reshape(rank, *target.shape[1:]).contiguous(),
+            "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
+        }
+        return Layer(tensors, FACTORS, rank, wanted.before, alpha, wanted.squares, off)
+
+
+def numbers_of(layer: Layer) -> dict[str, Any]:
+    """Return a layer's facts for the report."""
+    share = layer.lost / layer.squares if layer.squares else 0.0
+    return {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
+            "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip

@@ -1,0 +1,152 @@
+"""The proof of a written adapter: Δ of some layers again in numpy, in float64, from the inputs and from the file.
+
+The reference formulas of proof/reference compute the inputs' changes, so nothing of the run's arithmetic is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..adapters.file import group
+from ..algorithms import flat
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..errors import VerificationFailed
+from ..files.checkpoint import Index, open_checkpoint
+from ..job import Job
+from ..methods import METHODS, SUM
+from ..models.weights import Weight
+from ..planning.plan import OutputTensor
+from ..proof.recompute import Made, Recomputation
+from ..proof.reference import REFERENCE
+from ..proof.reference.floats import Array, decode
+from .job import AdapterJob
+from .sources import Sources, Target
+
+BUDGET: Final = 2**27
+"""Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
+
+TOLERANCE: Final = 0.01
+"""The share by which a residual may differ from the reported one."""
+
+FLOOR: Final = 1e-6
+"""A residual below this is rounding in either computation."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What `Recomputation` reads of a plan."""
+
+    job: Job
+    base: Index
+    weights: Mapping[str, Weight]
+    files: Sequence[Any] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a run says of its output."""
+
+    job: AdapterJob
+    sources: Sources
+    layers: Mapping[str, Mapping[str, Any]]  # layer → its facts for the report
+    nbytes: int  # of all tensors
+
+
+def prove(claims: Claims, reader: Reader, path: Path) -> dict[str, Any]:
+    """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
+
+    Methods whose result is no sum of the inputs' changes are not recomputed: only the tensors' bytes are counted.
+    """
+    made = open_checkpoint(path)
+    found = sum(info.nbytes for info in made.tensors.values())
+    if found != claims.nbytes:
+        raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {found} bytes", REDO)
+    residuals: dict[str, float] = {}
+    if claims.job.method in (SUM, "mean"):
+        residuals = _residuals(claims, reader, made, path)
+    worst = max(residuals, key=lambda name: residuals[name], default="")
+    return {"ok": True, "layers": len(claims.layers), "recomputed": len(residuals),
+            "worst_residual": residuals.get(worst, 0.0), "worst_layer": worst}  # fmt: skip
+
+
+def _residuals(claims: Claims, reader: Reader, made: Index, path: Path) -> dict[str, float]:
+    """Return layer → ‖Δ − Δ̂‖ / ‖Δ‖ of the file; VerificationFailed where it is not the stated one."""
+    job, sources = claims.job, claims.sources
+    modules = {(m.name, m.parameter): m for m in group(made).modules}
+    facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
+    found = {}
+    with ThreadPoolExecutor(1) as pool, Reader([made]) as own:
+        again = Recomputation(facts, reader, pool, full=True)
+        for target in _chosen(sources, claims.layers):
+            right = _right(job, target, again)
+            if right is None:
+                continue
+            name = target.label
+            held = _held(modules.get((target.name, target.parameter)), own, right.shape)
+            if held is None:
+                raise VerificationFailed("a layer is not in the file", f"{path}: {name}", REDO)
+            size = sqrt(float(np.sum(right * right)))
+            residual = sqrt(float(np.sum((right - held) ** 2))) / size if size else 0.0
+            stated = float(claims.layers[name]["residual"])
+            if abs(residual - stated) > TOLERANCE * max(residual, stated) + FLOOR:
+                where = f"{path}: {name}: residual {residual:.6g}, stated {stated:.6g}"
+                raise VerificationFailed("the written layer is not what the report says", where, REDO)
+            found[name] = residual
+    return found
+
+
+REDO: Final = "run it again; if it fails again, report it with the two inputs"
+
+
+def _chosen(sources: Sources, told: Mapping[str, Any]) -> list[Target]:
+    """Return layers evenly over the file, of all of them together at most BUDGET numbers, but one at least."""
+    written = [t for t in sources.targets if t.label in told and not t.values]
+    numbers = sum(_count(t) for t in written)
+    step = max(1, -(-numbers // BUDGET))
+    return written[::step]
+
+
+def _count(target: Target) -> int:
+    out, cols = flat(target.shape)
+    return out * cols
+
+
+def _right(job: AdapterJob, target: Target, again: Recomputation) -> Array | None:
+    """Return Σ cᵢτᵢ [out, cols] in float64; None where a formula has no second one."""
+    rows, cols = flat(target.shape)
+    if any(u.patch.algorithm not in REFERENCE for u in target.uses):
+        return None
+    key = target.uses[0].piece.key
+    shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
+    made = Made(shaped, key)
+    total, strengths = np.zeros((rows, cols)), {u.patch.adapter: u.strength for u in target.uses}
+    for use in target.uses:
+        change = again._change(use, np.arange(rows * cols // use.piece.cols), made)
+        if change is not None:
+            total += change.reshape(rows, cols)
+    scale = float(dict(job.numbers)["scale"])
+    return total * scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
+
+
+def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Array | None:
+    """Return the Δ that the file's tensors mean."""
+    if module is None:
+        return None
+
+    def read(info: StoredTensor) -> Array:
+        return decode(bytes(reader.read(info, 0, info.nbytes)), info.dtype).reshape(info.shape or (1,))
+
+    if "diff" in module.slots:
+        return read(module.slots["diff"]).reshape(shape)
+    up, down = read(module.slots["up"]), read(module.slots["down"])
+    rank = down.shape[0]
+    alpha = float(read(module.shared["alpha"])[0]) if "alpha" in module.shared else float(rank)
+    return np.asarray(alpha / rank * up.reshape(shape[0], rank) @ down.reshape(rank, shape[1]))

@@ -1,0 +1,46 @@
+"""The report of a command that writes an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """The outcome of one run; `--json` prints `to_json()`."""
+
+    output: str
+    format: str
+    dtype: str
+    coverage: Mapping[str, Any]  # adapter → modules, layers, strength
+    layers: Mapping[str, Mapping[str, Any]]  # layer → algorithm, rank, rank_before, alpha, norm, energy, residual
+    residual: float  # √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything written
+    energy: float  # 1 − residual²
+    written: int  # bytes
+    seconds: float
+    notes: tuple[str, ...] = ()
+    verified: Mapping[str, Any] | None = None
+    version: str = ""
+    planned: bool = field(default=False)  # whether this is a plan: nothing is written, and nothing is known of the loss
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @property
+    def summary(self) -> str:
+        """One line: ranks, what is kept, and the layer that loses most."""
+        ranks = sorted(int(layer["rank"]) for layer in self.layers.values() if layer["rank"])
+        text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})" if ranks else "whole matrices"
+        if self.planned:
+            return text
+        worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
+        least = float(self.layers[worst]["energy"]) if worst else 1.0
+        return f"{text}, keeps {_percent(self.energy)} of ‖ΔW‖², worst layer {worst} {_percent(least)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"

@@ -1,0 +1,256 @@
+"""Runs `combine` and `resize`: layer by layer, changes are computed, combined, cut to a rank and stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..adapters.file import AdapterFile
+from ..algorithms import ALGORITHMS
+from ..disk.destination import check_output
+from ..disk.reader import Reader
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
+from ..engine.devices import place
+from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
+from ..engine.tensors import TensorCache
+from ..engine.torch_state import undisturbed
+from ..errors import FitError, InputError, TooLarge, UsageError
+from ..planning.recipe import sha256
+from ..version import __version__
+from .changes import Evaluator
+from .job import FACTORS, WHOLE, AdapterJob, check_strengths
+from .layers import Cut, Layer, Storage, Wanted, combine, numbers_of, spectrum
+from .proof import Claims, prove
+from .rank_rules import COUNT, EXACT, SAME, choose, share_out
+from .report import AdapterReport
+from .sources import Sources, Target, open_sources
+from .truncation import STORED_IN_16
+from .written import Entry, Spelling, metadata, unique, write
+
+HIGH: Final = 256
+"""The rank above which an exact sum is noted: most of it is small directions."""
+
+
+@undisturbed()
+def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
+    started = time.monotonic()
+    check_strengths(job)
+    sources = open_sources(job)
+    files = [p for i in sources.indexes for p in i.files]
+    check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
+    inputs = [a.index for a in sources.adapters]
+    dtype = output_dtype(job, sources.adapters)
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader(sources.indexes))
+        cache = TensorCache(reader, frozenset(p for i in inputs for p in i.files))
+        maker = Maker(job, sources, Evaluator(sources, cache, place("cpu", "F64")), dtype)
+        layers, zeros = maker.layers(progress)
+        if not layers:
+            raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
+        entries = list(_entries(sources, layers, dtype))
+        squares = sum(layer.squares for layer in layers.values())
+        residual = sqrt(sum(layer.lost for layer in layers.values()) / squares)
+        facts = {key: numbers_of(layer) for key, layer in layers.items()}
+        told = metadata(job, inputs, [*facts.values()], residual)
+        proofs: list[Mapping[str, Any]] = []
+
+        def proven(part: Any) -> None:
+            if job.inputs.verify:
+                proofs.append(prove(Claims(job, sources, facts, sum(e.data.nbytes for e in entries)), reader, part))
+            reader.check_unchanged(files)
+
+        written = write(job, files, entries, told, proven)
+    notes = [*dict.fromkeys(sources.notes), *maker.notes]
+    if zeros:
+        notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
+    highest = max(layer.rank for layer in layers.values())
+    if job.rules.linear.name == EXACT and highest > HIGH:
+        notes.append(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")
+    return AdapterReport(
+        str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), facts, residual, 1 - residual**2, written,
+        time.monotonic() - started, tuple(notes), proofs[0] if proofs else None, __version__,
+    )  # fmt: skip
+
+
+def plan(job: AdapterJob) -> AdapterReport:
+    """Return what `run` would do, from headers: layers, and ranks where the rule alone tells them."""
+    check_strengths(job)
+    sources = open_sources(job)
+    check_output(job.output, overwrite=True, spared=[p for i in sources.indexes for p in i.files])
+    dtype = output_dtype(job, sources.adapters)
+    layers: dict[str, dict[str, Any]] = {}
+    size = 0
+    for target in sources.targets:
+        rank = planned_rank(job, target)
+        out, cols = target.matrix
+        whole = len(target.shape) < 2 or job.algorithm == WHOLE
+        layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
+        size += (out * cols if whole else (out + cols) * (rank or 0)) * dtype.itemsize
+    return AdapterReport(str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), layers, 0.0, 1.0, size,
+                         0.0,
+                         tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
+
+
+def planned_rank(job: AdapterJob, target: Target) -> int | None:
+    """Return the rank of a layer, or the most that it can be, where headers tell it."""
+    rule = job.rules.of_layer(target.name, kernel=len(target.shape) > 2)
+    ranks = []
+    for use in target.uses:
+        low = ALGORITHMS[use.patch.algorithm].low_rank
+        ranks.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
+    short = min(target.matrix)
+    most = sum(ranks) if ranks and None not in ranks else short  # type: ignore[arg-type]
+    if rule.name == EXACT:
+        return min(most, short)
+    if rule.name == SAME:
+        return max((r or 0 for r in ranks), default=0) or short
+    return min(most, rule.ceiling or most) if rule.name == COUNT else None
+
+
+def coverage(job: AdapterJob, sources: Sources) -> dict[str, Any]:
+    """Return, by each adapter's path, how many of its modules change how many layers of the output."""
+    found = {}
+    for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
+        layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
+                  or any(v[0] == number for v in t.values)]  # fmt: skip
+        found[f"{ref.path.name}" if ref.path.name not in found else f"{ref.path.name} ({number + 1})"] = {
+            "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
+            "ignored": dict(file.ignored),
+        }  # fmt: skip
+    return found
+
+
+def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> torch.dtype:
+    """Return the dtype of the output: as asked, or the one that holds those of all inputs."""
+    if job.inputs.dtype != "keep":
+        if DTYPES.get(job.inputs.dtype) not in TORCH_DTYPES:
+            raise UsageError(f"{job.inputs.dtype} is no dtype for an adapter", "--dtype", "use fp32, fp16 or bf16")
+        return TORCH_DTYPES[DTYPES[job.inputs.dtype]]
+    own = {info.dtype for a in adapters for m in a.modules for info in m.slots.values() if info.dtype in FLOATS}
+    wide = {d for d in own if ITEM_BYTES[d] > 1}
+    if len(own) == 1:
+        return TORCH_DTYPES[next(iter(own))]
+    if {"F16", "BF16"} <= wide or not wide:
+        wide |= {"F32"}
+    return TORCH_DTYPES[max(wide, key=lambda d: (ITEM_BYTES[d], d))]
+
+
+@dataclass
+class Maker:
+    """Makes the layers of one job."""
+
+    job: AdapterJob
+    sources: Sources
+    evaluator: Evaluator
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
+        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
+        self.seeds = [
+            "+".join(sha256(f) for f in a.index.files) + f"#{sum(b.path == a.path for b in self.sources.adapters[:n])}"
+            for n, a in enumerate(self.sources.adapters)
+        ]
+        self.notes: list[str] = []
+
+    def layers(self, progress: Callable[[int], object]) -> tuple[dict[str, Layer], list[str]]:
+        """Return the layers by label, and the labels of those whose change is zero."""
+        ranks = self._shared_out() if self.job.rules.together else {}
+        found: dict[str, Layer] = {}
+        zeros = []
+        for target in self.sources.targets:
+            wanted = self._wanted(target)
+            name = target.label
+            if wanted is None or wanted.squares <= 0:
+                zeros.append(name)
+                continue
+            layer = self._layer(target, wanted, ranks.get(name))
+            if any(not bool(torch.isfinite(t).all()) for t in layer.tensors.values()):
+                raise TooLarge("a number is too large for the dtype of the output", f"{self.job.output}: {name}",
+                               "write it with --dtype fp32 or bf16")  # fmt: skip
+            if layer.algorithm == FACTORS and not layer.rank:
+                zeros.append(name)
+                continue
+            found[name] = layer
+            progress(sum(t.nbytes for t in layer.tensors.values()))
+            self.evaluator.forget()
+        return found, zeros
+
+    def _wanted(self, target: Target) -> Wanted | None:
+        changes = [c for c in self.evaluator.changes(target) if c.strength]
+        seeds = [f"{seed}/{target.label}" for seed in self.seeds]
+        if len(target.shape) < 2 and self.job.method in ("slerp", "karcher"):
+            text = f"{self.job.method} has no direction for biases and norms: they are added"
+            self.notes += [] if text in self.notes else [text]
+        return combine(self.job, target, changes, seeds) if changes else None
+
+    def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
+        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
+        if self.job.command == "resize" and rule.name == EXACT:
+            rule = replace(rule, name="energy", value=1.0)
+        storage = Storage(self.job.algorithm, self.dtype, self.noise)
+        layer = storage.layer(target, wanted, Cut(rule, rank))
+        alpha = self._alpha(target, layer.rank) if layer.rank else None
+        return layer if alpha is None else storage.layer(target, wanted, Cut(rule, rank, alpha))
+
+    def _alpha(self, target: Target, rank: int) -> float | None:
+        """Return α of a layer; None where it equals the rank."""
+        if not isinstance(self.job.alpha, str):
+            return float(self.job.alpha)
+        if self.job.alpha == "rank" or len(target.uses) != 1:
+            return None
+        patch = target.uses[0].patch
+        scale = patch.numbers.get("scale")
+        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
+        return rank * scale if plain and scale and scale > 0 and patch.magnitude is None else None
+
+    def _shared_out(self) -> dict[str, int]:
+        """Return the rank of every layer for the rule `size`."""
+        spectra, widths = {}, {}
+        budget = int(self.job.rules.linear.value)
+        for target in self.sources.targets:
+            wanted = self._wanted(target) if len(target.shape) > 1 else None
+            if wanted is not None and wanted.squares > 0:
+                name = target.label
+                rule = replace(self.job.rules.linear, name="energy", value=1.0)
+                values = spectrum(wanted, rule, self.noise).values.tolist()
+                spectra[name] = values[: choose(rule, values)]
+                widths[name] = sum(target.matrix) * self.dtype.itemsize
+            self.evaluator.forget()
+        return share_out(spectra, widths, budget, self.job.rules.linear.most)
+
+
+def _has_kernel(target: Target) -> bool:
+    return any(n > 1 for n in target.shape[2:])
+
+
+def _entries(sources: Sources, layers: Mapping[str, Layer], dtype: torch.dtype) -> list[Entry]:
+    """Return the tensors of the output in the order of the layers; FitError where two have one name."""
+    spelling = Spelling.of(sources.adapters[0])
+    found = []
+    for target in sources.targets:
+        layer = layers.get(target.label)
+        if layer is None:
+            continue
+        tensors = dict(layer.tensors)
+        odd = layer.alpha is not None and layer.alpha != layer.rank
+        if layer.rank and (spelling.alpha or odd):
+            tensors["alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        for slot in sorted(tensors):
+            found.append(_entry(spelling.key(target.name, target.parameter, slot), tensors[slot]))
+    if twice := next(unique(found), None):
+        raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
+    return found
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]

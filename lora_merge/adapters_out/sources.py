@@ -1,0 +1,264 @@
+"""Which changes meet on which weight: the modules of all adapters, joined by the base or by their names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+from ..adapters.file import AdapterFile, FileValues, Module
+from ..adapters.peft.rules import rules
+from ..algorithms import ALGORITHMS, Shape, flat
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
+from ..errors import FitError, InputError, ShapeMismatch, UsageError
+from ..files.checkpoint import Index
+from ..job import Adapter
+from ..matching.choose import choose
+from ..matching.context import AdapterContext
+from ..matching.orientation import Base, Place
+from ..matching.patch import Match, PatchPart
+from ..models.prefixes import prefixed
+from ..models.weights import RowSlice, Weight, whole
+from ..planning.cache import CheckpointCache
+from ..planning.make_plan import match, open_inputs
+from ..planning.plan import weights
+from .job import AdapterJob
+
+GIVE_BASE: Final = "give the base model that they were trained on: --base MODEL"
+SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight of the model with everything that changes it. `name` and `parameter` are its name in the output."""
+
+    name: str
+    parameter: str
+    shape: Shape
+    uses: tuple[PatchPart, ...]
+    values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
+    key: str = ""  # in the base
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
+        if not self.uses:
+            return flat(self.shape)
+        cols = self.uses[0].piece.cols
+        return prod(self.shape) // max(cols, 1), cols
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is that of several experts."""
+        return self.matrix != flat(self.shape)
+
+    @property
+    def label(self) -> str:
+        """The name of the layer for reports."""
+        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All weights that the adapters of a job change, with what is needed to read them."""
+
+    adapters: tuple[AdapterFile, ...]
+    targets: tuple[Target, ...]
+    weights: Mapping[str, Weight]
+    indexes: tuple[Index, ...]
+    notes: tuple[str, ...] = ()
+    architecture: str = ""
+
+
+def open_sources(job: AdapterJob) -> Sources:
+    """Return the weights that the job's adapters change, from headers; errors as for `merge`."""
+    opened = CheckpointCache()
+    return _with_base(job, opened) if job.base is not None else _without_base(job, opened)
+
+
+def _with_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
+    """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base."""
+    matched = match(open_inputs(job.inputs, opened))
+    base, found = matched.inputs.base, matched.adapters
+    if grown := sorted({key for one in found for key in one.grown}):
+        raise FitError("an adapter enlarges a weight, which a file of an adapter cannot say", grown[0],
+                       "merge it into the base instead")  # fmt: skip
+    own = weights(base, found)
+    names = Naming(found, base)
+    keys = [k for k in own if any(k in one.uses or k in one.replaced for one in found)]
+    targets = []
+    for key in keys:
+        uses = tuple(use for one in found for use in one.uses.get(key, ()))
+        values = tuple((n, one.replaced[key], 1.0) for n, one in enumerate(found) if key in one.replaced)
+        module, _, parameter = key.rpartition(".")
+        targets.append(Target(names.of(module), parameter, own[key].shape, uses, values, key))
+    notes = tuple(note for one in found for note in (*one.adapter.notes, *one.notes))
+    return Sources(matched.inputs.adapters, tuple(targets), own, (base, *(m.adapter.index for m in found)), notes,
+                   matched.inputs.names.architecture)  # fmt: skip
+
+
+class Naming:
+    """Names for modules in the words of the first adapter: its own, or made as its own are made."""
+
+    def __init__(self, found: Sequence[Match], base: Index) -> None:
+        self.own: dict[str, str] = {}
+        self.pairs: dict[tuple[str, str, bool], int] = {}
+        for one in reversed(found):
+            for key, uses in one.uses.items():
+                for use in uses:
+                    if use.patch.view.pieces == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
+                        self.own[key.rpartition(".")[0]] = use.patch.module.name
+        first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set()
+        for module, name in self.own.items():
+            if name in first:
+                pair = common_end(module, name)
+                self.pairs[pair] = self.pairs.get(pair, 0) + 1
+        self.own = {module: name for module, name in self.own.items() if name in first}
+
+    def of(self, module: str) -> str:
+        """Return the output's name of a module of the base."""
+        if module in self.own:
+            return self.own[module]
+        fitting = [p for p in self.pairs if module.startswith(p[0])]
+        if not fitting:
+            return module
+        start, prefix, flat = max(fitting, key=lambda p: (len(p[0]), self.pairs[p]))
+        body = module[len(start) :]
+        return prefix + (body.replace(".", "_") if flat else body)
+
+
+def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
+    """Return whether a piece is a whole stored tensor."""
+    return info is not None and piece.start == 0 and piece.size == prod(info.shape)
+
+
+def common_end(module: str, name: str) -> tuple[str, str, bool]:
+    """Return (what only the base's name begins with, what only the adapter's does, whether dots became underscores)."""
+    flat = "." in module and "." not in name.rpartition("lora_")[2]
+    shown = module.replace(".", "_") if flat else module
+    n = 0
+    while n < min(len(shown), len(name)) and shown[-1 - n] == name[-1 - n]:
+        n += 1
+    while n and module[len(module) - n - 1 : len(module) - n] not in ("", "."):  # begin with a whole level
+        n -= 1
+    return module[: len(module) - n], name[: len(name) - n], flat
+
+
+def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
+    """Join by names without their prefixes; only formulas that do not read the base, of shapes that files show."""
+    files = tuple(opened.adapter(ref.path) for ref in job.adapters)
+    joined: dict[tuple[str, str], list[tuple[int, Module]]] = {}
+    for number, file in enumerate(files):
+        if file.strange:
+            raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
+                             GIVE_BASE)  # fmt: skip
+        for module in file.modules:
+            joined.setdefault((body_of(module.name), module.parameter), []).append((number, module))
+    _check_joined(joined, files)
+    kept, targets = CheckpointWeights(), []
+    with Reader(f.index for f in files) as reader:
+        contexts = [_context(n, f, FileValues(reader)) for n, f in enumerate(files)]
+        for (body, parameter), members in joined.items():
+            name = members[0][1].name
+            target = _joined_target(name, parameter, members, contexts, job.adapters)
+            kept.add(f"{body}.{parameter}", target)
+            targets.append(target)
+    notes = tuple(note for f in files for note in f.notes)
+    return Sources(files, tuple(targets), kept.weights, tuple(f.index for f in files), notes)
+
+
+class CheckpointWeights:
+    """Weights of no base: their shapes are known, and no formula reads their values."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Weight] = {}
+
+    def add(self, key: str, target: Target) -> None:
+        """Remember the shape of a target's weight."""
+        info = next(iter(target.uses[0].patch.module.slots.values()))
+        self.weights[key] = Weight(target.shape, StoredTensor(key, info.dtype, target.shape, info.source, 0, 0))
+
+
+def _context(number: int, file: AdapterFile, values: FileValues) -> AdapterContext:
+    found = rules(file.index.config, str(file.path), file.index.metadata)
+    return AdapterContext(number, file, found, values)
+
+
+def body_of(name: str) -> str:
+    """Return a name that all dialects with the same words share: its network, and its path with underscores."""
+    *_, (network, body) = prefixed(name)
+    return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
+
+
+def _joined_target(
+    name: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
+    refs: Sequence[Adapter],
+) -> Target:  # fmt: skip
+    shape = next(filter(None, (shape_of(m) for _, m in members)), None)
+    if shape is None:
+        raise UsageError("the shape of a weight is not in the adapter's file", f"{contexts[0].adapter.path}: {name}",
+                         GIVE_BASE)  # fmt: skip
+    view, uses = whole(f"{body_of(name)}.{parameter}", shape), []
+    for number, module in members:
+        context = contexts[number]
+        own = Place(module, view, None)
+        context = _on(context, own)
+        try:
+            patch = choose(module, view, context, {parameter: view}).patch
+        except ShapeMismatch as e:
+            raise FitError(e.what, e.where, "these adapters are for different models") from e
+        if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
+            raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",
+                             f"{context.adapter.path}: {module.where}", GIVE_BASE)  # fmt: skip
+        if refs[number].parts:
+            raise UsageError("parts of a model are known from its base", f"--strength-for {refs[number].parts[0][0]}",
+                             GIVE_BASE)  # fmt: skip
+        uses.append(PatchPart(patch, patch.view.pieces[0], 0, refs[number].strength))
+    return Target(name, parameter, shape, tuple(uses))
+
+
+def _on(context: AdapterContext, place: Place) -> AdapterContext:
+    return replace(context, base=Base((), lambda _: False, lambda: [place]))
+
+
+def shape_of(module: Module) -> Shape | None:
+    """Return the shape of the weight that a module changes, where its tensors show it."""
+    for name in module.complete:
+        found = ALGORITHMS[name].weight_shape
+        if found is not None and (shape := found(module.shapes)) is not None:
+            return shape
+    return None
+
+
+def _check_joined(joined: Mapping[tuple[str, str], Sequence[tuple[int, Module]]], files: Sequence[AdapterFile]) -> None:
+    """Raise UsageError where names alone do not say which modules are the same."""
+    for members in joined.values():
+        twice = [n for n, _ in members]
+        if len(twice) != len(set(twice)):
+            raise InputError("two modules of one adapter have one name without prefixes",
+                             f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
+    styles = [frozenset(_styles(f)) for f in files]
+    for number in range(1, len(files)):
+        if styles[number] & styles[0]:
+            continue
+        if not any({0, number} <= {n for n, _ in members} for members in joined.values()):
+            raise UsageError("two adapters in different dialects share no module by name",
+                             f"{files[0].path.name} and {files[number].path.name}", GIVE_BASE)  # fmt: skip
+    for members in joined.values():
+        number, module = members[0]
+        if number and not _styles_of(module.name) & styles[0]:
+            raise UsageError("a module that the first adapter lacks has a name in another dialect",
+                             f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
+
+
+def _styles(file: AdapterFile) -> Iterator[str]:
+    for module in file.modules:
+        yield from _styles_of(module.name)
+
+
+def _styles_of(name: str) -> frozenset[str]:
+    """Return the prefix of a name, and whether the rest has dots."""
+    *_, (_, body) = prefixed(name)
+    return frozenset({f"{name[: len(name) - len(body)].partition('.')[0].rstrip('_0123456789')[:5]}/{'.' in body}"})

@@ -1,0 +1,141 @@
+"""The file of an adapter: its tensors in the words of the first input, metadata, and the atomic write. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapters.file import AdapterFile
+from ..disk.publish import replacing
+from ..disk.writer import require_space
+from ..files.checkpoint import Index
+from ..files.layout_check import layout
+from ..planning.recipe import KEY, sha256
+from ..version import __version__
+from .job import AdapterJob
+
+PAIRS: Final = (
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
+    (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
+)
+"""Endings of a pair of factors that readers of several programs know; the first is written where no input has one."""
+
+DROPPED: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "modelspec.date", KEY,
+                  "ss_network_dim", "ss_network_alpha", "lora_adapter_metadata")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the output spells the tensors of a layer."""
+
+    down: str
+    up: str
+    alpha: bool  # whether α is stored; otherwise it equals the rank
+
+    @classmethod
+    def of(cls, file: AdapterFile) -> Spelling:
+        """Return the spelling of an adapter's own factors, or kohya's."""
+        seen = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
+                       if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
+        pair = seen.most_common(1)[0][0] if seen else PAIRS[0]
+        stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
+        return cls(*pair, alpha=stored)
+
+    def key(self, name: str, parameter: str, slot: str) -> str:
+        """Return the key of one tensor of a layer."""
+        if slot == "diff":
+            return f"{name}{ {'weight': '.diff', 'bias': '.diff_b'}.get(parameter, f'.{parameter}.diff') }"
+        return name + {"down": self.down, "up": self.up, "alpha": ".alpha"}[slot]
+
+
+def _named(key: str, ending: str) -> bool:
+    """Return whether a key has the ending with the name of an adapter inside: .lora_A.default.weight."""
+    first, last = ending.rsplit(".", 1)
+    parts = key.rsplit(".", 2)
+    return len(parts) == 3 and parts[2] == last and parts[0].endswith(first)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def metadata(
+    job: AdapterJob, inputs: Sequence[Index], layers: Sequence[Mapping[str, Any]], residual: float
+) -> dict[str, str]:
+    """Return the metadata of the output: what all inputs agree on, the new ranks, and the recipe."""
+    ranks = [layer["rank"] for layer in layers if layer["rank"]]
+    alphas = [layer["alpha"] for layer in layers if layer["rank"]]
+    whole = any(not layer["rank"] for layer in layers)
+    first = inputs[0].metadata
+    kept = {k: v for k, v in first.items() if k not in DROPPED and all(i.metadata.get(k) == v for i in inputs)}
+    dropped = sorted({k for i in inputs for k in i.metadata} - kept.keys() - {*DROPPED})
+    if any("ss_network_module" in i.metadata for i in inputs):
+        kept["ss_network_dim"] = str(ranks[0]) if len({*ranks}) == 1 else "Dynamic"
+        kept["ss_network_alpha"] = f"{alphas[0]:g}" if len({*alphas}) == 1 else "Dynamic"
+        kept["ss_network_module"] = "lycoris.kohya" if whole else first.get("ss_network_module", "networks.lora")
+    names = ", ".join(a.path.name for a in job.adapters)
+    if job.command == "combine":
+        kept["modelspec.merged_from"] = names
+    kept[KEY] = json.dumps(recipe(job, inputs, residual, dropped), ensure_ascii=False, separators=(",", ":"))
+    return {"format": "pt"} | kept
+
+
+def recipe(job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: Sequence[str]) -> dict[str, Any]:
+    """Return how the file was made: inputs by name, size and hash, and every option that changes a byte."""
+    shared = {n: getattr(job.inputs, n) for n in ("dtype", "unmatched")}
+    shared |= {"setting": dict(job.inputs.setting)} if job.inputs.setting else {}
+    found: dict[str, Any] = {
+        "version": __version__, "format": 2, "command": job.command,
+        "adapters": [
+            {**facts(index), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            for ref, index in zip(job.adapters, inputs, strict=True)
+        ],
+        "options": {**shared, **dict(job.options)}, "residual": float(f"{residual:.6g}"),
+    }  # fmt: skip
+    if job.base is not None:
+        from ..files.checkpoint import open_checkpoint
+
+        found["base"] = facts(open_checkpoint(job.base))
+    if dropped:
+        found["dropped_metadata"] = list(dropped)
+    return found
+
+
+def facts(index: Index) -> dict[str, Any]:
+    """Return an input by name, with size and SHA-256 of each of its files."""
+    return {"name": index.path.name, "files": [
+        {"name": f.name, "size": f.stat().st_size, "sha256": sha256(f)} for f in index.files
+    ]}  # fmt: skip
+
+
+def write(
+    job: AdapterJob, inputs: Sequence[Path], entries: Sequence[Entry], told: Mapping[str, str], prove: Any
+) -> int:
+    """Write the file under a temporary name, call `prove` with its path, and give it its name. Returns its bytes."""
+    header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
+    size = len(header) + sum(e.data.nbytes for e in entries)
+    with replacing(job.output, inputs, overwrite=job.inputs.overwrite) as part:
+        require_space(part, size)
+        with part.open("r+b") as f:
+            f.write(header)
+            for e in entries:
+                f.write(e.data)
+        prove(part)
+    return size
+
+
+def unique(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield names that two entries have."""
+    yield from (name for name, count in Counter(e.name for e in entries).items() if count > 1)

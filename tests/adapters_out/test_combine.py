@@ -1,0 +1,207 @@
+"""`combine` and `resize` through the command line and the API, on small files in several dialects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import lora_merge
+from lora_merge.cli.main import app
+from lora_merge.errors import FitError, InputError, MergeError, UsageError
+from tests.support import metadata, strays
+
+LINEAR, CONV = "down_blocks_0_attentions_0_proj_in", "mid_block_resnets_0_conv1"
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kohya(path: Path, rank: int, alpha: float, seed: int, dtype: torch.dtype = torch.float16) -> Path:
+    made = {}
+    for n, (name, down, up) in enumerate(((LINEAR, (rank, 24), (20, rank)), (CONV, (rank, 4, 3, 3), (12, rank, 1, 1)))):
+        made[f"lora_unet_{name}.lora_down.weight"] = rand(*down, seed=seed + n).to(dtype)
+        made[f"lora_unet_{name}.lora_up.weight"] = rand(*up, seed=seed + n + 9).to(dtype)
+        made[f"lora_unet_{name}.alpha"] = torch.tensor(alpha, dtype=dtype)
+    save_file(
+        made, path, {"ss_network_module": "networks.lora", "ss_base_model_version": "sd_v1", "ss_name": path.stem}
+    )
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return kohya(tmp_path / "a.safetensors", 4, 2.0, 1), kohya(tmp_path / "b.safetensors", 8, 8.0, 100)
+
+
+def called(*arguments: object) -> Result:
+    """The command line in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def delta(path: Path) -> dict[str, np.ndarray]:
+    """What a file of plain factors means, by layer; independent of the package."""
+    stored, found = load_file(path), {}
+    for key in [k for k in stored if k.endswith(".lora_down.weight")]:
+        name = key.removesuffix(".lora_down.weight")
+        a, b = stored[key].double().flatten(1).numpy(), stored[f"{name}.lora_up.weight"].double().flatten(1).numpy()
+        scale = float(stored[f"{name}.alpha"]) / len(a) if f"{name}.alpha" in stored else 1.0
+        found[name] = scale * b @ a
+    return found
+
+
+def test_the_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "c.safetensors"
+    done = called("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json")
+    assert done.exit_code == 0, done.exception
+    report = json.loads(done.stdout)
+    a, b, c = delta(pair[0]), delta(pair[1]), delta(out)
+    for name, value in c.items():
+        np.testing.assert_array_equal(value, a[name] + 0.5 * b[name])
+        assert report["layers"][name]["rank"] == 12
+    assert report["verified"]["recomputed"] == 2
+    told = metadata(out)
+    assert told["ss_network_dim"] == "12"
+    assert told["ss_base_model_version"] == "sd_v1"
+    assert "ss_name" not in told
+    recipe = json.loads(told["lora_merge.recipe"])
+    assert [one["strength"] for one in recipe["adapters"]] == [1.0, 0.5]
+    assert recipe["dropped_metadata"] == ["ss_name"]
+
+
+@pytest.mark.parametrize("rule", ["5", "energy:0.8", "size:3KiB"])
+def test_a_rank_gives_the_optimum_and_the_residual_that_is_told(
+    rule: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    report = lora_merge.combine(list(pair), tmp_path / "c.safetensors", rank=rule, dtype="fp32")
+    a, b, c = delta(pair[0]), delta(pair[1]), delta(tmp_path / "c.safetensors")
+    for name, value in c.items():
+        right = a[name] + b[name]
+        best = np.linalg.norm(np.linalg.svd(right, compute_uv=False)[report.layers[name]["rank"] :])
+        assert best * (1 - 1e-6) <= np.linalg.norm(right - value) <= best * (1 + 1e-5)
+        assert report.layers[name]["residual"] == pytest.approx(np.linalg.norm(right - value) / np.linalg.norm(right))
+
+
+def test_resizing_twice_is_resizing_once_and_alpha_keeps_its_share(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    one, two, straight = (tmp_path / f"{n}.safetensors" for n in ("one", "two", "straight"))
+    lora_merge.resize(pair[1], one, rank=6, dtype="fp32")
+    lora_merge.resize(one, two, rank=3)
+    report = lora_merge.resize(pair[0], straight, rank=3, dtype="fp32")
+    assert {layer["alpha"] for layer in report.layers.values()} == {1.5}
+    straight.unlink()
+    lora_merge.resize(pair[1], straight, rank=3, dtype="fp32")
+    for name, value in delta(two).items():
+        np.testing.assert_allclose(value, delta(straight)[name], atol=1e-4)
+
+
+def test_algorithms_and_dialects_meet_by_name(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    loha = {
+        f"lora_unet_{LINEAR}.{slot}": rand(*shape, seed=n)
+        for n, (slot, shape) in enumerate(
+            {"hada_w1_a": (20, 2), "hada_w1_b": (2, 24), "hada_w2_a": (20, 2), "hada_w2_b": (2, 24)}.items()
+        )
+    }
+    dotted = "unet.down_blocks.0.attentions.0.proj_in"
+    peft = {f"{dotted}.lora_A.weight": rand(3, 24, seed=5), f"{dotted}.lora_B.weight": rand(20, 3, seed=6)}
+    save_file(loha, tmp_path / "loha.safetensors")
+    save_file(peft, tmp_path / "peft.safetensors")
+    out = tmp_path / "c.safetensors"
+    report = lora_merge.combine([pair[0], tmp_path / "loha.safetensors", (tmp_path / "peft.safetensors", -2.0)], out)
+    name = f"lora_unet_{LINEAR}"
+    first, second = (loha[f"{name}.hada_w{i}_a"].double() @ loha[f"{name}.hada_w{i}_b"].double() for i in (1, 2))
+    third = peft[f"{dotted}.lora_B.weight"].double() @ peft[f"{dotted}.lora_A.weight"].double()
+    right = delta(pair[0])[name] + (first * second - 2 * third).numpy()
+    assert report.layers[name]["rank"] == 4 + 4 + 3
+    assert report.dtype == "F32"
+    np.testing.assert_allclose(delta(out)[name], right, atol=1e-5)
+
+
+def test_merging_the_combination_is_merging_all_also_with_dora_and_biases(tmp_path: Path) -> None:
+    base = {"model.layers.0.q.weight": rand(20, 24, seed=0), "model.layers.0.q.bias": rand(20, seed=1),
+            "model.norm.weight": rand(24, seed=2)}  # fmt: skip
+    save_file(base, tmp_path / "base.safetensors")
+    plain = {"base_model.model.model.layers.0.q.lora_A.weight": rand(4, 24, seed=3),
+             "base_model.model.model.layers.0.q.lora_B.weight": rand(20, 4, seed=4)}  # fmt: skip
+    dora = {"lora_unet_model_layers_0_q.lora_down.weight": rand(2, 24, seed=5),
+            "lora_unet_model_layers_0_q.lora_up.weight": rand(20, 2, seed=6),
+            "lora_unet_model_layers_0_q.dora_scale": rand(20, 1, seed=7).abs() + 1,
+            "lora_unet_model_layers_0_q.diff_b": rand(20, seed=8), "lora_unet_model_norm.diff": rand(24, seed=9)}  # fmt: skip
+    files = [tmp_path / "plain.safetensors", tmp_path / "dora.safetensors"]
+    save_file(plain, files[0])
+    save_file(dora, files[1])
+    with pytest.raises(UsageError, match="base"):
+        lora_merge.combine(files, tmp_path / "c.safetensors", rank=20)
+    report = lora_merge.combine([files[0], (files[1], 0.7)], tmp_path / "c.safetensors", base=tmp_path / "base.safetensors",
+                                rank="energy:1", dtype="fp32")  # fmt: skip
+    assert report.residual < 1e-5
+    assert report.verified is not None
+    assert report.verified["recomputed"] == 3
+    for name, adapters in (("all", [files[0], (files[1], 0.7)]), ("one", [tmp_path / "c.safetensors"])):
+        lora_merge.merge(tmp_path / "base.safetensors", adapters, tmp_path / f"{name}.safetensors")
+    both = (load_file(tmp_path / f"{name}.safetensors") for name in ("all", "one"))
+    for mine, other in zip(*(b.values() for b in both), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_same_inputs_same_bytes_and_masks_do_not_depend_on_the_order(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    options = {"method": "dare_ties", "density": 0.5, "algorithm": "full", "dtype": "fp32"}
+    outs = [tmp_path / f"{n}.safetensors" for n in range(4)]
+    for out, order in zip(outs, (pair, pair, pair[::-1]), strict=False):
+        lora_merge.combine(list(order), out, **options)
+    lora_merge.combine(list(pair), outs[3], **{**options, "seed": 1})
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    one, other, seeded = (load_file(outs[n]) for n in (0, 2, 3))
+    assert all(torch.equal(one[k], other[k]) for k in one)
+    assert not all(torch.equal(one[k], seeded[k]) for k in one)
+
+
+WRONG = [
+    (["--method", "tiez"], 2), (["--rank", "0"], 2), (["--method", "ties"], 4), (["--density", "0.5"], 2),
+    (["--method", "slerp"], 2), (["--method", "ties", "--density", "0", "--rank", "4"], 2),
+    (["--method", "mean", "-s", "1", "-s", "-1"], 2), (["--alpha", "x"], 2), (["--rank-for", "te"], 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "code"), WRONG, ids=[" ".join(o) for o, _ in WRONG])
+def test_wrong_options_are_refused_and_nothing_is_written(
+    options: list[str], code: int, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    done = called("combine", *pair, "-o", tmp_path / "c.safetensors", *options)
+    assert isinstance(done.exception, MergeError)
+    assert done.exception.exit_code == code
+    assert not strays(tmp_path)
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_bad_inputs_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "c.safetensors"
+    with pytest.raises(UsageError):
+        lora_merge.combine(list(pair), pair[0], overwrite=True)
+    with pytest.raises(InputError, match="nothing"):
+        lora_merge.combine([pair[0], (pair[0], -1.0)], out)
+    with pytest.raises(FitError):
+        other = kohya(tmp_path / "d.safetensors", 4, 2.0, 1)
+        stored = load_file(other)
+        stored[f"lora_unet_{LINEAR}.lora_down.weight"] = rand(4, 30, seed=0)
+        save_file(stored, other)
+        lora_merge.combine([pair[0], other], out)
+    stored = load_file(pair[1])
+    stored[f"lora_unet_{LINEAR}.lora_down.weight"][0, 0] = float("nan")
+    save_file(stored, pair[1])
+    with pytest.raises(InputError, match="NaN"):
+        lora_merge.combine(list(pair), out)
+    assert not out.exists()
+
+
+def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "c.safetensors"
+    done = called("combine", *pair, "-o", out, "--dry-run", "--json")
+    assert {layer["rank"] for layer in json.loads(done.stdout)["layers"].values()} == {12}
+    assert not out.exists()

@@ -1,0 +1,124 @@
+"""Methods on ΔW against PEFT's functions, where they are right, and against formulas written down again."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge.engine.combining import Numbers, combined, gram, thinned
+from lora_merge.methods import COMBINATIONS
+
+SHAPE = (12, 20)
+
+
+def changes(count: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+def run(method: str, given: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
+    return combined(method, given, strengths, Numbers(**numbers), [f"seed {n}" for n in range(len(given))])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("elect", ["total", "frequency"])
+def test_ties_and_prune_are_pefts(elect: str) -> None:
+    from peft.utils.merge_utils import magnitude_prune, ties
+
+    given, weights = changes(), torch.ones(3, dtype=torch.float64)
+    mine = run("ties", given, [1.0] * 3, density=0.4, elect="sum" if elect == "total" else "count")
+    torch.testing.assert_close(mine, ties(given, weights, 0.4, elect))
+    torch.testing.assert_close(run("prune", given, [1.0] * 3, density=0.4), magnitude_prune(given, weights, 0.4))
+
+
+def test_ties_by_weight_divides_by_the_strengths_that_agree() -> None:
+    given, strengths = changes(), [0.5, 2.0, 1.0]
+    cut = [thinned("largest", t, Numbers(density=0.5), "").numpy() for t in given]
+    scaled = np.stack([s * t for s, t in zip(strengths, cut, strict=True)])
+    agree = (np.sign(scaled) == np.where(scaled.sum(0) >= 0, 1, -1)) & (scaled != 0)
+    total, divisor = (scaled * agree).sum(0), (np.array(strengths)[:, None, None] * agree).sum(0)
+    right = np.divide(total, divisor, out=np.zeros(SHAPE), where=divisor > 0)
+    mine = run("ties", given, strengths, density=0.5, normalise="weight")
+    np.testing.assert_allclose(mine.numpy(), right, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["dare", "della"])
+def test_random_methods_keep_what_they_say_and_divide_by_the_chance(method: str) -> None:
+    change = torch.full((40, 100), 2.0, dtype=torch.float64) + torch.linspace(0, 1, 4000).view(40, 100)
+    n = Numbers(density=0.6, epsilon=0.2 if method == "della" else 0.0)
+    kept = thinned("random" if method == "dare" else "ranked", change, n, "a")
+    share = float((kept != 0).double().mean())
+    assert abs(share - 0.6) < 5 * math.sqrt(0.24 / 4000)
+    ratios = (change / kept)[kept != 0]
+    if method == "dare":
+        torch.testing.assert_close(ratios, torch.full_like(ratios, 0.6))
+    else:
+        assert 0.4 - 1e-12 <= float(ratios.min()) <= float(ratios.max()) <= 0.8 + 1e-12
+        assert (kept[:, 50:] != 0).double().mean() > (kept[:, :50] != 0).double().mean()
+    assert torch.equal(kept, thinned("random" if method == "dare" else "ranked", change, n, "a"))
+    assert not torch.equal(kept, thinned("random" if method == "dare" else "ranked", change, n, "b"))
+
+
+def test_breadcrumbs_drop_both_ends_and_with_gamma_0_only_the_small() -> None:
+    change = torch.arange(1.0, 101.0, dtype=torch.float64).view(10, 10)
+    kept = thinned("middle", change, Numbers(density=0.5, gamma=0.1), "").flatten().nonzero().flatten()
+    assert kept.tolist() == list(range(40, 90))
+    assert torch.equal(thinned("middle", change, Numbers(density=0.5), ""),
+                       thinned("largest", change, Numbers(density=0.5), ""))  # fmt: skip
+
+
+def test_slerp_meets_its_ends_and_keeps_unit_length() -> None:
+    a, b = (t / t.norm() for t in changes(2))
+    torch.testing.assert_close(run("slerp", [a, b], [1.0, 1.0], t=0.0), a)
+    torch.testing.assert_close(run("slerp", [a, b], [1.0, 1.0], t=1.0), b)
+    assert float(run("slerp", [a, b], [1.0, 1.0], t=0.3).norm()) == pytest.approx(1)
+    flipped = run("slerp", [a, -b], [1.0, -1.0], t=0.3)
+    torch.testing.assert_close(flipped, run("slerp", [a, b], [1.0, 1.0], t=0.3))
+
+
+def test_karcher_of_two_is_halfway_and_its_tangents_cancel() -> None:
+    a, b = changes(2)
+    units = [t / t.norm() for t in (a, b)]
+    half = run("slerp", units, [1.0, 1.0], t=0.5) * float((a.norm() + b.norm()) / 2)
+    torch.testing.assert_close(run("karcher", [a, b], [1.0, 1.0]), half, rtol=1e-8, atol=1e-8)
+    three = changes(3)
+    mean = run("karcher", three, [1.0] * 3)
+    point = mean / mean.norm()
+    tangents = []
+    for t in three:
+        u = t / t.norm()
+        angle = math.acos(float((point * u).sum()))
+        tangents.append((u - math.cos(angle) * point) * angle / math.sin(angle))
+    assert float(sum(tangents, torch.zeros(SHAPE)).norm()) < 1e-8
+
+
+def test_model_stock_scales_the_mean_by_the_agreement() -> None:
+    given = changes(3)
+    products = gram(given)
+    cosines = [products[i][j] / math.sqrt(products[i][i] * products[j][j]) for i, j in ((0, 1), (0, 2), (1, 2))]
+    rho = sum(cosines) / 3
+    right = max(0.0, 3 * rho / (1 + 2 * rho)) * sum(given, torch.zeros(SHAPE)) / 3
+    torch.testing.assert_close(run("model_stock", given, [1.0] * 3), right)
+    same = [given[0]] * 2
+    torch.testing.assert_close(run("model_stock", same, [1.0] * 2), given[0])
+
+
+def test_consensus_keeps_entries_of_one_sign() -> None:
+    given = changes(3)
+    kept = run("consensus", given, [1.0] * 3)
+    signs = torch.stack(given).sign().sum(0).abs() == 3
+    torch.testing.assert_close(kept, torch.where(signs, sum(given, torch.zeros(SHAPE)), 0.0))
+    torch.testing.assert_close(run("consensus", given, [1.0] * 3, agree=1), sum(given, torch.zeros(SHAPE)))
+
+
+@pytest.mark.parametrize("method", sorted(set(COMBINATIONS) - {"slerp"}))
+def test_the_order_of_adapters_does_not_matter(method: str) -> None:
+    given, n = changes(), Numbers(density=0.5, gamma=0.1, epsilon=0.2)
+    seeds = ["a", "b", "c"]
+    strengths = [1.0, 0.5, -0.7]
+    order = [2, 0, 1]
+    one = combined(method, given, strengths, n, seeds)
+    other = combined(method, [given[i] for i in order], [strengths[i] for i in order], n, [seeds[i] for i in order])
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

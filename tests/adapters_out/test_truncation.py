@@ -1,0 +1,90 @@
+"""Truncations against numpy's SVD: not further from ΔW than the optimum, and not nearer either."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge.adapters_out import truncation
+from lora_merge.adapters_out.truncation import Triples, of_dense, of_factors, squares_of, stored
+
+
+def pair(rank: int, out: int = 30, cols: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(0, -2, rank, dtype=torch.float64)
+    return (torch.randn(out, rank, dtype=torch.float64, generator=generator) * scale,
+            torch.randn(rank, cols, dtype=torch.float64, generator=generator))  # fmt: skip
+
+
+def error(delta: torch.Tensor, found: Triples, rank: int) -> float:
+    up, down = found.pair(rank)
+    return float((delta - up @ down).norm())
+
+
+def optimum(delta: torch.Tensor, rank: int) -> float:
+    return float(np.linalg.norm(np.linalg.svd(delta.double().numpy(), compute_uv=False)[rank:]))
+
+
+@pytest.mark.parametrize("rank", [1, 5, 11])
+def test_factors_are_cut_to_the_best_of_their_rank(rank: int) -> None:
+    pairs = [pair(12, seed=0), pair(12, seed=1)]
+    found = of_factors(torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs]))
+    for (left, right), triples in zip(pairs, found, strict=True):
+        best = optimum(left @ right, rank)
+        assert error(left @ right, triples, rank) == pytest.approx(best, rel=1e-9)
+        assert triples.squares == pytest.approx(float((left @ right).square().sum()), rel=1e-12)
+
+
+def test_another_factoring_gives_the_same_file() -> None:
+    left, right = pair(6)
+    turn = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 100
+    (a,), (b,) = (
+        of_factors(left[None], right[None]),
+        of_factors((left @ turn)[None], torch.linalg.solve(turn, right)[None]),
+    )
+    for mine, other in zip(a.pair(4), b.pair(4), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+
+
+def test_directions_that_cancel_are_not_stored() -> None:
+    left, right = pair(5)
+    (found,) = of_factors(torch.cat((left, -left), 1)[None], torch.cat((right, right), 0)[None])
+    assert found.values.numel() == 0 or float(found.values[0]) < 1e-12
+    (found,) = of_factors(torch.cat((left, left), 1)[None], torch.cat((right, right), 0)[None])
+    assert len(found.values) == 5
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.7, 2.0])
+def test_the_search_is_within_its_promise(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truncation, "SMALL_SIDE", 16)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.linalg.qr(torch.randn(120, 96, generator=generator)).Q
+    v = torch.linalg.qr(torch.randn(130, 96, generator=generator)).Q
+    delta = (u * torch.arange(1, 97).float().pow(-decay)) @ v.mT
+    found = of_dense(delta, 8)
+    best = optimum(delta, 8)
+    assert best * (1 - 1e-6) <= error(delta.double(), found, 8) <= best * (1 + 2 * truncation.EXCESS)
+
+
+@pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
+def test_a_matrix_is_decomposed_exactly(shape: tuple[int, int]) -> None:
+    delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert error(delta, of_dense(delta), 5) == pytest.approx(optimum(delta, 5), rel=1e-12)
+
+
+def test_rounding_one_factor_is_taken_back_by_the_other() -> None:
+    """Only within the rows of A, so that much is gained where the rank is near the width."""
+    (found,) = of_factors(*(t[None] for t in pair(8, cols=10)))
+    left, right = found.pair(8)
+    up, down = stored(left, right, torch.bfloat16)
+    plain = (left @ right - left.bfloat16().double() @ right.bfloat16().double()).norm()
+    assert (left @ right - up.double() @ down.double()).norm() < 0.85 * plain
+
+
+def test_norms_of_products_keep_their_digits() -> None:
+    left, right = pair(3)
+    near = torch.cat((left, -left * (1 + 1e-9)), 1), torch.cat((right, right), 0)
+    assert math.sqrt(squares_of(*near)) == pytest.approx(1e-9 * float((left @ right).norm()), rel=1e-4)
