@@ -60,8 +60,8 @@ _HOMES = {
 
 __all__ = [
     "Adapter",
-    "Facts",
     "AdapterReport",
+    "Facts",
     "Job",
     "JobReport",
     "LoadedAdapter",

@@ -19,12 +19,12 @@ from ..lines import one_line
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
-from . import adapters as adapters_out
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .helping import examples, files, with_groups
 from .look import show_error, styled, taken
+from .making import combining
 from .merge_look import conclude, describe
 from .parameters import read, take_text, with_options
 from .stages import paused, watching
@@ -204,7 +204,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (adapters_out, tables, viewing, proof):
+for room in (combining, tables, viewing, proof):
     room.add_to(app)
 
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .habits import expanded
-from .parameters import read, with_options
-from .text import echo, leave_lost_folder, silent
-from .values import named_adapter, named_parts, with_strengths
+from ..habits import expanded
+from ..parameters import read, with_options
+from ..text import echo, leave_lost_folder, silent
+from ..values import named_adapter, named_parts, with_strengths
 
 if TYPE_CHECKING:
-    from ..adapters_out.job import AdapterJob
-    from ..adapters_out.report import AdapterReport
-    from .streams import ReportFile
+    from ...adapters_out.job import AdapterJob
+    from ...adapters_out.report import AdapterReport
+    from ..streams import ReportFile
 
 SHARED = ("dtype", "strength", "strength_for", "unmatched", "map", "setting", "overwrite", "max_memory", "verify")
 
@@ -107,7 +107,7 @@ def _job(
     options: dict[str, Any],
 ) -> AdapterJob:  # fmt: skip
     """Return the job that the arguments describe."""
-    from ..adapters_out.job import make_adapter_job, strings
+    from ...adapters_out.job import make_adapter_job, strings
 
     given = [named_adapter(a) for a in expanded(adapters)]
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
@@ -121,7 +121,7 @@ def _job(
 def _carry_out(
     job: AdapterJob, report: str | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:  # fmt: skip
-    from .streams import reporting
+    from ..streams import reporting
 
     with reporting(report) as told:
         if told is not None:
@@ -141,7 +141,7 @@ def _carry_out(
 
 
 def _done(job: AdapterJob, told: ReportFile | None, *, dry_run: bool, quiet: bool) -> AdapterReport:
-    from ..adapters_out.run import plan, run
+    from ...adapters_out.run import plan, run
 
     if told is not None:
         told.begin()
@@ -152,7 +152,7 @@ def _done(job: AdapterJob, told: ReportFile | None, *, dry_run: bool, quiet: boo
 
 def lines(done: AdapterReport, *, verbose: bool) -> list[str]:
     """Return what people read of a report."""
-    from ..text import size
+    from ...text import size
 
     found = [f"adapter  {name}: {facts['modules']} modules change {facts['layers']} layers, {facts['strength']:g}×"
              for name, facts in done.coverage.items()]  # fmt: skip
