@@ -158,3 +158,12 @@ def test_norms_of_gemma_are_stored_plus_one() -> None:
     assert norm.decode(made, 0, 2).tolist() == [0.25, -0.5]
     levels, grid = blocks({"codes": made[CODES].numpy().tobytes()}, norm, 0, 0)
     assert grid.value(levels).tolist() == [0.25, -0.5]
+
+
+@pytest.mark.parametrize(("kind", "digits"), [("F16", 10), ("BF16", 7), ("F32", 23)])
+def test_plain_numbers_are_rounded_once(kind: str, digits: int) -> None:
+    """A number a little above a middle: by way of fp32 it would become the middle, and then the even neighbour."""
+    values = torch.tensor([1 + 2.0 ** -(digits + 1) + 2.0**-45, -1 - 2.0 ** -(digits + 1)], dtype=torch.float64)
+    codes = {CODES: torch.zeros(ggml(kind).nbytes(2), dtype=torch.uint8)}
+    made = ggml(kind).encode(values, codes, 0)
+    assert ggml(kind).decode(made, 0, 2).tolist() == [1 + 2.0**-digits, -1.0]

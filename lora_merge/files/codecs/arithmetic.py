@@ -31,13 +31,13 @@ def from_fp8(codes: Tensor, dtype: str) -> Tensor:
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
     """Return the nearest fp8 numbers as bytes, ties to even; None if a finite number rounds to one beyond the range."""
-    return None if largest(values) > TABLE[dtype].room else _single(values).to(FP8[dtype]).view(torch.uint8)
+    return None if largest(values) > TABLE[dtype].room else single(values).to(FP8[dtype]).view(torch.uint8)
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
     """Return the nearest fp8 numbers as bytes; numbers beyond the range become the largest."""
     limit = TABLE[dtype].largest
-    return _single(values).clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
+    return single(values).clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
@@ -50,13 +50,13 @@ def largest(values: Tensor) -> float:
     return largest(values[values.isfinite()])
 
 
-def _single(values: Tensor) -> Tensor:
+def single(values: Tensor) -> Tensor:
     """Return numbers in fp32; those of fp64 rounded to odd, so that a later rounding to fewer bits is right."""
     if values.dtype != torch.float64:
         return values.float()
-    single = values.float()
-    back = single.double()
-    bits = single.view(torch.int32) - (back.abs() > values.abs()).to(torch.int32)
+    near = values.float()
+    back = near.double()
+    bits = near.view(torch.int32) - (back.abs() > values.abs()).to(torch.int32)
     return (bits | (back != values).to(torch.int32)).view(torch.float32)
 
 
@@ -159,7 +159,7 @@ def e2m1_codes(levels: Tensor) -> Tensor:
     By a table of all numbers of bf16: cut to bf16 with a sticky last bit ("round to odd"), a number keeps enough bits
     for one correct rounding to two.
     """
-    bits = _single(levels).contiguous().reshape(-1).view(torch.int32)
+    bits = single(levels).contiguous().reshape(-1).view(torch.int32)
     index = ((bits >> 16) & 0xFFFF) | (((bits & 0xFFFF) + 0xFFFF) >> 16)
     return _e2m1_codes().index_select(0, index)
 

@@ -73,6 +73,9 @@ class Ggml(Encoding):
         if self.kind in TABLE:
             if values.numel() and float(values.abs().max()) > TABLE[self.kind].room:
                 raise OutOfRange
+            from .arithmetic import single
+
+            values = values if self.kind == "F32" else single(values)
             return values.to(getattr(torch, TABLE[self.kind].library)).view(torch.uint8)
         from .ggml_blocks import encode
 

@@ -175,7 +175,7 @@ def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
     old = raw.reshape(-1, kind.layout.size)
     new, numbers = old.clone(), values.reshape(len(old), kind.layout.subs, -1)
     fields = kind.fields(old)
-    low, high = torch.aminmax(numbers, dim=-1)
+    low, high = numbers.neg().amax(-1).neg_(), numbers.amax(-1)  # amin and aminmax take six times as long
     scale, shift = fields.scale(), fields.shift()
     covered = _covers(kind.levels, scale, shift, low, high)
     rows = (~covered).any(1).nonzero()[:, 0]
@@ -188,8 +188,8 @@ def encode(name: str, values: Tensor, raw: Tensor) -> Tensor:
             shift = shift.expand(covered.shape).clone()
             shift[rows] = moved
     scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
-    shifted = numbers if shift is None else numbers + shift.unsqueeze(-1)
-    kind.layout.put_codes(kind.levels.nearest(shifted / scale), new)
+    levels = numbers / scale if shift is None else (numbers + shift.unsqueeze(-1)).div_(scale)
+    kind.layout.put_codes(kind.levels.nearest(levels), new)
     return new.reshape(-1)
 
 
