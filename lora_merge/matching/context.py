@@ -87,7 +87,7 @@ class AdapterContext:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
             raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
         if chosen is None:
-            return complete, None
+            return [n for n in complete if _has_all(self.with_shared(module, n), n, near)], None
         left = ALGORITHMS[chosen].starts_in_base and view.pieces[0].key in self.residual
         chosen = LORA.name if left and LORA.name in complete else chosen
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen

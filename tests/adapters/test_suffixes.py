@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lora_merge
 from lora_merge.adapters.file import group
 from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
 from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
+from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import Index
+
+from ..support import save
 
 
 def test_every_row_names_slots_that_exist() -> None:
@@ -170,3 +176,13 @@ def test_parts() -> None:
 def test_importing_the_tables_does_not_import_torch() -> None:
     code = "import sys, lora_merge.adapters.suffixes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_tensor_that_stands_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
+    """As in a file that lacks the tensors that all layers share, and the configuration that names its method."""
+    base = save({"layers.0.q.weight": torch.ones(1, 1)}, tmp_path / "base.safetensors")
+    shares = [name for name, row in ALGORITHMS.items() if row.shared or row.beside]
+    for row in [row for row in SUFFIXES if not {*shares}.isdisjoint(row.algorithms)]:
+        adapter = save({f"layers.0.q{row.ending}": torch.ones(1, 1)}, tmp_path / "a.safetensors")
+        with contextlib.suppress(MergeError):
+            lora_merge.plan(base, adapter, output=tmp_path / "out.safetensors")
