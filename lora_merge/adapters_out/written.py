@@ -13,7 +13,7 @@ from ..adapters.file import AdapterFile
 from ..disk.publish import replacing
 from ..disk.writer import require_space
 from ..files.checkpoint import Index
-from ..files.layout_check import layout
+from ..files.headers import layout
 from ..planning.recipe import KEY, sha256
 from ..version import __version__
 from .job import AdapterJob

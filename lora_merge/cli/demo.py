@@ -22,7 +22,7 @@ from ..disk.publish import replacing
 from ..engine.placement import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
-from ..files.layout_check import layout
+from ..files.headers import layout
 from ..files.safetensors import parse_file
 from ..process import command
 

@@ -20,7 +20,7 @@ from ..dtypes import WHOLE
 from ..errors import InputError, ShapeMismatch
 from ..job import SETTING
 from ..models.weights import WeightView, turned
-from .context import UNTOLD, AdapterContext, fit, shapes_of
+from .context import LACKS_FACTS, AdapterContext, fit, shapes_of
 from .diagnosis import grouped
 from .incomplete import UNGATHERED, incomplete, lacks
 from .orientation import Undecided
@@ -109,7 +109,7 @@ class _Chooser:
         where = f"{self.path}: {module.where} {shapes_of(module)}: {'; or '.join(dict.fromkeys(reasons))}"
         untold = next((r for r in reasons if "--setting" in r or "adapter_config" in r), None)
         if untold is not None:
-            raise ShapeMismatch(UNTOLD, where, untold)
+            raise ShapeMismatch(LACKS_FACTS, where, untold)
         advice = TRAINED_ON + grouped(module.shapes.get("down", ()), view.shape)
         fix = UNGATHERED if (0,) in module.shapes.values() else advice
         raise ShapeMismatch("adapter tensors do not fit the base", where, fix)
@@ -120,7 +120,7 @@ class _Chooser:
             found, stated = self.context.orientation.ways(self.module, name, view)
         except Undecided as e:
             where = f"{self.path}: {self.module.where} on {view.pieces[0].key} {list(view.shape)}: {e}"
-            raise ShapeMismatch(UNTOLD, where, STATE) from e
+            raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
         self.settings |= {SETTING} if stated else set()
         return found
 

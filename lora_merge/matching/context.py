@@ -18,7 +18,7 @@ from ..job import SETTING
 from ..models.weights import WeightView
 from .orientation import NOTHING, Base, Orientation
 
-UNTOLD: Final = "the adapter's file does not hold all that its formula needs"
+LACKS_FACTS: Final = "the adapter's file does not hold all that its formula needs"
 FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
@@ -36,7 +36,7 @@ class AdapterContext:
     model: str = ""  # architecture or model type of the base
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that the user states
     base: Base = NOTHING  # layers of the base
-    residual: Collection[str] = frozenset()  # tensors with the values of the adapter's copy, without the start
+    without_start: Collection[str] = frozenset()  # tensors with the values of the adapter's copy, without the start
     widest: tuple[int, int] = (0, 0)  # most rows and columns of the weights whose formula needs it
     _trained: dict[str, Trained] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache
 
@@ -85,10 +85,10 @@ class AdapterContext:
             chosen = rules.algorithm(module.name, complete, view, self.model)
         except DoesNotFit as e:
             where = f"{self.adapter.path}: {module.where} {shapes_of(module)}: {e}"
-            raise ShapeMismatch(UNTOLD, where, FROM_THE_TRAINING) from e
+            raise ShapeMismatch(LACKS_FACTS, where, FROM_THE_TRAINING) from e
         if chosen is None:
             return [n for n in complete if _has_all(self.with_shared(module, n), n, near)], None
-        left = ALGORITHMS[chosen].starts_in_base and view.pieces[0].key in self.residual
+        left = ALGORITHMS[chosen].starts_in_base and view.pieces[0].key in self.without_start
         chosen = LORA.name if left and LORA.name in complete else chosen
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
 

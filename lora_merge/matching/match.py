@@ -72,7 +72,7 @@ def match_adapter(alone: AdapterContext, base: KnownBase, ref: Strengths, unmatc
     rules = rules.counting([m.name for m in modules], type_of(alone.config))
     rules = related(rules, modules, places.dtype, alone)
     layers = Base(base_types(alone.config), names.recognised, partial(places.of, adapter.modules))
-    context = replace(alone, rules=rules, base=layers, residual=stored.residual, widest=widest)
+    context = replace(alone, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
     builder = MatchBuilder(context, ref, places, gaps(modules, rules))
     for module in modules:
         builder.place(module)

@@ -29,7 +29,7 @@ AS_TRAINED: Final = (
     "trained with split_qkv, {n} LoRAs of rank {r} that are stored as one: scaled by alpha / {r}, as it was trained; "
     "programs that look at the tensors alone apply 1/{n} of that"
 )
-UNTOLD: Final = (
+SPLIT_LIKELY: Final = (
     "its factors look like {n} LoRAs of rank {r} that are stored as one (split_qkv of sd-scripts), and no metadata "
     "says so: scaled by alpha / {rank}, as other programs do; with split_qkv it was trained {n} times as strong"
 )
@@ -58,7 +58,7 @@ def as_trained(
     if not said and not _may_be(up, fused, context.values):
         return patch, dylora
     split = rank % n == 0 and _is_split(up, fused, context.values)
-    text = (AS_TRAINED if split else NOT_SPLIT) if said else UNTOLD
+    text = (AS_TRAINED if split else NOT_SPLIT) if said else SPLIT_LIKELY
     remarks = (*dylora, *([text.format(n=n, r=rank // n, rank=rank)] if said or split else []))
     if not (said and split) or context.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
         return patch, remarks

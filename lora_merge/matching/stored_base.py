@@ -38,7 +38,7 @@ class StoredBase:
     copies: Mapping[str, StoredTensor]  # base key → its copy in the adapter
     other: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
     idle: Collection[str]  # tensors that the output keeps from the base, because the strength is 0
-    residual: Collection[str]  # tensors with the values of the adapter's copy, without the start
+    without_start: Collection[str]  # tensors with the values of the adapter's copy, without the start
     notes: Mapping[str, str]  # name in the adapter → sentence on how it is used
 
     @property
@@ -66,7 +66,7 @@ class StoredBase:
         """Return the error for a start that was subtracted from tied ends whose rest the adapter does not store."""
         key = patch.view.pieces[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
-        if patch.algorithm not in STARTED or key not in ends - {*self.residual}:
+        if patch.algorithm not in STARTED or key not in ends - {*self.without_start}:
             return None
         return FitError("the start of the adapter was taken out of tied embeddings, which it does not tell",
                         f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
@@ -87,13 +87,13 @@ def stored_base(
     copies: dict[str, StoredTensor] = {}
     other: dict[str, StoredTensor] = {}
     notes: dict[str, str] = {}
-    residual, idle = set(), set()
+    without_start, idle = set(), set()
     for info, own in stored:
         if own.name not in copies:  # tied ends are one tensor
             copies[own.name] = info
             strength = ref.factor(own.name, names.component(own.name))
             if info.shape != own.shape or (strength and (strength == 1 or own.name not in started)):
-                residual.add(own.name)
+                without_start.add(own.name)
                 if how := _difference(info, own, context.values):
                     other[own.name] = info
                     notes[info.name] = f"{how}; the values that the adapter was trained on replace them, as in PEFT"
@@ -105,7 +105,7 @@ def stored_base(
             other[left] = other[copied]  # one tensor in transformers, whatever is loaded later
     shaped = {**base, **{key: replace(base[key], shape=info.shape) for key, info in other.items()}}
     pair = replace(tied, info=shaped[tied.info.name]) if tied is not None and tied.info.name in other else tied
-    return StoredBase(context.adapter.path, shaped, pair, copies, other, idle, residual, notes)
+    return StoredBase(context.adapter.path, shaped, pair, copies, other, idle, without_start, notes)
 
 
 def _takes_start(context: AdapterContext, info: StoredTensor) -> bool:

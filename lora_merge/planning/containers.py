@@ -14,7 +14,7 @@ from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
 from ..files.gguf.layout import gguf_layout
 from ..files.gguf.view import as_plain
-from ..files.layout_check import layout
+from ..files.headers import layout
 from ..job import Job
 from ..models.weights import Weight
 from .plan import OutputTensor

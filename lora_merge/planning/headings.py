@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..files.layout_check import with_metadata
+from ..files.headers import with_metadata
 from ..files.seal import SEAL, sealed
 from .plan import Plan
 from .recipe import entries

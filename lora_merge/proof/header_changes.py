@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..disk.files import open_regular
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.layout_check import metadata_of, with_metadata
+from ..files.headers import metadata_of, with_metadata
 from ..files.seal import SEAL, ZEROS, intact, sealed
 from ..json_text import from_json
 from ..planning.plan import OutputFile, Plan

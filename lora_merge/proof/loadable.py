@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..dtypes import DTYPES, FLOATS, WHOLE
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_json
-from ..files.layout_check import metadata_of
+from ..files.headers import metadata_of
 from ..files.side_files import CONFIG_DTYPES
 from ..planning.plan import OutputFile, Plan
 from ..text import listed, quoted

@@ -623,7 +623,7 @@ def test_opening_a_large_file_takes_few_steps(tmp_path: Path) -> None:
 def test_headers_need_no_torch() -> None:
     code = """
         import sys
-        import lora_merge.files.checkpoint, lora_merge.files.layout_check
+        import lora_merge.files.checkpoint, lora_merge.files.headers
         assert "torch" not in sys.modules and "numpy" not in sys.modules
     """
     root = str(Path(__file__).parents[2])

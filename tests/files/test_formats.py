@@ -25,7 +25,7 @@ from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.errors import MergeError, UsageError
-from lora_merge.files.layout_check import layout
+from lora_merge.files.headers import layout
 from lora_merge.files.safetensors import parse
 
 ROOT = Path(__file__).parents[2]

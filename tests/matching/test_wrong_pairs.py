@@ -13,7 +13,7 @@ import torch
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, ShapeMismatch
-from lora_merge.files.layout_check import layout
+from lora_merge.files.headers import layout
 
 from ..support import load, rand, save
 
