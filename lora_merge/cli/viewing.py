@@ -45,7 +45,7 @@ def inspect(
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
     from ..viewing.inspect import inspect as look
-    from ..viewing.text import lines
+    from ..viewing.text import lines, match_lines
 
     found = [look(*pair, weights=weights, hashes=hashes) for pair in _pairs([*expanded(files)])]
     if as_json:
@@ -53,7 +53,7 @@ def inspect(
     for n, facts in enumerate(found if not as_json else ()):
         if n:
             echo("")
-        echo(Lines.of(lines(facts)))
+        echo(Lines.of(match_lines(facts["match"]) if n and "match" in facts else lines(facts)))
     misfits = [facts["match"] for facts in found if "match" in facts and not facts["match"]["fits"]]
     if misfits:
         raise typer.Exit(FitError.exit_code)

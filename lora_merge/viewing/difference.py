@@ -119,6 +119,9 @@ class _Pair:
     def _sums(self, own: StoredTensor, info: StoredTensor) -> Difference:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
         both = (own, info)
+        if not {own.dtype, info.dtype} & FLOATS:  # positions and counts: their sizes say nothing
+            found = _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
+            return Difference(found.of, found.changed)
         if own.name in self.a.packed or info.name in self.b.packed or not {own.dtype, info.dtype} <= FLOATS:
             return _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
         wide = [ITEM_BYTES[t.dtype] for t in both]

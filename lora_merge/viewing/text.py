@@ -64,6 +64,7 @@ def cut(text: str, width: int = WIDTH) -> str:
 
 def match_lines(match: Mapping[str, Any]) -> Iterator[str]:
     """Yield how an adapter fits."""
+    yield line("adapter", f"{match['adapter']}, strength {match['strength']:g}")
     if match["matched"] is None:
         yield line("match", f"does not fit: none of its {match['total']} modules can be merged")
         yield f"  why: {cut(match['why'], 3 * WIDTH)}"
