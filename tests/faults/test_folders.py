@@ -70,7 +70,7 @@ def model(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Model:
         made.reset()
         assert made.run(strength) == 0, made.log()
         kept.update(made.out())
-    assert len(made.old) == 4
+    assert len(made.old) == 5
     assert made.old.keys() == made.new.keys()
     return made
 

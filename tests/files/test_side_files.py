@@ -124,7 +124,7 @@ def test_what_has_weights_of_its_own_is_left_out_and_told(model: Path) -> None:
     report = lora_merge.merge(base, lora, model / "out")
     assert report.notes == ("not copied, because they hold other weights: checkpoint-5, merged, onnx",)
     names = {p.relative_to(model / "out").as_posix() for p in (model / "out").rglob("*") if p.is_file()}
-    assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt"}
+    assert names == {"model.safetensors", "config.json", "tokenizer/vocab.txt", "README.md"}
     done = cli(base, lora, "-o", model / "dry", "--dry-run")
     assert "checkpoint-5, merged, onnx" in done.stderr + done.stdout
 
@@ -147,7 +147,9 @@ def test_layers_that_sentence_transformers_put_behind_the_model_come_along(model
 )
 def test_a_list_of_parts_that_names_none_changes_nothing(model: Path, text: str) -> None:
     (model / "base" / "modules.json").write_text(text)
-    assert sorted(p.name for p in merge(model).iterdir()) == ["config.json", "model.safetensors", "modules.json"]
+    assert sorted(p.name for p in merge(model).iterdir()) == [
+        *("README.md", "config.json", "model.safetensors", "modules.json")
+    ]
 
 
 def test_a_part_that_is_named_may_be_no_link_all_the_same(model: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_component_keeps_its_files_whatever_its_weights_are(model: Path) -> No
         (pipeline / name / "x.msgpack").write_bytes(b"")
     pipeline.rename(model / "base")
     out = merge(model)
-    assert sorted(p.name for p in out.iterdir()) == ["flax", "model_index.json", "unet"]
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "flax", "model_index.json", "unet"]
     assert [p.name for p in (out / "flax").iterdir()] == ["config.json"]
 
 

@@ -56,7 +56,7 @@ def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     for _ in range(2):
         done = run(model, files / "style.safetensors", "-o", tmp_path / "out", "--overwrite")
         assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> None:
