@@ -53,6 +53,9 @@ def merge(
         unmatched: "error", or "skip": leave out modules that match no weight of the base, and list them in the report.
         on_overflow: "error", or "saturate": replace numbers that are too large for the dtype of the output by its
             largest finite number, and count them in the report.
+        rounding: "nearest", or "stochastic": each merged number becomes one of its two neighbours in the output's
+            dtype or format, the nearer one more often. Changes smaller than a step survive on average, as noise.
+        seed: Of stochastic rounding: the same seed gives the same bytes.
         method: "sum" (the rule above), or "compose": adapters one after the other, in the order given.
         setting: Values that the adapter's file lacks, such as `{"lora_alpha": 16}`.
         map: A table of names (YAML) for a model that is not known.
@@ -192,6 +195,8 @@ def verify(  # noqa: PLR0913  # the options of the command
         strength_for: As for `merge`, like all options below; only for outputs without a recipe.
         unmatched: See `merge`.
         on_overflow: See `merge`.
+        rounding: See `merge`.
+        seed: See `merge`.
         method: See `merge`.
         setting: See `merge`.
         map: See `merge`.

@@ -22,6 +22,7 @@ from .options import (
     HUGE,
     REGEX,
     OnOverflow,
+    Rounding,
     Unmatched,
     a_list,
     checked,
@@ -85,6 +86,9 @@ class Job:
     unmatched: Unmatched = "error"
     on_overflow: OnOverflow = "error"
     """Whether a number that is too large for the output's dtype is an error, or is replaced by the largest number."""
+    rounding: Rounding = "nearest"
+    """How merged numbers become those of the output: the nearest one, or one of both neighbours by draws."""
+    seed: int = 0
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None

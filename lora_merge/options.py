@@ -36,6 +36,7 @@ BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
 
 Unmatched: TypeAlias = Literal["error", "skip"]
 OnOverflow: TypeAlias = Literal["error", "saturate"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 
 class MergeOptions(TypedDict, total=False):
@@ -48,6 +49,8 @@ class MergeOptions(TypedDict, total=False):
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
     unmatched: Unmatched
     on_overflow: OnOverflow
+    rounding: Rounding
+    seed: int
     method: Literal["sum", "compose"]
     setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
     map: str | Path | None
@@ -73,6 +76,8 @@ class VerifyOptions(TypedDict, total=False):
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
     unmatched: Unmatched
     on_overflow: OnOverflow
+    rounding: Rounding
+    seed: int
     method: Literal["sum", "compose"]
     setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
     map: str | Path | None
@@ -89,7 +94,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch can tell which of them this machine has."""
 
 Kind: TypeAlias = Literal[
-    "dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size", "text", "entries"
+    "dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size", "whole", "text", "entries"
 ]  # fmt: skip
 """The kind of value that an option takes."""
 
@@ -147,6 +152,11 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("on_overflow", "word", "error",
                "Numbers too large for the output's dtype: error, or saturate: cut them to its largest.", "given",
                get_args(OnOverflow), together=True, in_verify=True),
+        Option("rounding", "word", "nearest",
+               "Of merged weights; stochastic keeps changes that are smaller than a step, on average.", "given",
+               get_args(Rounding), together=True, in_verify=True),
+        Option("seed", "whole", 0, "Of stochastic rounding: another number, other draws.", "given", together=True,
+               in_verify=True, metavar="INT"),
         Option("method", "word", SUM, "How adapters meet: sum, or compose (one after the other, as PEFT merges).",
                "given", tuple(METHODS), in_verify=True, group="Strength"),
         Option("setting", "settings", (), "What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune).", "given",
@@ -227,6 +237,13 @@ def switch(value: Any, flag: str) -> bool:
     return value
 
 
+def whole(value: Any, where: str) -> int:
+    """Return a whole number of up to 63 bits; UsageError for other values."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < HUGE:
+        raise unlike(value, where, "a whole number from 0 on, below 2**63")
+    return value
+
+
 def text(value: Any, where: str) -> str:
     """Return a text that a header can hold; UsageError for another value, or a text that is too long."""
     if not isinstance(value, str):
@@ -288,6 +305,8 @@ def _known(name: str) -> None:
 def _value(option: Option, value: Any) -> Any:
     if option.kind == "switch":
         return value if value is None and option.default is None else switch(value, option.flag)
+    if option.kind == "whole":
+        return whole(value, option.flag)
     if option.kind == "text":
         return None if value is None else text(value, option.flag)
     if option.kind == "dtype":

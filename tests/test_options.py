@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 JOB = {f.name: f.default for f in fields(Job)[3:]}
 OTHERS: dict[str, Any] = {
     "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
-    "unmatched": "skip", "on_overflow": "saturate", "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
+    "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
     "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
 }  # fmt: skip
@@ -119,9 +119,8 @@ def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -
     for name, default in rows.items():
         option = OPTIONS[name.replace("-", "_")]
         plain = "on" if option.default is True else "off" if option.default is False else option.default
-        assert default.startswith(
-            "–" if plain in (None, ()) else f"`{plain}`" if isinstance(option.default, str) else plain
-        ), name
+        told = option.kind == "whole" or isinstance(option.default, str)
+        assert default.startswith("–" if plain in (None, ()) else f"`{plain}`" if told else plain), name
 
 
 def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:

@@ -129,7 +129,7 @@ AdapterField: TypeAlias = Annotated[
 
 _TYPES: Final[Mapping[Kind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
-    "text": str, "entries": dict[str, str],
+    "text": str, "whole": int, "entries": dict[str, str],
 }  # fmt: skip
 
 

@@ -39,11 +39,15 @@ def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Co
     return decorate
 
 
+KINDS: Final = {"switch": bool, "whole": int}
+"""Kind of an option → type of its value on the command line, where it is no text."""
+
+
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     many = option.kind in ("numbers", "parts", "settings", "entries")
     default = None if stated or many else option.default
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
-    kind: Any = list[str] if many else bool if option.kind == "switch" else words
+    kind: Any = list[str] if many else KINDS.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = "As for merge, where there is no recipe." if stated else option.help
     made = typer.Option(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, ShapeMismatch, device_failure, device_full
+from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
@@ -34,7 +35,7 @@ from .placement import (
     stage,
     sum_too_large,
 )
-from .tensors import decoded, recode, stored_numbers
+from .tensors import Codes, decoded, recode, stored_numbers
 from .torch_state import exact_products
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
@@ -59,6 +60,7 @@ class BlockMerger:
     max_vram: int | None = None
     notes: list[str] = field(default_factory=list)  # remarks for the user
     saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
+    draw: Draw | None = None  # for stochastic rounding
     fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
     _own: local = field(default_factory=local)  # each thread's lane
@@ -71,7 +73,8 @@ class BlockMerger:
         """Return the merger with the options of a job."""
         return BlockMerger(
             at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
-            job.on_overflow == "saturate", fallback_device(job.device, at),
+            saturate=job.on_overflow == "saturate", draw=draws(job.seed) if job.rounding == "stochastic" else None,
+            fallback_device=fallback_device(job.device, at),
         )  # fmt: skip
 
     def fold(self, items: Sequence[Item]) -> Outcome:
@@ -156,7 +159,20 @@ class BlockMerger:
             return merged if odd(merged) else None
         if blocks[0].target.packed is not None:
             return merged
+        if self.draw is not None and group[0].into.dtype.itemsize < 4:
+            merged = torch.stack([self._drawn(i.block, v) for i, v in zip(group, merged.unbind(), strict=True)])
         return None if land(merged, [i.into for i in group], lane) else merged
+
+    def _uniform(self, block: Block) -> Tensor | None:
+        """Return the draws of a block's numbers; None for rounding to the nearest."""
+        return self.draw(block.target.stored, block.first * block.cols, block.elements) if self.draw else None
+
+    def _drawn(self, block: Block, values: Tensor) -> Tensor:
+        """Return merged values as numbers of the output's dtype, rounded stochastically where that is asked for."""
+        uniform = self._uniform(block)
+        if uniform is None:
+            return values
+        return to_floats(host(values).reshape(-1), block.target.dtype, uniform).view(values.shape)
 
     def _recoded(self, group: Sequence[Item], merged: Tensor) -> Outcome:
         """Store merged blocks that are not plain numbers."""
@@ -165,7 +181,8 @@ class BlockMerger:
             target, own = item.block.target, host(values)
             if odd(own) and self._overflown(item, values):
                 raise sum_too_large(target.name, values.dtype)
-            parts = recode(target, item.block.stored[0], own, (item.base, item.into), self.tensors.fetch)
+            codes = Codes(item.base, item.into, self._uniform(item.block))
+            parts = recode(target, item.block.stored[0], own, codes, self.tensors.fetch)
             if parts is None:
                 outcome += Outcome(largest={target.name: float(own[finite(own)].abs().max())})
             else:

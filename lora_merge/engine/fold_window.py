@@ -17,7 +17,7 @@ from .devices import one_core, places, release, threads
 from .fold_blocks import BlockMerger, Item, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
-from .tensors import TensorCache, decoded, new_parts, packed, raw, recode, refitted
+from .tensors import Codes, TensorCache, decoded, new_parts, packed, raw, recode, refitted
 from .windows import Change, Fold, Window
 
 
@@ -51,7 +51,7 @@ class WindowMerger:
             values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not c.target.packing.encoding.plain:
-                recode(c.target, c.first, values, (into, into), self.cache.fetch)
+                recode(c.target, c.first, values, Codes(into, into, None), self.cache.fetch)
                 continue
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)

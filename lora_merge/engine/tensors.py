@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..disk.reader import Reader
 from ..disk.spool import PartBytes
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, TooLarge
-from ..files.codecs.base import CODES, InvalidPart, OutOfRange, Packing
+from ..files.codecs.base import CODES, DRAW, InvalidPart, OutOfRange, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .placement import TORCH_DTYPES, Placement, host, odd, stage
@@ -161,17 +161,27 @@ def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]
     return view_bytes(raw, dtype, shape) if packing.encoding.plain else view_bytes(raw, "U8", (raw.nbytes,))
 
 
+class Codes(NamedTuple):
+    """The codes of some numbers, as bytes: those of the base, and the tensor for the new ones, which may share memory;
+    and uniform numbers, for stochastic rounding."""
+
+    base: Tensor
+    into: Tensor
+    uniform: Tensor | None
+
+
 def recode(
-    target: OutputTensor, first: int, values: Tensor, codes: tuple[Tensor, Tensor], fetch: Fetch
+    target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
 ) -> tuple[PartBytes, ...] | None:
     """Write the codes of merged numbers from `first` on; return the bytes of the other parts that changed.
 
-    `codes`: those of the base, and the tensor for the new ones, both bytes; they may share memory. Returns None, and
-    writes nothing, where a part of the whole weight does not cover the numbers.
+    Returns None, and writes nothing, where a part of the whole weight does not cover the numbers.
     """
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
-    old = parts_of(torch.zeros_like(codes[1]) if afresh else codes[0], packing, first, count, fetch)
+    old = parts_of(torch.zeros_like(codes.into) if afresh else codes.base, packing, first, count, fetch)
+    if codes.uniform is not None:
+        old[DRAW] = codes.uniform
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     try:
         new = packing.encoding.encode(host(values, wide).reshape(-1), old, first)
@@ -184,7 +194,7 @@ def recode(
         if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
             part = packing.parts[role]
             changed.append(PartBytes(part.info.name, part.span(first, count)[0], raw(numbers)))
-    codes[1].copy_(as_bytes(new[CODES]))
+    codes.into.copy_(as_bytes(new[CODES]))
     return tuple(changed)
 
 

@@ -158,6 +158,9 @@ def check_stored(matched: Matched) -> None:
             if encoding.decode_only and job.dtype == "keep":
                 what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
                 raise InputError(what, where, "write --dtype bf16")
+            if job.rounding == "stochastic" and job.dtype == "keep" and not encoding.stochastic:
+                what = f"{encoding.title} is not rounded stochastically yet"
+                raise UsageError(what, where, "leave --rounding out, or write --dtype bf16")
             for role, part in parts.items():
                 small = not part.numbers and part.info.nbytes <= SMALL
                 if small and (fault := encoding.fault(role, values.numbers(part.info))):

@@ -93,6 +93,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     }
     if "setting" in value:
         options["setting"] = dict(value["setting"])
+    options |= {"seed": _count(value["seed"])} if "seed" in value else {}
     options |= {"title": _text(value["title"])} if "title" in value else {}
     options |= {"metadata": dict(value["metadata"])} if "metadata" in value else {}
     table = value.get("map", {"name": "", "text": None})

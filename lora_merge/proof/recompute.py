@@ -88,6 +88,7 @@ class Recomputation:
         merged = (t.packed for f in plan.files for t in f.targets if t.uses and t.packed)
         self.scales = frozenset(part.info.name for packing in merged for part in packing.parts.values())
         self.saturate = plan.job.on_overflow == "saturate"
+        self.steps = 1.0 if plan.job.rounding == "stochastic" else 0.5
         self.rounding = ROUNDING[plan.job.compute_dtype]
         self.findings = Findings()
         self._sampled: dict[str, Array] = {}
@@ -167,7 +168,7 @@ class Recomputation:
         if not np.isfinite(found).all():
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
         rounding = self.rounding * max(1.0, len(target.uses) / 16)
-        bad = ~(error <= 0.5000001 * units + exact.loss * rounding * largest)
+        bad = ~(error <= 1.0000002 * self.steps * units + exact.loss * rounding * largest)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from ...disk.files import StoredTensor
 
@@ -25,6 +25,10 @@ as bytes."""
 
 CODES: str = "codes"
 """The role of the tensor that the windows carry."""
+
+
+DRAW: Final = "draw"
+"""The role of uniform numbers for stochastic rounding, one for each number; no tensor of the file has it."""
 
 
 class InvalidPart(ValueError):
@@ -67,6 +71,9 @@ class Encoding:
     label: str = ""  # for the user, where it is not the name
 
     name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
+    stochastic: ClassVar[bool] = False
+    """Whether `encode` rounds stochastically where `parts` holds `DRAW`."""
+
     decode_only: ClassVar[str] = ""
     """The reason why new numbers cannot be stored; "" if they can."""
     afresh: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...json_text import from_json
-from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .comfy import NOTE_LIMIT
 from .scaled import Stored, scaled
 
@@ -40,6 +40,7 @@ class Bnb4(Encoding):
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
+    stochastic: ClassVar[bool] = True
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""
@@ -57,7 +58,7 @@ class Bnb4(Encoding):
         """Return codes and scales."""
         import torch
 
-        from . import arithmetic
+        from . import arithmetic, draws
 
         count = values.numel()
         padded = torch.nn.functional.pad(values, (0, -count % self.size)).view(-1, self.size)
@@ -67,7 +68,10 @@ class Bnb4(Encoding):
         refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
         made, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
-        codes = arithmetic.nearest(padded / divisor[:, None], parts[MAP]).reshape(-1)[: count + count % 2]
+        levels = (padded / divisor[:, None]).view(-1)
+        if DRAW in parts:
+            levels[:count] = draws.to_table(levels[:count], parts[MAP], parts[DRAW]).to(levels.dtype)
+        codes = arithmetic.nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
 
     def _scale(self, parts: Parts) -> Tensor:

@@ -16,7 +16,7 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .base import CODES, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .comfy import layers
 from .scaled import E8M0, SCALE, TILE
 
@@ -44,6 +44,7 @@ class Fp4(Encoding):
     divided: bool = False  # whether the scale of the whole weight is a divisor
     turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 where it is the matrix itself
     name: ClassVar[str] = "fp4"
+    stochastic: ClassVar[bool] = True
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
@@ -62,7 +63,7 @@ class Fp4(Encoding):
         """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
         import torch
 
-        from . import arithmetic
+        from . import arithmetic, draws
 
         count = values.numel()
         if self.turned:
@@ -75,7 +76,10 @@ class Fp4(Encoding):
         refit = (largest > old * COVERED) | (largest < old * FINE)
         scale = torch.where(refit & (largest > 0), self._fitted(largest.float() / LARGEST, whole), old)
         safe = torch.where(scale > 0, scale, inf).to(values.dtype)  # a block of zeros may have the scale 0
-        codes = arithmetic.e2m1_codes(blocks / safe[:, None])
+        levels = (blocks / safe[:, None]).view(-1)
+        if DRAW in parts:
+            levels = draws.to_table(levels, arithmetic.e2m1(), parts[DRAW])
+        codes = arithmetic.e2m1_codes(levels)
         made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: self._stored(made, parts, count)}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
-from .base import CODES, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .base import CODES, DRAW, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .scaled import COARSE, SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Packed(Encoding):
     zeros: bool = False
     scales: str = "F32"  # dtype of the scales
     name: ClassVar[str] = "packed_ints"
+    stochastic: ClassVar[bool] = True
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
@@ -57,6 +58,8 @@ class Packed(Encoding):
         """Return codes, scales and zero points."""
         import torch
 
+        from . import draws
+
         rows = values.numel() // self.cols
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
@@ -65,7 +68,10 @@ class Packed(Encoding):
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted(low, high, old, zero)
         half = 2 ** (self.bits - 1)
-        levels = (groups / scale.to(values.dtype) + zero).round().clamp(-half, half - 1).view(rows, self.cols)
+        levels = (groups / scale.to(values.dtype) + zero).view(rows, self.cols)
+        if DRAW in parts:
+            levels = draws.to_integers(levels, parts[DRAW].view(rows, self.cols))
+        levels = levels.round().clamp(-half, half - 1)
         if order is not None:
             ordered = torch.empty_like(levels)
             ordered[:, order] = levels

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE
-from .base import CODES, Encoding, InvalidPart, Packing, Part, Parts
+from .base import CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,7 @@ class Scaled(Encoding):
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
+    stochastic: ClassVar[bool] = True
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
@@ -79,7 +80,7 @@ class Scaled(Encoding):
         count = values.numel()
         if not self.block[0]:
             levels = values / (self._scale(parts, count) * self.factor)
-            codes = arithmetic.to_bytes(levels, self.dtype, self.lowest)
+            codes = arithmetic.to_bytes(self._drawn(levels, parts), self.dtype, self.lowest)
             return None if codes is None else {CODES: codes}
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
@@ -95,8 +96,20 @@ class Scaled(Encoding):
             scale = self._fitted(low, high, old)
             divisor = torch.where(scale > 0, scale, inf).to(values.dtype) * self.factor
             levels = blocks / divisor[:, :, None, :, None]
-        codes = arithmetic.cut_to_bytes(self._flat(levels, count), self.dtype, self.lowest)
+        codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.lowest)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
+
+    def _drawn(self, levels: Tensor, parts: Parts) -> Tensor:
+        """Return the levels, those of stochastic rounding where draws are given."""
+        from . import draws
+
+        if DRAW not in parts:
+            return levels
+        if self.dtype == "I8":
+            inside = (levels >= self.lowest - 0.5) & (levels <= 127.5)
+            found = draws.to_integers(levels, parts[DRAW])
+            return found.clamp(self.lowest, 127).where(inside, levels.float())
+        return draws.to_floats(levels, self.dtype, parts[DRAW])
 
     def refit(self, parts: Parts, largest: float) -> Parts:
         """Return the scale at which the largest magnitude becomes the largest code."""

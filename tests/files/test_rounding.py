@@ -1,0 +1,111 @@
+"""Stochastic rounding: changes that are smaller than a step survive on average, and the draws are the tensor's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.errors import UsageError
+from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
+
+from ..support import Tensors, load, rand, save
+from .quantised_forms import FORMS, SHAPE
+from .test_quantised_bases import NAMES, base, parts
+
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def test_draws_are_uniform_and_belong_to_name_seed_and_place() -> None:
+    draw = draws(0)
+    whole = draw("w", 0, 2**16)
+    assert 0 <= float(whole.min()) <= float(whole.max()) < 1
+    assert torch.equal(draw("w", 1000, 50), whole[1000:1050])
+    counts = torch.histc(whole, 16, 0, 1)
+    assert float((counts - 4096).abs().max()) < 5 * 64
+    for other in (draw("v", 0, 2**16), draws(1)("w", 0, 2**16), draw("w", 1, 2**16)):
+        assert abs(float(torch.corrcoef(torch.stack([whole, other]))[0, 1])) < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_floats_become_a_neighbour_and_stay_right_on_average(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    values = torch.cat(
+        [rand(30, scale=s) for s in (1e-4, 0.02, 3.0)] + [torch.tensor([0.0, 1.0, -1.75, 447.0, -450.0])]
+    )
+    uniform = draws(3)("w", 0, 2000 * len(values)).view(2000, -1)
+    made = to_floats(values.expand(2000, -1), dtype, uniform)
+    assert torch.equal(made.to(kind).float(), made), "all are numbers of the dtype"
+    held = values.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+    spread = made.amax(0) - made.amin(0)
+    assert ((made.mean(0) - held).abs() <= 0.06 * spread).all()
+    exact = values.to(kind).float() == values
+    assert not spread[exact].any()
+
+
+def test_integers_and_tables_become_a_neighbour_and_stay_right_on_average() -> None:
+    values, uniform = rand(40, scale=0.4), draws(5)("w", 0, 80_000).view(2000, 40)
+    table = torch.tensor([1.0, -0.7, 0.0, 0.1, 0.25, -1.0, -0.2])
+    many = values.repeat(2000, 1)
+    for made in (to_integers(many, uniform), to_table(many, table, uniform)):
+        inside = values.clamp(float(made.min()), float(made.max()))
+        assert ((made.mean(0) - inside).abs() <= 0.05).all()
+        assert all(len(column.unique()) <= 2 for column in made.T)
+
+
+def small(name: str = NAMES[0]) -> Tensors:
+    """A change of about 1 % of the weight: less than half a step of most formats."""
+    stem = f"base_model.model.{name}"
+    return {f"{stem}.lora_A.weight": rand(4, SHAPE[1], seed=1), f"{stem}.lora_B.weight": rand(SHAPE[0], 4, scale=0.001)}
+
+
+KEPT = ("ComfyUI int8 rows", "ComfyUI int8 rotated", "ComfyUI mxfp8", "ComfyUI nvfp4", "block fp8",
+        "compressed-tensors int4 with zero points", "bitsandbytes nf4 doubled")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_small_change_survives(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    source, tensors = base(form, tmp_path / "base")
+    lora, layer = small(), NAMES[0]
+    path = save(lora, tmp_path / "lora.safetensors")
+    change = lora[f"base_model.model.{layer}.lora_B.weight"] @ lora[f"base_model.model.{layer}.lora_A.weight"]
+    before, shares = form.read(parts(tensors, layer)).double(), []
+    for rounding in ("nearest", "stochastic"):
+        out = tmp_path / (rounding if source.is_dir() else f"{rounding}.safetensors")
+        report = lora_merge.merge(source, path, out, rounding=rounding)
+        made = load(out / "model.safetensors" if source.is_dir() else out)
+        applied = form.read(parts(made, layer)).double() - before
+        shares.append(float((applied * change).sum() / (change * change).sum()))
+        assert report.verified is not None
+        assert lora_merge.verify(out, full=True)
+    assert abs(shares[1] - 1) < 0.2
+    assert abs(shares[1] - 1) < abs(shares[0] - 1)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3fn"])
+def test_plain_numbers_are_rounded_so_too_and_windows_do_not_matter(dtype: str, tmp_path: Path) -> None:
+    weights = {f"{layer}.weight": rand(*SHAPE, seed=n, scale=0.02) for n, layer in enumerate(NAMES)}
+    source, path = save(weights, tmp_path / "base.safetensors"), save(small(), tmp_path / "lora.safetensors")
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        out, memory = tmp_path / f"{number}.safetensors", "8MiB" if number else "1GiB"
+        lora_merge.merge(source, path, out, dtype=dtype, rounding="stochastic", seed=seed, max_memory=memory)
+        found.append(load(out))
+    found.append(lora_merge.merge_state_dict(weights, [small()], dtype=dtype, rounding="stochastic"))
+    raw = [t[f"{NAMES[0]}.weight"].view(torch.uint8) for t in found]
+    assert torch.equal(raw[0], raw[1])
+    assert torch.equal(raw[0], raw[3])
+    assert not torch.equal(raw[0], raw[2])
+    if dtype == "bf16":
+        return
+    lora_merge.replay(tmp_path / "2.safetensors", tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "x"])
+def test_a_seed_is_a_whole_number(seed: object) -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        lora_merge.merge("base", "adapter", seed=seed)  # type: ignore[arg-type]
