@@ -19,6 +19,7 @@ from ..options import shown
 from ..text import listed, quoted
 from .codecs.base import Packing
 from .codecs.recognise import Quantised, quantised, recognised, together
+from .gguf.adapter import adapter_tensors, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
 from .layouts import PEFT, Weights, choose, components, entries, require_all, shard_of, unnamed, weights_in
@@ -71,6 +72,8 @@ class Index:
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
         if entries := _of_first(header.fields for header in self.headers.values()):
+            if is_adapter(entries):
+                return replace(self, tensors=adapter_tensors(self.tensors, entries))
             view = viewed(self.tensors, entries)
             config = self.config or view.config
             return replace(self, tensors=view.tensors, packed=view.packed, config=config, gguf=view.model)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ..adapters.file import AdapterFile, group
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
+from ..files.gguf.adapter import with_heads
 from ..files.gguf.layout import gguf_layout
 from ..files.gguf.view import as_plain
 from ..files.headers import layout
@@ -55,6 +57,13 @@ def check_container(job: Job, base: Index) -> Job:
         return replace(job, output=job.output.with_suffix(".safetensors"))
     what = "the output is GGUF" if gguf else "the output is an ordinary checkpoint"
     raise UsageError(what, str(job.output), f"name it {GGUF if gguf else '.safetensors'}")
+
+
+def in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
+    """Return an adapter with its rows in the order of transformers; those of a GGUF adapter depend on the heads."""
+    if not any(header.fields for header in adapter.index.headers.values()):
+        return adapter
+    return group(replace(adapter.index, tensors=with_heads(adapter.index.tensors, base.config)))
 
 
 def stored_as(job: Job, base: Index, info: StoredTensor, weight: Weight) -> tuple[str, Packing | None]:

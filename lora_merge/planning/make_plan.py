@@ -41,7 +41,7 @@ from ..models.weights import Weight
 from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
-from .containers import check_container, check_tensors, header_of, stored_as
+from .containers import check_container, check_tensors, header_of, in_order, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import blanks, entries
@@ -78,7 +78,8 @@ def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
     """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used."""
     base, lookup = opened.base(job.base, job.map)
     job = check_container(job, base)
-    return Inputs(job, base, lookup, tuple(opened.adapter(ref.path) for ref in job.adapters))
+    adapters = tuple(in_order(opened.adapter(ref.path), base) for ref in job.adapters)
+    return Inputs(job, base, lookup, adapters)
 
 
 def match(inputs: Inputs) -> Matched:

@@ -18,7 +18,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 
 from .. import gguf_files as by_library
 from ..gguf_files import Array
-from ..support import Tensors
+from ..support import Tensors, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -195,3 +195,63 @@ def test_the_names_of_transformers_are_shown(tmp_path: Path) -> None:
     assert "model.layers.1.self_attn.q_norm.weight" in index.tensors
     assert index.tensors["model.layers.0.mlp.gate_proj.weight"].stored == "blk.0.ffn_gate.weight"
     assert json.loads(json.dumps(dict(index.config)))["num_key_value_heads"] == KV
+
+
+def lora_in_gguf(folder: Path, path: Path, kind: str = "F32", alpha: float = 8.0) -> Path:
+    """An adapter of PEFT as convert_lora_to_gguf.py writes it: `lora_b` of q and k has the rows of the converter."""
+    from safetensors.torch import load_file
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
+    found = {}
+    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+        stem, _, last = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        values = tensor.float().numpy()
+        if last == "lora_B" and "q_proj" in stem:
+            values = permuted(values, HEADS)
+        if last == "lora_B" and "k_proj" in stem:
+            values = permuted(values, KV)
+        name = names.get_name(f"{stem}.weight", try_suffixes=(".weight",))
+        found[f"{name}.{last.lower()}"] = values, kind if values.shape[-1] % 32 == 0 else "F32"
+    more = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": alpha}
+    return by_library.write(path, "llama", found, more)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_adapters_in_gguf_are_those_that_they_were_converted_from(
+    kind: str, tmp_path: Path, tune: Callable[..., tuple[Path, Tensors, Tensors]]
+) -> None:
+    """On a base in GGUF, and on the folder of transformers."""
+    from safetensors.torch import save_file
+
+    family = FAMILIES["llama"]
+    adapter, before, after = tune(family, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+    lora = lora_in_gguf(adapter, tmp_path / "lora.gguf", kind)
+    base = by_library.write(tmp_path / "m.gguf", "llama", converted(family, before, "F32"), entries(family.arch))
+    lora_merge.merge(base, lora, tmp_path / "out.gguf")
+    wanted, near = converted(family, after, "F32"), {"F32": 2e-6, "F16": 2e-3, "Q8_0": 2e-2}[kind]
+    for key, (values, _) in by_library.read(tmp_path / "out.gguf").items():
+        np.testing.assert_allclose(values, wanted[key][0], atol=near, err_msg=key)
+    model(family).config.save_pretrained(tmp_path / "hf")
+    save_file(before, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    lora_merge.merge(tmp_path / "hf", lora, tmp_path / "merged")
+    for key, tensor in load(tmp_path / "merged" / "model.safetensors").items():
+        np.testing.assert_allclose(tensor, after[key], atol=near, err_msg=key)
+    with pytest.raises(InputError, match="heads"):
+        lora_merge.merge(tmp_path / "hf" / "model.safetensors", lora, tmp_path / "no.safetensors")
+
+
+def test_adapters_in_gguf_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    factors = {
+        "blk.0.attn_v.weight.lora_a": (np.ones((4, 64)), "F32"),
+        "blk.0.attn_v.weight.lora_b": (np.ones((64, 4)), "F32"),
+    }
+    for number, (arch, kind) in enumerate([("llama", "control_vector"), ("bloom", "lora")]):
+        path = by_library.write(tmp_path / f"{number}.gguf", arch, factors,
+                                {"general.type": "adapter", "adapter.type": kind})  # fmt: skip
+        with pytest.raises(InputError, match="GGUF adapter of the kind"):
+            open_checkpoint(path)
+    more = {"general.type": "adapter", "adapter.type": "lora"}
+    for name in ("token_embd.weight.lora_a", "blk.0.attn_norm.weight"):
+        odd = by_library.write(tmp_path / "odd.gguf", "llama", {**factors, name: (np.ones((4, 64)), "F32")}, more)
+        with pytest.raises(InputError, match="more than LoRA"):
+            open_checkpoint(odd)
