@@ -15,6 +15,7 @@ from gguf import MODEL_ARCH, TensorNameMap, get_tensor_name_map
 import lora_merge
 from lora_merge.errors import FitError, InputError
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.viewing.inspect import inspect
 
 from .. import gguf_files as by_library
 from ..gguf_files import Array
@@ -195,6 +196,10 @@ def test_the_names_of_transformers_are_shown(tmp_path: Path) -> None:
     assert "model.layers.1.self_attn.q_norm.weight" in index.tensors
     assert index.tensors["model.layers.0.mlp.gate_proj.weight"].stored == "blk.0.ffn_gate.weight"
     assert json.loads(json.dumps(dict(index.config)))["num_key_value_heads"] == KV
+    assert inspect(path)["quantised"] == "16 weights as Q4_0"
+    llama = converted(FAMILIES["llama"], stored(model(FAMILIES["llama"])), "F16")
+    other = inspect(by_library.write(tmp_path / "f.gguf", "llama", llama, entries(MODEL_ARCH.LLAMA)))
+    assert not other.get("quantised"), "F16 with its rows in another order is not quantised"
 
 
 def lora_in_gguf(folder: Path, path: Path, kind: str = "F32", alpha: float = 8.0) -> Path:

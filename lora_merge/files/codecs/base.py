@@ -85,6 +85,11 @@ class Encoding:
         return self.label or self.name
 
     @property
+    def quantised(self) -> bool:
+        """Whether the codes are something else than floating-point numbers of the weight."""
+        return not self.plain
+
+    @property
     def plain(self) -> bool:
         """Whether the stored numbers are the weight."""
         return False

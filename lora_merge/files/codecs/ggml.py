@@ -37,6 +37,11 @@ class Ggml(Encoding):
         """Return the name of the type."""
         return self.kind
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the numbers are blocks; F16 in another order is not quantised."""
+        return self.kind not in TABLE
+
     def as_plain(self, dtype: str) -> Ggml | None:
         """Return the same with plain numbers of this dtype; None if these are stored as they are."""
         return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
