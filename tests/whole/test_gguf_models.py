@@ -250,13 +250,12 @@ def test_adapters_in_gguf_of_other_kinds_are_refused(tmp_path: Path) -> None:
         "blk.0.attn_v.weight.lora_a": (np.ones((4, 64)), "F32"),
         "blk.0.attn_v.weight.lora_b": (np.ones((64, 4)), "F32"),
     }
-    for number, (arch, kind) in enumerate([("llama", "control_vector"), ("bloom", "lora")]):
-        path = by_library.write(tmp_path / f"{number}.gguf", arch, factors,
-                                {"general.type": "adapter", "adapter.type": kind})  # fmt: skip
+    for arch, more in (("llama", {"adapter.type": "control_vector"}), ("bloom", {"adapter.lora.alpha": 4.0})):
+        path = by_library.write(tmp_path / f"{arch}.gguf", arch, factors, {"general.type": "adapter", **more})
         with pytest.raises(InputError, match="GGUF adapter of the kind"):
             open_checkpoint(path)
-    more = {"general.type": "adapter", "adapter.type": "lora"}
+    lora = {"general.type": "adapter", "adapter.lora.alpha": 4.0}
     for name in ("token_embd.weight.lora_a", "blk.0.attn_norm.weight"):
-        odd = by_library.write(tmp_path / "odd.gguf", "llama", {**factors, name: (np.ones((4, 64)), "F32")}, more)
+        odd = by_library.write(tmp_path / "odd.gguf", "llama", {**factors, name: (np.ones((4, 64)), "F32")}, lora)
         with pytest.raises(InputError, match="more than LoRA"):
             open_checkpoint(odd)

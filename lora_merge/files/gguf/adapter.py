@@ -37,9 +37,9 @@ def adapter_tensors(tensors: Mapping[str, StoredTensor], values: Mapping[str, An
     """Return the tensors of an adapter with names that are read as LoRA; InputError for those of another kind."""
     arch, kind, alpha = (values.get(key, "") for key in ("general.architecture", "adapter.type", ALPHA))
     family, path = FAMILIES.get(str(arch)), next(iter(tensors.values())).file
-    if family is None or kind != "lora":
+    if family is None or ALPHA not in values:
         what = f"a GGUF adapter of the kind {quoted(str(kind))} for {quoted(str(arch))}"
-        raise InputError(f"{what} is not read", str(path), f"known are lora for {', '.join(FAMILIES)}")
+        raise InputError(f"{what} is not read", str(path), f"known is LoRA for {', '.join(FAMILIES)}")
     found = {info.name: info for t in tensors.values() for info in _named(t, family)}
     if alpha:  # llama.cpp leaves the factor out where it is 0
         data = memoryview(bytearray(struct.pack("<f", float(alpha))))
