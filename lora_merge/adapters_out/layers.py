@@ -18,7 +18,7 @@ from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .rank_rules import EXACT, SAME, Rule, choose
 from .sources import Target
-from .truncation import Triples, lost, of_dense, of_factors, squares_of, stored
+from .truncation import Triples, apart, inner, of_dense, of_factors, squares_of, stored
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
@@ -155,7 +155,7 @@ class Storage:
         rank = cut.rank
         if rank is None:
             rank = choose(cut.rule, found.values.tolist(), total=found.squares, same=wanted.before)
-        return self._pair(target, wanted, found.pair(rank), cut)
+        return self._cut(target, wanted, found, rank, cut.alpha)
 
     def _whole(self, target: Target, wanted: Wanted) -> Layer:
         """Return the whole matrix, rounded once."""
@@ -173,27 +173,38 @@ class Storage:
         if left.shape[1] > min(out, cols):
             one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
             left, right = (one, left @ right) if out <= cols else (left @ right, one)
-        return self._pair(target, wanted, (left, right), cut, as_stored=True)
+        alpha = float(left.shape[1]) if cut.alpha is None else cut.alpha
+        scale = alpha / left.shape[1]
+        up, down = (left / scale).to(self.dtype), right.to(self.dtype)
+        off = apart(left, right, up.double() * scale, down.double())
+        return self._pair(target, wanted, (up, down), alpha, off)
+
+    def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float | None) -> Layer:
+        """X
+        and of what the rounded ones have in common with those left out."""
+        left, right = found.pair(rank)
+        alpha = float(rank) if alpha is None else alpha
+        scale = alpha / rank if rank else 1.0
+        up, down = stored(left / scale, right, self.dtype)
+        real, wide = up.double() * scale, down.double()
+        off = apart(left, right, real, wide)
+        tail = max(0.0, found.squares - float(found.values[:rank].square().sum()))
+        if tail > 1e-20 * found.squares:
+            whole = wanted.whole
+            shared = inner(*wanted.factors, real, wide) if whole is None else float(((whole @ wide.mT) * real).sum())
+            off += tail - 2 * (shared - inner(left, right, real, wide))
+        return self._pair(target, wanted, (up, down), alpha, max(0.0, off))
 
     def _pair(
-        self, target: Target, wanted: Wanted, pair: tuple[Tensor, Tensor], cut: Cut, *, as_stored: bool = False
-    ) -> Layer:
-        """Return both factors as stored, in the shapes of a linear layer or of a convolution."""
-        left, right = pair
-        rank = left.shape[1]
-        alpha = float(rank) if cut.alpha is None else cut.alpha
-        scale = alpha / rank if rank else 1.0
-        left = left / scale
-        up, down = (left.to(self.dtype), right.to(self.dtype)) if as_stored else stored(left, right, self.dtype)
-        if wanted.whole is None:
-            off = lost(*wanted.factors, up.double() * scale, down)
-        else:
-            off = float((wanted.whole.double() - (up.double() * scale) @ down.double()).square().sum())
+        self, target: Target, wanted: Wanted, pair: tuple[Tensor, Tensor], alpha: float, off: float
+    ) -> Layer:  # fmt: skip
+        """Return both factors in the shapes of a linear layer or of a convolution."""
+        up, down = pair
         tensors = {
-            "down": down.reshape(rank, *target.shape[1:]).contiguous(),
+            "down": down.reshape(down.shape[0], *target.shape[1:]).contiguous(),
             "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
         }
-        return Layer(tensors, FACTORS, rank, wanted.before, alpha, wanted.squares, off)
+        return Layer(tensors, FACTORS, down.shape[0], wanted.before, alpha, wanted.squares, off)
 
 
 def numbers_of(layer: Layer) -> dict[str, Any]:

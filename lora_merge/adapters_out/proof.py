@@ -30,7 +30,7 @@ from ..proof.reference.floats import Array, decode
 from .job import AdapterJob
 from .sources import Sources, Target
 
-BUDGET: Final = 2**27
+BUDGET: Final = 2**25
 """Numbers of ΔW that are formed for a proof; layers are taken evenly over the file."""
 
 TOLERANCE: Final = 0.01

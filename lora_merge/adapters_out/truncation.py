@@ -167,13 +167,27 @@ def stored(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.cholesky_solve(rounded @ right.mT @ left.mT, solved).mT.to(dtype), down
 
 
-def lost(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
-    """Return ‖Δ − Δ̂‖² for Δ = L R and Δ̂ = B A, in fp64."""
-    return squares_of(torch.cat((left.double(), -up.double()), 1), torch.cat((right.double(), down.double()), 0))
+def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
+    """Return ‖L R − B A‖² for factors that are nearly those of B A: (L − B) R + B (R − A), so that nothing cancels."""
+    first, second = left - up, right - down
+    if not bool(second.any()):
+        return _gram(first, right)
+    return _gram(torch.cat((first, up), 1), torch.cat((right, second), 0))
 
 
 def squares_of(left: Tensor, right: Tensor) -> float:
-    """Return ‖L R‖² from the triangles of QR; products of columns would lose half of the digits where terms cancel."""
-    if not left.shape[1]:
-        return 0.0
+    """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits."""
+    found = _gram(left, right)
+    whole = float((left.square().sum(0) * right.square().sum(1)).sum())
+    if found > 1e-9 * whole or not whole:
+        return found
     return float((torch.linalg.qr(left).R @ torch.linalg.qr(right.mT).R.mT).square().sum())
+
+
+def inner(left: Tensor, right: Tensor, up: Tensor, down: Tensor) -> float:
+    """Return ⟨L R, B A⟩."""
+    return float(((left.mT @ up) * (right @ down.mT)).sum())
+
+
+def _gram(left: Tensor, right: Tensor) -> float:
+    return max(0.0, inner(left, right, left, right))
