@@ -180,8 +180,11 @@ class Storage:
         return self._pair(target, wanted, (up, down), alpha, off)
 
     def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float | None) -> Layer:
-        """X
-        and of what the rounded ones have in common with those left out."""
+        """Return the leading triples as factors.
+
+        ‖Δ − Δ̂‖² is that of the triples left out, plus that of the rounding, less twice what Δ̂ has in common with the
+        triples left out.
+        """
         left, right = found.pair(rank)
         alpha = float(rank) if alpha is None else alpha
         scale = alpha / rank if rank else 1.0
