@@ -28,7 +28,7 @@ from lora_merge.proof.replay import plan_again, prove
 
 from ..peft_oracle import Layers, assert_close, assert_same_function, train
 from ..peft_oracle import save as save_peft
-from ..support import Tensors, cli, load, metadata, rand, save
+from ..support import Tensors, cli, in_process, load, metadata, rand, save
 
 W = 8
 KEYS = {
@@ -412,7 +412,7 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["method"] == "compose"
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
     for wrong in ("ties", ""):
-        refused = cli(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
-        assert refused.returncode == 2 and re.search("use one of sum, compose", refused.stderr)
+        code, told = in_process(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
+        assert code == 2 and re.search("use one of sum, compose", told)
     with pytest.raises(MergeError, match="method"):
         lora_merge.merge_state_dict(flux(fused=True), module("boft", FUSED, 0), method=None)  # type: ignore[typeddict-item]

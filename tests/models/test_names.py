@@ -829,7 +829,7 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
 STRANGE = ("", ".", "..", "a..b", "{i}", "²", "9" * 5000, "0." * 20000, "model." * 20000, "_" * 50000, "transformer.")
 
 
-@pytest.mark.parametrize("name", ["native/flux-dev", "native/sd3", "transformers/mixtral-8x7b", "native/sdxl"])
+@pytest.mark.parametrize("name", ["native/flux-dev", "transformers/mixtral-8x7b"])
 def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
     shapes = {k: s for k, s in header(name).items() if ".0." in k or "embed" in k or "img_in" in k}
     stems = sorted({k.split(".0.")[0] for k in shapes})[:4]
