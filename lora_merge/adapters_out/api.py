@@ -67,3 +67,34 @@ def resize(
 
     with interruptible():
         return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}))
+
+
+def convert(
+    adapter: Any, output: str | Path | None = None, *, to: str, base: str | Path | None = None, **options: Any
+) -> AdapterReport:
+    """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
+
+    Parameters:
+        adapter: A path, a pair `(path, strength)`, or an `Adapter`; the strength goes into the file.
+        output: The file or folder to write. None: `<stem>.<format>.safetensors` in the current folder.
+        to: The dialect.
+        base: The model that it was trained on; of it only names are read, unless a formula reads its weights.
+        rank: A rule that brings every module to LoRA at a rank, as for `combine`; `max_rank` limits it.
+        algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
+        alpha: "keep" or a number, where the dialect stores α.
+        include: The components to write, such as "unet".
+
+    Returns:
+        An `AdapterReport`.
+
+    Raises:
+        MergeError: As for `merge`; FitError where the dialect cannot hold the adapter.
+
+    Example:
+        >>> lora_merge.convert("style.safetensors", "style-comfy.safetensors", to="comfy", base="flux.safetensors")
+    """
+    from .convert import make_conversion
+    from .convert import run as run_conversion
+
+    with interruptible():
+        return run_conversion(make_conversion(adapter, output, base, {"to": to, **options}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -10,8 +10,9 @@ from typing import Final
 from ..algorithms import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import Table
+from .cutting import canonical, spelled
 from .forms import NameTable
-from .weights import RowSlice, WeightView
+from .weights import RowSlice, WeightView, whole
 
 NO_TABLE: Final = Table(())
 
@@ -58,15 +59,58 @@ class Component:
         bounds = [piece.start, *(p.stop for p in inside)]
         return tuple(p.rows for p in inside) if bounds == [*(p.start for p in inside), piece.stop] else ()
 
+    def views(self, layout: str) -> dict[str, WeightView]:
+        """Return name → rows of every parameter, in the words of one layout; without a table of it, in canonical words.
+
+        A part of the network that the layout's table does not name keeps its canonical name.
+        """
+        if layout == self.layout or self.architecture is None:
+            return {body: whole(key, self.shapes[key]) for body, key in self.keys.items()}
+        native, spellings = self._tables
+        found, _ = canonical(self.keys, self.keys, self.shapes, native)
+        known = {name: view for name, view in found.items() if view is not None}
+        if layout not in spellings:
+            return known
+        joined = _one_name_each(
+            {name: view for name, view in spelled(known, [spellings[layout]]) if view is not None}
+        )
+        taken: dict[str, list[RowSlice]] = {}
+        for piece in (piece for view in joined.values() for piece in view.pieces):
+            taken.setdefault(piece.key, []).append(piece)
+        left = {n: v for n, v in known.items() if not all(_inside(p, taken.get(p.key, ())) for p in v.pieces)}
+        return left | joined
+
     @cached_property
     def _table(self) -> NameTable:
         """The names; made on first use, because `inspect` and encoders without an adapter need none."""
+        native, spellings = self._tables
+        return NameTable(self.keys, self.shapes, native, [*spellings.values()], self.inner)
+
+    @property
+    def _tables(self) -> tuple[Table, dict[str, Table]]:
+        """The table of the layout that the base is stored in, and those of all layouts."""
         spellings = self.architecture.spellings if self.architecture else {}
         spellings = {name: table.settled(self.keys) for name, table in spellings.items()}
         shards = {name: spellings.pop(name) for name in [*spellings] if name.endswith(IN_SHARDS)}
         stored = shards.get(self.layout + IN_SHARDS) if self.sharded else None
-        native = stored or spellings.get(self.layout, NO_TABLE)
-        return NameTable(self.keys, self.shapes, native, [*spellings.values()], self.inner)
+        return stored or spellings.get(self.layout, NO_TABLE), spellings
+
+
+def _inside(piece: RowSlice, others: Iterable[RowSlice]) -> bool:
+    return any(other.start <= piece.start and piece.stop <= other.stop for other in others)
+
+
+def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
+    """Return the names with one of each weight: the first whose module is not the place of other weights.
+
+    The table of U-Nets names an up-sampler `1.conv` and `2.conv`; where `1` is an attention, only the second is true.
+    """
+    groups: dict[tuple[RowSlice, ...], list[str]] = {}
+    for name, view in names.items():
+        groups.setdefault(view.pieces, []).append(name)
+    held = {".".join(other[0].split(".")[:n]) for other in groups.values() if len(other) == 1 for n in range(1, 9)}
+    chosen = {next((n for n in some if n.rsplit(".", 2)[0] not in held), some[0]) for some in groups.values()}
+    return {name: view for name, view in names.items() if name in chosen}
 
 
 def _flat(module: str, parameter: str) -> str:

@@ -1,0 +1,232 @@
+"""Runs `convert`: an adapter in another dialect, algorithm, dtype or α; and the proof that it means the same."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..disk.destination import check_output
+from ..disk.reader import Reader
+from ..engine.devices import place
+from ..engine.placement import FILE_DTYPES
+from ..engine.tensors import TensorCache
+from ..engine.torch_state import undisturbed
+from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFailed
+from ..job import Adapter
+from ..options import shown
+from ..paths import absolute
+from ..planning.cache import CheckpointCache
+from ..version import __version__
+from .changes import Evaluator
+from .converting import KEEP, Converter, Made
+from .dialects import DIALECTS, Dialect, dialect, names
+from .job import AdapterJob, make_adapter_job
+from .layers import numbers_of
+from .peft_folder import CONTENTS, write_folder
+from .places import Filled, filled, places
+from .rank_rules import Rule, parse
+from .report import AdapterReport
+from .run import _entry, coverage
+from .sources import GIVE_BASE, Sources, open_sources
+from .written import Entry, metadata, unique, write
+
+BUDGET: Final = 2**27
+"""Numbers of ΔW that are formed for a proof; weights are taken evenly over the file."""
+
+SLACK: Final = 1e-6
+"""By how much the change of the output may differ from the input's, beyond the loss that was told."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What the user asked of `convert`."""
+
+    job: AdapterJob
+    to: Dialect
+    rule: Rule | None
+    include: tuple[str, ...] = ()
+
+
+def make_conversion(
+    adapter: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
+) -> Conversion:
+    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
+    given = {name: value for name, value in options.items() if value is not None}
+    to, rank, most = given.pop("to", None), given.pop("rank", None), given.pop("max_rank", None)
+    algorithm, include = given.pop("algorithm", KEEP), given.pop("include", ())
+    found = dialect(to) if isinstance(to, str) else None
+    if found is None:
+        raise UsageError(f"{shown(to)!r} is no format", "--to", f"use one of {', '.join(names())}")
+    if base is None:
+        raise UsageError("the names of a dialect are known from the base", "--base", GIVE_BASE)
+    if algorithm not in (KEEP, *WAYS):
+        raise UsageError(f"{shown(algorithm)!r} is no way to store a layer", "--algorithm",
+                         f"use one of {', '.join((KEEP, *WAYS))}")  # fmt: skip
+    made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
+    if output is None:
+        name = made.adapters[0].path.stem + f".{found.name}"
+        made = replace(made, inputs=replace(made.inputs, output=absolute(Path()) / name))
+        if not found.folder:
+            made = replace(made, inputs=replace(made.inputs, output=made.output.with_name(f"{name}.safetensors")))
+    told = {"to": found.name, "algorithm": algorithm, "rank": rank, "max_rank": most}
+    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
+    rule = None if rank is None else parse(rank, most)
+    include = (include,) if isinstance(include, str) else tuple(include)
+    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, rule, include)
+
+
+WAYS: Final = ("lora", "full", "auto")
+
+
+@undisturbed()
+def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+    """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
+    started, job = time.monotonic(), task.job
+    sources, there = opened(task)
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader(sources.indexes))
+        files = [p for i in sources.indexes for p in i.files]
+        cache = TensorCache(reader, frozenset(p for a in sources.adapters for p in a.index.files))
+        converter = Converter(job, task.to, task.rule, Evaluator(sources, cache, place("cpu", "F64")))
+        made, zeros = _made(converter, there, progress)
+        if not made:
+            raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
+        entries = _entries(task.to, made)
+        facts = {prefix_name(task.to, m): numbers_of(m.layer) for m in made}
+        squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
+        residual = sqrt(lost / squares) if squares else 0.0
+        told = metadata(job, [a.index for a in sources.adapters], [*facts.values()], residual)
+        proofs: list[Mapping[str, Any]] = []
+
+        def proven(part: Path) -> None:
+            if job.inputs.verify:
+                proofs.append(prove(task, sources, converter.evaluator, part, max(_residuals(facts))))
+            reader.check_unchanged(files)
+
+        if task.to.folder:
+            written = write_folder(job, sources.adapters[0].index, made, entries, told, proven)
+        else:
+            written = write(job, files, entries, told, proven)
+    notes = [*dict.fromkeys(sources.notes)]
+    if zeros:
+        notes.append(f"not written, because their change is zero: {', '.join(zeros[:3])}{' …' if zeros[3:] else ''}")
+    dtypes = Counter(e.dtype for e in entries).most_common(1)[0][0]
+    return AdapterReport(str(job.output), task.to.name, dtypes, coverage(job, sources), facts, residual,
+                         1 - residual**2, written, time.monotonic() - started, tuple(notes),
+                         proofs[0] if proofs else None, __version__)  # fmt: skip
+
+
+def plan(task: Conversion) -> AdapterReport:
+    """Return what `run` would do, from headers alone."""
+    sources, there = opened(task)
+    layers = {}
+    for one in there:
+        ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
+        kinds = [s.patch.algorithm for s in one.shares] or ["replacement"]
+        layers[one.place.prefix + one.place.name] = {"algorithm": kinds[0], "rank": sum(ranks)}
+    job = task.job
+    size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
+    dtype = next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values())
+    return AdapterReport(str(job.output), task.to.name, dtype, coverage(job, sources), layers, 0.0, 1.0, size, 0.0,
+                         tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
+
+
+def opened(task: Conversion) -> tuple[Sources, list[Filled]]:
+    """Return the adapter's changes of the base, and the modules of the dialect that they become."""
+    job = task.job
+    check_output(job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
+                 contents=CONTENTS)  # fmt: skip
+    sources = open_sources(job)
+    assert job.base is not None, "the command requires it"
+    _, lookup = CheckpointCache().base(job.base, job.inputs.map)
+    there = filled(sources.targets, places(lookup, task.to))
+    order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
+    there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
+    if task.include:
+        there = [one for one in there if one.place.component in task.include]
+    components = {one.place.component for one in there}
+    if task.to.folder and len(components) > 1:
+        raise UsageError(f"a folder of PEFT is for one component, the adapter changes {', '.join(sorted(components))}",
+                         "--include", f"choose one: --include {min(components)}")  # fmt: skip
+    return sources, there
+
+
+def _made(
+    converter: Converter, there: Sequence[Filled], progress: Callable[[int], object]
+) -> tuple[list[Made], list[str]]:
+    found, zeros = [], []
+    for one in there:
+        made = converter.made(one)
+        if any(not bool(torch.isfinite(t).all()) for t in made.tensors.values() if t.dtype.itemsize > 1):
+            raise TooLarge("a number is too large for the dtype of the output", one.place.name, "use --dtype fp32")
+        if made.layer.algorithm == WAYS[0] and (not made.layer.rank or not made.layer.squares):
+            zeros.append(one.place.name)
+        else:
+            found.append(made)
+            progress(sum(t.nbytes for t in made.tensors.values()))
+        converter.evaluator.forget()
+    return found, zeros
+
+
+def _residuals(facts: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    return [float(f["residual"]) for f in facts.values()]
+
+
+def prefix_name(to: Dialect, made: Made) -> str:
+    """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
+    name = to.key(made.place.prefix, made.place.module, "")
+    name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
+    return name if made.place.parameter == "weight" else f"{name}.{made.place.parameter}"
+
+
+def _entries(to: Dialect, made: Sequence[Made]) -> list[Entry]:
+    found = [
+        _entry(to.key(m.place.prefix, m.place.module, ending), m.tensors[ending])
+        for m in made for ending in sorted(m.tensors)
+    ]  # fmt: skip
+    if twice := next(unique(found), None):
+        raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
+    return found
+
+
+def prove(task: Conversion, sources: Sources, before: Evaluator, part: Path, told: float) -> dict[str, Any]:
+    """Read the output as an adapter of the base, and compare its changes with the input's in float64.
+
+    `told`: the largest residual of a layer that the run reports. VerificationFailed where a change differs by more.
+    """
+    out = replace(task.job, inputs=replace(task.job.inputs, adapters=(Adapter(part),)))
+    again = open_sources(out)
+    theirs = {t.key: t for t in again.targets}
+    chosen = [t for t in sources.targets if not task.include or t.key in theirs]
+    step = max(1, -(-sum(t.matrix[0] * t.matrix[1] for t in chosen) // BUDGET))
+    worst, name = 0.0, ""
+    with Reader(again.indexes) as reader:
+        cache = TensorCache(reader, frozenset(p for a in again.adapters for p in a.index.files))
+        after = Evaluator(again, cache, before.at)
+        for target in chosen[::step]:
+            wanted, held = (
+                sum((c.strength * c.dense() for c in e.changes(t)), torch.zeros(target.matrix, dtype=torch.float64))
+                if t is not None else torch.zeros(target.matrix, dtype=torch.float64)
+                for e, t in ((before, target), (after, theirs.get(target.key)))
+            )  # fmt: skip
+            size = float(wanted.norm())
+            off = float((wanted - held).norm()) / size if size else float(held.norm())
+            worst, name = max((worst, name), (off, target.key))
+            if not off <= 1.01 * told + SLACK:
+                raise VerificationFailed("the output changes a weight otherwise than the input",
+                                         f"{target.key}: off by {off:.3g} of ‖ΔW‖", "report it with the two inputs")  # fmt: skip
+            before.forget()
+            after.forget()
+    return {"ok": True, "layers": len(chosen), "recomputed": len(chosen[::step]), "worst_residual": worst,
+            "worst_layer": name}  # fmt: skip
+
+
+__all__ = ["FILE_DTYPES", "Conversion", "make_conversion", "plan", "run"]

@@ -1,0 +1,238 @@
+"""One module of an adapter → its tensors in another dialect: copied, cut, fused, or brought to another form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..algorithms import ALGORITHMS
+from ..disk.files import StoredTensor
+from ..engine.placement import TORCH_DTYPES
+from ..errors import FitError
+from ..matching.patch import Patch, PatchPart
+from ..models.weights import RowSlice
+from .changes import Change, Evaluator
+from .dialects import COPIED, Dialect
+from .job import AdapterJob
+from .layers import Cut, Layer, Storage, Wanted
+from .places import Filled, Place, Share
+from .rank_rules import EXACT, Rule
+from .sources import Target
+
+KEEP: Final = "keep"
+GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya"
+
+
+@dataclass(frozen=True)
+class Made:
+    """The stored tensors of one module by their ending, and the facts of its layer."""
+
+    place: Place
+    tensors: Mapping[str, Tensor]
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Makes the tensors of one conversion."""
+
+    job: AdapterJob
+    to: Dialect
+    rule: Rule | None
+    evaluator: Evaluator
+
+    def made(self, filled: Filled) -> Made:
+        """Return the tensors of one module; FitError where the dialect cannot hold them."""
+        place, shares = filled.place, filled.shares
+        if filled.value is not None:
+            return self._value(filled)
+        if len(place.view.shape) < 2:
+            return self._vector(place, shares)
+        if self.job.algorithm == KEEP and self.rule is None and (copied := self._copy(place, shares)):
+            return copied
+        return self._factored(place, shares)
+
+    def _copy(self, place: Place, shares: Sequence[Share]) -> Made | None:
+        """Return the module with its tensors as they are; None where it is a plain LoRA, which `_factored` keeps."""
+        if all(is_plain(s.patch) for s in shares):
+            return None
+        (share, *others) = shares
+        patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
+        endings = {slot: COPIED.get((patch.algorithm, place.parameter, slot)) for slot in patch.module.slots}
+        scaled = share.strength != 1 and row.rank is None
+        if others or not share.is_all(place) or not self.to.copies or None in endings.values() or scaled:
+            raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name,
+                           "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank")  # fmt: skip
+        tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
+        if patch.magnitude is not None:
+            tensors[".dora_scale"] = self._stored(patch.module.shared["magnitude"]).reshape(_magnitude(patch))
+        alpha = patch.module.shared.get("alpha")
+        rank = row.rank(patch.shapes) if row.rank is not None else 0
+        if alpha is not None:
+            tensors[".alpha"] = self.evaluator.cache.fetch(alpha).float().reshape(()) * share.strength
+        elif rank and patch.numbers.get("scale", 1.0) * share.strength != 1:
+            tensors[".alpha"] = torch.tensor(patch.numbers.get("scale", 1.0) * share.strength * rank)
+        return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, 0.0, 0.0))
+
+    def _stored(self, info: StoredTensor) -> Tensor:
+        value = self.evaluator.cache.fetch(info).clone()
+        dtype = self._dtype(())
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+
+    def _dtype(self, shares: Sequence[Share]) -> Any:
+        """Return the dtype of the output: as asked, else that of the first factor; None for as stored."""
+        if self.job.inputs.dtype != KEEP:
+            from ..dtypes import DTYPES
+
+            return TORCH_DTYPES[DTYPES[self.job.inputs.dtype]]
+        stored = [info.dtype for s in shares for info in s.patch.module.slots.values()]
+        kinds = [TORCH_DTYPES[d] for d in stored if TORCH_DTYPES[d].is_floating_point]
+        if not shares:
+            return None
+        wide = [k for k in kinds if k.itemsize > 1]
+        return wide[0] if len({*wide}) == 1 else torch.float32
+
+    def _factored(self, place: Place, shares: Sequence[Share]) -> Made:
+        """Return up and down: kept, cut, fused, or found by a rank rule."""
+        magnitude = None
+        if self.job.algorithm == KEEP and self.rule is None and any(s.patch.magnitude for s in shares):
+            magnitude = self._magnitudes(place, shares)
+            shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
+        wanted, scale = self._wanted(place, shares)
+        target = Target(place.name, place.parameter, place.view.shape, (), (), "")
+        alpha = None
+        if wanted.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
+            alpha = wanted.left.shape[1] * scale
+        elif not isinstance(self.job.alpha, str):
+            alpha = float(self.job.alpha)
+        if alpha is not None and not self.to.alpha and self.rule is None:
+            alpha = None
+        algorithm = "lora" if self.job.algorithm == KEEP else self.job.algorithm
+        storage = Storage(algorithm, self._dtype(shares), 0.0)
+        if algorithm == "lora" and wanted.left is None and self.rule is None:
+            raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
+        layer = storage.layer(target, wanted, Cut(self.rule or Rule(EXACT), None, alpha))
+        if layer.algorithm == "full" and "diff" not in self.to.endings:
+            raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
+                           "give --rank, or convert to kohya or comfy")  # fmt: skip
+        tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
+        if layer.rank and self.to.alpha:
+            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        if magnitude is not None:
+            tensors[self.to.endings["magnitude"]] = magnitude
+        return Made(place, tensors, layer)
+
+    def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
+        """Return Δ of a place, and the scale that all its factors have in common, 0 for none."""
+        changes = [self._change(s.patch) for s in shares]
+        out, cols = place.view.matrix
+        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}
+        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
+        before = max((c.rank or 0) for c in changes)
+        if any(c.left is None for c in changes):
+            total = torch.zeros(out, cols, dtype=torch.float64)
+            for s, c in zip(shares, changes, strict=True):
+                total += s.strength * _placed(c.dense(), s, out)
+            return Wanted(None, None, total, before), 0.0
+        lefts: list[Tensor] = []
+        rights: list[Tensor] = []
+        for s, c in zip(shares, changes, strict=True):
+            assert c.left is not None and c.right is not None, "factors come in pairs"
+            left, right = s.strength * _placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
+            if not s.is_all(place) and (used := left.any(0)).any():
+                left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
+            same = next((i for i, r in enumerate(rights) if r.shape == right.shape and torch.equal(r, right)), None)
+            if same is None:
+                lefts.append(left)
+                rights.append(right)
+            else:
+                lefts[same] = lefts[same] + left
+        return Wanted(torch.cat(lefts, 1), torch.cat(rights), None, before), scale
+
+    def _change(self, patch: Patch) -> Change:
+        """Return the whole change of a patch, in its own rows."""
+        rows, cols = patch.view.matrix
+        piece = RowSlice(patch.view.pieces[0].key, 0, rows, cols)
+        target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
+        return self.evaluator.changes(target)[0]
+
+    def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
+        """Return DoRA's magnitudes of the rows of a place."""
+        out = place.view.matrix[0]
+        total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
+        for s in shares:
+            axis, shape = s.patch.magnitude or ("in", ())
+            if axis != "out" or "magnitude" not in self.to.endings:
+                raise FitError(f"{self.to.name} has no place for this magnitude of DoRA", place.name,
+                               "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
+            value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
+            total += _placed(value, s, out)
+            seen += sum(run.count for run in s.runs)
+        if seen != out or any(s.strength != 1 for s in shares):
+            raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
+                           "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
+        found = total.to(self._dtype(shares))
+        return found.reshape(-1, *(1 for _ in place.view.shape[1:])) if self.to.alpha else found.reshape(-1)
+
+    def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
+        """Return the change of a bias or a norm."""
+        size = place.view.matrix[0]
+        total = torch.zeros(size, 1, dtype=torch.float64)
+        for s in shares:
+            total += s.strength * _placed(self._change(s.patch).dense(), s, size)
+        slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
+        wanted = slot[place.parameter]
+        ending = self.to.endings.get(wanted) or self.to.endings.get({"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, ""))
+        if ending is None and place.parameter == "bias" and not place.norm:
+            ending = self.to.endings.get("up_bias")
+        if ending is None:
+            raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
+        return self._full(place, ending, total.reshape(place.view.shape), self._dtype(shares))
+
+    def _value(self, filled: Filled) -> Made:
+        """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
+        place = filled.place
+        assert filled.value is not None, "the caller looked"
+        info, strength = filled.value
+        value = self.evaluator.cache.fetch(info)
+        if self.to.whole and strength == 1:
+            made = {f".{place.parameter}": value.reshape(place.view.shape)}
+            return Made(place, made, Layer(made, "full", 0, 0, None, 0.0, 0.0))
+        ending = self.to.endings.get("diff" if place.parameter == "weight" else "diff_b")
+        if ending is None:
+            raise FitError(f"{self.to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
+        base = self.evaluator._values(place.view.pieces[0].key)
+        change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
+        return self._full(place, ending, change, torch.float32)
+
+    def _full(self, place: Place, ending: str, change: Tensor, dtype: Any) -> Made:
+        rounded = change.to(dtype)
+        lost = float((rounded.double() - change).square().sum())
+        tensors = {ending: rounded.contiguous()}
+        return Made(place, tensors, Layer(tensors, "full", 0, 0, None, float(change.square().sum()), lost))
+
+
+def is_plain(patch: Patch) -> bool:
+    """Return whether a patch is a product of two factors with a scale, and nothing else."""
+    row = ALGORITHMS[patch.algorithm]
+    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+
+
+def _magnitude(patch: Patch) -> tuple[int, ...]:
+    """Return the stored shape of a magnitude, which tells its axis."""
+    assert patch.magnitude is not None, "the caller looked"
+    axis, shape = patch.magnitude
+    ones = (1,) * (len(patch.view.shape) - 2)
+    return (*shape, *ones)
+
+
+def _placed(rows: Tensor, share: Share, out: int) -> Tensor:
+    """Return the rows of a share in a matrix of the place's rows; the others are zero."""
+    found = rows.new_zeros(out, rows.shape[1])
+    for source, target, count in share.runs:
+        found[target : target + count] = rows[source : source + count]
+    return found

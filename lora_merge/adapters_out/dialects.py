@@ -1,0 +1,128 @@
+"""The dialects that adapters are written in: a prefix for each network, words, endings, and where α stands. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from ..adapters.peft.methods import METHODS
+from ..adapters.suffixes import SUFFIXES
+from ..models.components import ENCODER_IDS, UNSURE
+from ..models.spellings import Component
+
+NATIVE, CANONICAL = "native", ""
+
+DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage"})
+"""Architectures that kohya's and musubi's trainers load in diffusers' words; all others in those of their authors."""
+
+_OF_PEFT: Final = frozenset(ending for method in METHODS.values() for ending in method.suffixes)
+
+COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
+    {
+        (name, row.parameter, row.slot): row.ending
+        for row in reversed(SUFFIXES)
+        if row.ending not in _OF_PEFT
+        for name in row.algorithms
+    }
+)
+"""(algorithm, parameter, slot) → the ending in files of LyCORIS and kohya's scripts."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one program spells an adapter."""
+
+    name: str
+    denoiser: str
+    """Prefix of a denoiser's modules; `{label}` is the component's name in diffusers."""
+    encoder: str
+    """Prefix of a text encoder's modules: `{n}` is its number, `{_n}` the number from 2 on, `{id}` ComfyUI's name."""
+    vae: str
+    flat: bool
+    """Whether dots of a module's path are underscores."""
+    words: str
+    """The layout whose names modules have: NATIVE or CANONICAL."""
+    endings: Mapping[str, str]
+    """Slot → ending. A slot without an ending cannot be written; `w_norm` and `b_norm` are those of norms."""
+    alpha: bool = True
+    """Whether α is stored; otherwise it is folded into the up factor, and α equals the rank."""
+    copies: bool = True
+    """Whether tensors of LyCORIS' algorithms are written as they are."""
+    largest: bool = False
+    """Whether an encoder with several numbers in adapters has the largest one (kohya: T5 of Flux is te3)."""
+    folder: bool = False
+    whole: bool = False
+    """Whether new values of whole tensors are stored under the parameter's name."""
+    aliases: tuple[str, ...] = field(default=())
+
+    def layout(self, part: Component) -> str:
+        """Return the layout whose words the modules of a network have."""
+        if part.kind or part.role != "denoiser" or self.words == CANONICAL:
+            return CANONICAL
+        known = part.architecture.file.stem if part.architecture else ""
+        return CANONICAL if self.flat and known in DIFFUSERS_WORDS else self.words
+
+    def prefix(self, part: Component, encoders: Mapping[str, str]) -> str:
+        """Return the prefix of a network. `encoders`: name of an encoder in adapters → kind, of this architecture."""
+        if part.role == "vae":
+            return self.vae
+        if not part.kind and part.label not in ("model", "te"):
+            label = part.label if part.label in ("unet", "transformer_2", "prior") else "transformer"
+            return self.denoiser.format(label=label)
+        own = encoders.get(part.label, part.kind) if part.kind in UNSURE else part.kind
+        names = [name for name, kind in encoders.items() if kind == own] or [part.label]
+        numbers = sorted(int(name[2:]) for name in names if name[:2] == "te" and name[2:].isdigit()) or [1]
+        number = numbers[-1 if self.largest else 0]
+        alone = len({*encoders.values()}) < 2
+        ids = {kind: name for name, kind in reversed([*ENCODER_IDS.items()])}
+        return self.encoder.format(n="" if alone else number, _n=f"_{number}" if number > 1 else "",
+                                   id=ids.get(own, own or "llm"))  # fmt: skip
+
+    def key(self, prefix: str, module: str, ending: str) -> str:
+        """Return the key of one tensor of a module."""
+        return prefix + (module.replace(".", "_") if self.flat else module) + ending
+
+
+_KOHYA: Final = {
+    "up": ".lora_up.weight", "down": ".lora_down.weight", "magnitude": ".dora_scale", "diff": ".diff",
+    "diff_b": ".diff_b", "w_norm": ".w_norm", "b_norm": ".b_norm",
+}  # fmt: skip
+_COMFY: Final = {
+    "up": ".lora_B.weight", "down": ".lora_A.weight", "magnitude": ".dora_scale", "diff": ".diff", "diff_b": ".diff_b",
+}  # fmt: skip
+_DIFFUSERS: Final = {
+    "up": ".lora_B.weight", "down": ".lora_A.weight", "magnitude": ".lora_magnitude_vector", "up_bias": ".lora_B.bias",
+}  # fmt: skip
+_PEFT: Final = {**_DIFFUSERS, "table_up": ".lora_embedding_B", "table_down": ".lora_embedding_A"}
+
+DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", True, NATIVE, _KOHYA, largest=True,
+                    aliases=("musubi", "onetrainer-kohya", "webui")),
+            Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", True, CANONICAL, _KOHYA),
+            Dialect("onetrainer", "lora_{label}_", "lora_te{n}_", "lora_vae_", True, CANONICAL, _KOHYA),
+            Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", False, NATIVE, _COMFY,
+                    aliases=("native", "onetrainer-comfy")),
+            Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", False, CANONICAL, _DIFFUSERS, alpha=False,
+                    copies=False, aliases=("ai-toolkit",)),
+            Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", False, CANONICAL, _PEFT,
+                    alpha=False, copies=False, folder=True, whole=True),
+        )
+    }
+)  # fmt: skip
+"""Name of a dialect → how it is written (adapter-formats: containers, suffixes)."""
+
+
+def names() -> Iterator[str]:
+    """Yield every name that `--to` takes."""
+    for row in DIALECTS.values():
+        yield from (row.name, *row.aliases)
+
+
+def dialect(name: str) -> Dialect | None:
+    """Return the dialect with a name or an alias."""
+    return next((row for row in DIALECTS.values() if name in (row.name, *row.aliases)), None)

@@ -1,0 +1,139 @@
+"""The modules that a dialect has names for, and which rows of which formulas belong to each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ..disk.files import StoredTensor
+from ..errors import FitError
+from ..matching.patch import Patch
+from ..models.names import Names
+from ..models.weights import RowSlice, WeightView
+from .dialects import Dialect
+from .sources import Target
+
+
+class Place(NamedTuple):
+    """One parameter in the words of a dialect."""
+
+    prefix: str
+    module: str
+    parameter: str
+    view: WeightView  # its rows in the base
+    component: str
+    norm: bool  # whether it belongs to a norm: the weight is a vector
+
+    @property
+    def name(self) -> str:
+        """The parameter for reports."""
+        return self.module if self.parameter == "weight" else f"{self.module}.{self.parameter}"
+
+
+class Run(NamedTuple):
+    """Consecutive rows of a patch that are rows of a place."""
+
+    source: int
+    target: int
+    count: int
+
+
+class Share(NamedTuple):
+    """What one patch changes in one place."""
+
+    patch: Patch
+    strength: float
+    runs: tuple[Run, ...]
+
+    def is_all(self, place: Place) -> bool:
+        """Return whether the patch is for exactly the rows of the place, in their order."""
+        rows = place.view.matrix[0]
+        return self.patch.view.matrix[0] == rows and self.runs == (Run(0, 0, rows),)
+
+
+class Filled(NamedTuple):
+    """A place with everything that changes it."""
+
+    place: Place
+    shares: tuple[Share, ...]
+    value: tuple[StoredTensor, float] | None = None  # a new value of the whole parameter, and its strength
+
+
+def places(names: Names, dialect: Dialect) -> Iterator[Place]:
+    """Yield every parameter of the base in the words of a dialect."""
+    encoders = names.known.text_encoders if names.known else {}
+    for part in names.parts:
+        prefix = dialect.prefix(part, encoders)
+        views = part.views(dialect.layout(part))
+        for name, view in views.items():
+            module, dot, parameter = name.rpartition(".")
+            if not dot or parameter not in ("weight", "bias"):
+                module, parameter = name, "weight"
+            if module:
+                beside = views.get(f"{module}.weight", view)
+                yield Place(prefix, module, parameter, view, part.label, len(beside.shape) == 1)
+
+
+def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
+    """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
+    by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
+    for place in there:
+        for piece, at in place.view.addresses():
+            by_key.setdefault(piece.key, []).append((place, piece, at))
+    runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}
+    found: dict[tuple[str, ...], Place] = {}
+    values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
+    for target in targets:
+        near = by_key.get(target.key, [])
+        for use in target.uses:
+            covered = 0
+            for place, piece, at in near:
+                run = _overlap(use.piece, use.start, piece, at)
+                if run is None:
+                    continue
+                covered += run.count
+                found[_key(place)] = place
+                own = runs.setdefault(_key(place), {})
+                own.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
+            if covered < use.piece.rows:
+                raise _nowhere(target.key)
+        for _, info, strength in target.values:
+            place = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
+            if place is None:
+                raise _nowhere(target.key)
+            found[_key(place)], values[_key(place)] = place, (info, strength)
+    return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
+            for key, place in found.items()]  # fmt: skip
+
+
+def _key(place: Place) -> tuple[str, ...]:
+    return place.prefix, place.module, place.parameter
+
+
+def _overlap(own: RowSlice, start: int, other: RowSlice, at: int) -> Run | None:
+    """Return the rows that a piece of a patch (from its row `start` on) shares with a piece of a place."""
+    if own.transposed or other.transposed:
+        same = own._replace(transposed=False) == other._replace(transposed=False)
+        return Run(start, at, own.rows) if same and own.transposed == other.transposed else None
+    if own.cols != other.cols:
+        return None
+    low, high = max(own.start, other.start), min(own.stop, other.stop)
+    return Run(start + low - own.start, at + low - other.start, high - low) if low < high else None
+
+
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return the runs in order of the place, neighbours joined."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda r: r.target):
+        last = found[-1] if found else None
+        if last and (last.source + last.count, last.target + last.count) == (run.source, run.target):
+            found[-1] = Run(last.source, last.target, last.count + run.count)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def _nowhere(key: str) -> FitError:
+    return FitError("the dialect has no name for rows that the adapter changes", key,
+                    "convert to another dialect, or leave the module out with --unmatched skip")  # fmt: skip
