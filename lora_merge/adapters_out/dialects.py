@@ -12,7 +12,7 @@ from ..adapters.suffixes import SUFFIXES
 from ..models.components import ENCODER_IDS, UNSURE
 from ..models.spellings import Component
 
-NATIVE, CANONICAL = "native", ""
+NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 
 DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage"})
 """Architectures that kohya's and musubi's trainers load in diffusers' words; all others in those of their authors."""
@@ -61,8 +61,9 @@ class Dialect:
         """Return the layout whose words the modules of a network have."""
         if part.kind or part.role != "denoiser" or self.words == CANONICAL:
             return CANONICAL
-        known = part.architecture.file.stem if part.architecture else ""
-        return CANONICAL if self.flat and known in DIFFUSERS_WORDS else self.words
+        if part.architecture is None or (self.flat and part.architecture.file.stem in DIFFUSERS_WORDS):
+            return CANONICAL
+        return COMFYUI if not self.flat and COMFYUI in part.architecture.tables else self.words
 
     def prefix(self, part: Component, encoders: Mapping[str, str]) -> str:
         """Return the prefix of a network. `encoders`: name of an encoder in adapters → kind, of this architecture."""

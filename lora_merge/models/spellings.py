@@ -75,10 +75,14 @@ class Component:
             {name: view for name, view in spelled(known, [spellings[layout]]) if view is not None}
         )
         taken: dict[str, list[RowSlice]] = {}
-        for piece in (piece for view in joined.values() for piece in view.pieces):
-            taken.setdefault(piece.key, []).append(piece)
-        left = {n: v for n, v in known.items() if not all(_inside(p, taken.get(p.key, ())) for p in v.pieces)}
-        return left | joined
+        chosen: set[str] = set()
+        # Some tables name fused rows and their parts: the smaller weights come first. What is left keeps its own name.
+        for name, view in (*sorted(joined.items(), key=lambda item: _size(item[1])), *known.items()):
+            if not all(_inside(p, taken.get(p.key, ())) for p in view.pieces):
+                chosen.add(name)
+                for piece in view.pieces:
+                    taken.setdefault(piece.key, []).append(piece)
+        return {name: view for name, view in (known | joined).items() if name in chosen}
 
     @cached_property
     def _table(self) -> NameTable:
@@ -96,8 +100,14 @@ class Component:
         return stored or spellings.get(self.layout, NO_TABLE), spellings
 
 
+def _size(view: WeightView) -> int:
+    return sum(piece.size for piece in view.pieces)
+
+
 def _inside(piece: RowSlice, others: Iterable[RowSlice]) -> bool:
-    return any(other.start <= piece.start and piece.stop <= other.stop for other in others)
+    """Return whether other pieces, which do not overlap, hold all rows of a piece."""
+    shared = (min(piece.stop, other.stop) - max(piece.start, other.start) for other in {*others})
+    return sum(rows for rows in shared if rows > 0) >= piece.stop - piece.start
 
 
 def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
