@@ -16,7 +16,7 @@ if not (Path(__file__).parent / "algorithms").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from .adapters_out.api import combine, resize
+    from .adapters_out.api import combine, convert, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, verify
     from .batch.report import JobReport, Reports
@@ -54,6 +54,7 @@ _HOMES = {
     "Step": "progress",
     "Facts": "viewing.facts",
     "combine": "adapters_out.api",
+    "convert": "adapters_out.api",
     "resize": "adapters_out.api",
     "AdapterReport": "adapters_out.report",
 }
@@ -74,6 +75,7 @@ __all__ = [
     "__version__",
     "combine",
     "compare",
+    "convert",
     "inspect",
     "load_adapter",
     "merge",

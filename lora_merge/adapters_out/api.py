@@ -33,7 +33,7 @@ def combine(
     Raises:
         MergeError: As for `merge`.
 
-    Example:
+    Examples:
         >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
     """
     from .run import run
@@ -59,7 +59,7 @@ def resize(
     Raises:
         MergeError: As for `merge`.
 
-    Example:
+    Examples:
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
         'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
     """
@@ -90,7 +90,7 @@ def convert(
     Raises:
         MergeError: As for `merge`; FitError where the dialect cannot hold the adapter.
 
-    Example:
+    Examples:
         >>> lora_merge.convert("style.safetensors", "style-comfy.safetensors", to="comfy", base="flux.safetensors")
     """
     from .convert import make_conversion

@@ -100,9 +100,10 @@ class Evaluator:
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
         """Return the change of a weight that an adapter replaces: X − W."""
         value = stage([self.cache.fetch(info).reshape(target.matrix)], self.at)[0]
-        return Change(number, strength, whole=value - self._values(target.key).reshape(target.matrix))
+        return Change(number, strength, whole=value - self.values(target.key).reshape(target.matrix))
 
-    def _values(self, key: str) -> Tensor:
+    def values(self, key: str) -> Tensor:
+        """Return the numbers of a weight of the base."""
         return stage([weight_values(self.sources.weights[key], self.cache.fetch)], self.at)[0]
 
     def _whole(self, piece: RowSlice) -> Tensor:

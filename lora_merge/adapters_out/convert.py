@@ -16,7 +16,6 @@ import torch
 from ..disk.destination import check_output
 from ..disk.reader import Reader
 from ..engine.devices import place
-from ..engine.placement import FILE_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFailed
@@ -28,18 +27,20 @@ from ..version import __version__
 from .changes import Evaluator
 from .converting import KEEP, Converter, Made
 from .dialects import DIALECTS, Dialect, dialect, names
-from .job import AdapterJob, make_adapter_job
+from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import numbers_of
-from .peft_folder import CONTENTS, write_folder
+from .peft_folder import CONTENTS, config, write_folder
 from .places import Filled, filled, places
 from .rank_rules import Rule, parse
 from .report import AdapterReport
-from .run import _entry, coverage
+from .run import coverage, entry
 from .sources import GIVE_BASE, Sources, open_sources
 from .written import Entry, metadata, unique, write
 
 BUDGET: Final = 2**27
 """Numbers of ΔW that are formed for a proof; weights are taken evenly over the file."""
+
+REPORT: Final = "report it with the two inputs"
 
 SLACK: Final = 1e-6
 """By how much the change of the output may differ from the input's, beyond the loss that was told."""
@@ -67,9 +68,9 @@ def make_conversion(
         raise UsageError(f"{shown(to)!r} is no format", "--to", f"use one of {', '.join(names())}")
     if base is None:
         raise UsageError("the names of a dialect are known from the base", "--base", GIVE_BASE)
-    if algorithm not in (KEEP, *WAYS):
+    if algorithm not in (KEEP, *STORED_AS):
         raise UsageError(f"{shown(algorithm)!r} is no way to store a layer", "--algorithm",
-                         f"use one of {', '.join((KEEP, *WAYS))}")  # fmt: skip
+                         f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
     if output is None:
         name = made.adapters[0].path.stem + f".{found.name}"
@@ -81,9 +82,6 @@ def make_conversion(
     rule = None if rank is None else parse(rank, most)
     include = (include,) if isinstance(include, str) else tuple(include)
     return Conversion(replace(made, algorithm=algorithm, options=recorded), found, rule, include)
-
-
-WAYS: Final = ("lora", "full", "auto")
 
 
 @undisturbed()
@@ -112,7 +110,8 @@ def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) ->
             reader.check_unchanged(files)
 
         if task.to.folder:
-            written = write_folder(job, sources.adapters[0].index, made, entries, told, proven)
+            own = config(made, sources.adapters[0].index.config)
+            written = write_folder(job, files, own, (entries, told), proven)
         else:
             written = write(job, files, entries, told, proven)
     notes = [*dict.fromkeys(sources.notes)]
@@ -167,7 +166,7 @@ def _made(
         made = converter.made(one)
         if any(not bool(torch.isfinite(t).all()) for t in made.tensors.values() if t.dtype.itemsize > 1):
             raise TooLarge("a number is too large for the dtype of the output", one.place.name, "use --dtype fp32")
-        if made.layer.algorithm == WAYS[0] and (not made.layer.rank or not made.layer.squares):
+        if made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
             zeros.append(one.place.name)
         else:
             found.append(made)
@@ -189,7 +188,7 @@ def prefix_name(to: Dialect, made: Made) -> str:
 
 def _entries(to: Dialect, made: Sequence[Made]) -> list[Entry]:
     found = [
-        _entry(to.key(m.place.prefix, m.place.module, ending), m.tensors[ending])
+        entry(to.key(m.place.prefix, m.place.module, ending), m.tensors[ending])
         for m in made for ending in sorted(m.tensors)
     ]  # fmt: skip
     if twice := next(unique(found), None):
@@ -221,12 +220,9 @@ def prove(task: Conversion, sources: Sources, before: Evaluator, part: Path, tol
             off = float((wanted - held).norm()) / size if size else float(held.norm())
             worst, name = max((worst, name), (off, target.key))
             if not off <= 1.01 * told + SLACK:
-                raise VerificationFailed("the output changes a weight otherwise than the input",
-                                         f"{target.key}: off by {off:.3g} of ‖ΔW‖", "report it with the two inputs")  # fmt: skip
+                where = f"{target.key}: off by {off:.3g} of ‖ΔW‖"
+                raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
             before.forget()
             after.forget()
     return {"ok": True, "layers": len(chosen), "recomputed": len(chosen[::step]), "worst_residual": worst,
             "worst_layer": name}  # fmt: skip
-
-
-__all__ = ["FILE_DTYPES", "Conversion", "make_conversion", "plan", "run"]

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
+from ..dtypes import DTYPES
 from ..engine.placement import TORCH_DTYPES
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .changes import Change, Evaluator
 from .dialects import COPIED, Dialect
-from .job import AdapterJob
+from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted
 from .places import Filled, Place, Share
 from .rank_rules import EXACT, Rule
@@ -86,8 +87,6 @@ class Converter:
     def _dtype(self, shares: Sequence[Share]) -> Any:
         """Return the dtype of the output: as asked, else that of the first factor; None for as stored."""
         if self.job.inputs.dtype != KEEP:
-            from ..dtypes import DTYPES
-
             return TORCH_DTYPES[DTYPES[self.job.inputs.dtype]]
         stored = [info.dtype for s in shares for info in s.patch.module.slots.values()]
         kinds = [TORCH_DTYPES[d] for d in stored if TORCH_DTYPES[d].is_floating_point]
@@ -111,12 +110,12 @@ class Converter:
             alpha = float(self.job.alpha)
         if alpha is not None and not self.to.alpha and self.rule is None:
             alpha = None
-        algorithm = "lora" if self.job.algorithm == KEEP else self.job.algorithm
+        algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
         storage = Storage(algorithm, self._dtype(shares), 0.0)
-        if algorithm == "lora" and wanted.left is None and self.rule is None:
+        if algorithm == FACTORS and wanted.left is None and self.rule is None:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
         layer = storage.layer(target, wanted, Cut(self.rule or Rule(EXACT), None, alpha))
-        if layer.algorithm == "full" and "diff" not in self.to.endings:
+        if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
                            "give --rank, or convert to kohya or comfy")  # fmt: skip
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
@@ -171,7 +170,7 @@ class Converter:
                                "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
             total += _placed(value, s, out)
-            seen += sum(run.count for run in s.runs)
+            seen += sum(run.rows for run in s.runs)
         if seen != out or any(s.strength != 1 for s in shares):
             raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
                            "bring it to LoRA: --algorithm lora --rank RULE")  # fmt: skip
@@ -186,7 +185,8 @@ class Converter:
             total += s.strength * _placed(self._change(s.patch).dense(), s, size)
         slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
         wanted = slot[place.parameter]
-        ending = self.to.endings.get(wanted) or self.to.endings.get({"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, ""))
+        plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
+        ending = self.to.endings.get(wanted, self.to.endings.get(plain))
         if ending is None and place.parameter == "bias" and not place.norm:
             ending = self.to.endings.get("up_bias")
         if ending is None:
@@ -201,11 +201,12 @@ class Converter:
         value = self.evaluator.cache.fetch(info)
         if self.to.whole and strength == 1:
             made = {f".{place.parameter}": value.reshape(place.view.shape)}
-            return Made(place, made, Layer(made, "full", 0, 0, None, 0.0, 0.0))
+            return Made(place, made, Layer(made, WHOLE, 0, 0, None, 0.0, 0.0))
         ending = self.to.endings.get("diff" if place.parameter == "weight" else "diff_b")
         if ending is None:
-            raise FitError(f"{self.to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
-        base = self.evaluator._values(place.view.pieces[0].key)
+            raise FitError(f"{self.to.name} has no place for whole tensors", place.name,
+                           "convert to kohya, comfy or peft")  # fmt: skip
+        base = self.evaluator.values(place.view.pieces[0].key)
         change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
         return self._full(place, ending, change, torch.float32)
 
@@ -213,7 +214,7 @@ class Converter:
         rounded = change.to(dtype)
         lost = float((rounded.double() - change).square().sum())
         tensors = {ending: rounded.contiguous()}
-        return Made(place, tensors, Layer(tensors, "full", 0, 0, None, float(change.square().sum()), lost))
+        return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.square().sum()), lost))
 
 
 def is_plain(patch: Patch) -> bool:
@@ -225,7 +226,7 @@ def is_plain(patch: Patch) -> bool:
 def _magnitude(patch: Patch) -> tuple[int, ...]:
     """Return the stored shape of a magnitude, which tells its axis."""
     assert patch.magnitude is not None, "the caller looked"
-    axis, shape = patch.magnitude
+    _, shape = patch.magnitude
     ones = (1,) * (len(patch.view.shape) - 2)
     return (*shape, *ones)
 

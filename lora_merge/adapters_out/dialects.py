@@ -1,4 +1,4 @@
-"""The dialects that adapters are written in: a prefix for each network, words, endings, and where α stands. No torch."""
+"""The dialects that adapters are written in: prefix of each network, words, endings, and where α stands. No torch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Dialect:
     encoder: str
     """Prefix of a text encoder's modules: `{n}` is its number, `{_n}` the number from 2 on, `{id}` ComfyUI's name."""
     vae: str
-    flat: bool
-    """Whether dots of a module's path are underscores."""
     words: str
     """The layout whose names modules have: NATIVE or CANONICAL."""
     endings: Mapping[str, str]
     """Slot → ending. A slot without an ending cannot be written; `w_norm` and `b_norm` are those of norms."""
+    flat: bool = False
+    """Whether dots of a module's path are underscores."""
     alpha: bool = True
     """Whether α is stored; otherwise it is folded into the up factor, and α equals the rank."""
     copies: bool = True
@@ -102,15 +102,15 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", True, NATIVE, _KOHYA, largest=True,
-                    aliases=("musubi", "onetrainer-kohya", "webui")),
-            Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", True, CANONICAL, _KOHYA),
-            Dialect("onetrainer", "lora_{label}_", "lora_te{n}_", "lora_vae_", True, CANONICAL, _KOHYA),
-            Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", False, NATIVE, _COMFY,
+            Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
+                    largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
+            Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True),
+            Dialect("onetrainer", "lora_{label}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True),
+            Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
                     aliases=("native", "onetrainer-comfy")),
-            Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", False, CANONICAL, _DIFFUSERS, alpha=False,
+            Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", CANONICAL, _DIFFUSERS, alpha=False,
                     copies=False, aliases=("ai-toolkit",)),
-            Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", False, CANONICAL, _PEFT,
+            Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", CANONICAL, _PEFT,
                     alpha=False, copies=False, folder=True, whole=True),
         )
     }

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.publish import replacing
 from ..disk.writer import require_space
-from ..files.checkpoint import Index
 from ..files.layout_check import layout
 from .job import AdapterJob
 from .written import Entry
@@ -41,15 +40,16 @@ def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_folder(  # noqa: PLR0913  # what a folder consists of
-    job: AdapterJob, origin: Index, made: Sequence[Made], entries: Sequence[Entry], told: Mapping[str, str],
-    prove: Callable[[Path], None],
+def write_folder(
+    job: AdapterJob, inputs: Sequence[Path], own: Mapping[str, Any],
+    content: tuple[Sequence[Entry], Mapping[str, str]], prove: Callable[[Path], None],
 ) -> int:  # fmt: skip
-    """Write the folder under a temporary name, call `prove` with its path, and give it its name. Returns its bytes."""
-    text = json.dumps(config(made, origin.config), indent=2, sort_keys=True).encode()
+    """Write the folder under a temporary name, call `prove` with its path, and name it. Returns its bytes."""
+    entries, told = content
+    text = json.dumps(own, indent=2, sort_keys=True).encode()
     header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
     size = len(header) + sum(e.data.nbytes for e in entries) + len(text)
-    with replacing(job.output, origin.files, overwrite=job.inputs.overwrite, folder=True, contents=CONTENTS) as part:
+    with replacing(job.output, inputs, overwrite=job.inputs.overwrite, folder=True, contents=CONTENTS) as part:
         require_space(part, size)
         with (part / WEIGHTS).open("xb") as f:
             f.write(header)

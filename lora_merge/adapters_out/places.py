@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
     source: int
     target: int
-    count: int
+    rows: int
 
 
 class Share(NamedTuple):
@@ -92,17 +92,17 @@ def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
                 run = _overlap(use.piece, use.start, piece, at)
                 if run is None:
                     continue
-                covered += run.count
+                covered += run.rows
                 found[_key(place)] = place
                 own = runs.setdefault(_key(place), {})
                 own.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
             if covered < use.piece.rows:
                 raise _nowhere(target.key)
         for _, info, strength in target.values:
-            place = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
-            if place is None:
+            whole = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
+            if whole is None:
                 raise _nowhere(target.key)
-            found[_key(place)], values[_key(place)] = place, (info, strength)
+            found[_key(whole)], values[_key(whole)] = whole, (info, strength)
     return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
             for key, place in found.items()]  # fmt: skip
 
@@ -127,8 +127,8 @@ def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     found: list[Run] = []
     for run in sorted(runs, key=lambda r: r.target):
         last = found[-1] if found else None
-        if last and (last.source + last.count, last.target + last.count) == (run.source, run.target):
-            found[-1] = Run(last.source, last.target, last.count + run.count)
+        if last and (last.source + last.rows, last.target + last.rows) == (run.source, run.target):
+            found[-1] = Run(last.source, last.target, last.rows + run.rows)
         else:
             found.append(run)
     return tuple(found)

@@ -245,12 +245,13 @@ def _entries(sources: Sources, layers: Mapping[str, Layer], dtype: torch.dtype) 
         if layer.rank and (spelling.alpha or odd):
             tensors["alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         for slot in sorted(tensors):
-            found.append(_entry(spelling.key(target.name, target.parameter, slot), tensors[slot]))
+            found.append(entry(spelling.key(target.name, target.parameter, slot), tensors[slot]))
     if twice := next(unique(found), None):
         raise FitError("two layers of the output would have one name", twice, "give --base, so that names are known")
     return found
 
 
-def _entry(name: str, tensor: Tensor) -> Entry:
+def entry(name: str, tensor: Tensor) -> Entry:
+    """Return a tensor as it is written."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class Component:
         if layout not in spellings:
             return known
         joined = _one_name_each(
-            {name: view for name, view in spelled(known, [spellings[layout]]) if view is not None}
+            {name: view for name, view in spelled({**found}, [spellings[layout]]) if view is not None}
         )
         taken: dict[str, list[RowSlice]] = {}
         chosen: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,6 @@ from ..values import named_adapter, named_parts, with_strengths
 if TYPE_CHECKING:
     from ...adapters_out.job import AdapterJob
     from ...adapters_out.report import AdapterReport
-    from ..streams import ReportFile
 
 SHARED = ("dtype", "strength", "strength_for", "unmatched", "map", "setting", "overwrite", "max_memory", "verify")
 
@@ -22,8 +22,10 @@ Base = Annotated[str | None, typer.Option(metavar="BASE", help="The model, where
 ConvRank = Annotated[str | None, typer.Option(metavar="RULE", help="The rule for convolutions.")]
 MaxRank = Annotated[int | None, typer.Option(metavar="N", help="A ceiling for every rule.")]
 RankFor = Annotated[list[str] | None, typer.Option(metavar="PART=RULE", help="The rule for a part; repeatable.")]
-Algorithm = Annotated[str | None, typer.Option(help="lora, full (whole matrices) or auto. Default: lora.")]
-Alpha = Annotated[str | None, typer.Option(help="rank (alpha = rank), keep, or a number.")]
+Algorithm = Annotated[
+    str | None, typer.Option(metavar="WAY", help="lora, full (whole matrices) or auto. Default: lora.")
+]
+Alpha = Annotated[str | None, typer.Option(metavar="ALPHA", help="rank (alpha = rank), keep, or a number.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")]
 ReportTo = Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")]
@@ -44,16 +46,22 @@ def combine(
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="Files or PEFT folders.")],
     output: Output = None,
     base: Base = None,
-    method: Annotated[str | None, typer.Option(help="sum, mean, ties, dare … Default: sum.")] = None,
-    density: Annotated[float | None, typer.Option(help="Share of entries that ties, dare … keep.")] = None,
-    gamma: Annotated[float | None, typer.Option(help="Share of largest entries that breadcrumbs drop.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Half the range of della's densities.")] = None,
-    t: Annotated[float | None, typer.Option(help="Place on the arc of slerp: 0 is the first adapter.")] = None,
-    elect: Annotated[str | None, typer.Option(help="sum or count: what decides a sign.")] = None,
-    normalise: Annotated[str | None, typer.Option(help="count, weight or none.")] = None,
-    agree: Annotated[int | None, typer.Option(help="How many adapters consensus needs. Default: all.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Multiplies the result.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of random entries. Default: 0.")] = None,
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="sum, mean, ties, dare … Default: sum.")] = None,
+    density: Annotated[float | None, typer.Option(metavar="X", help="Share of entries that ties, dare … keep.")] = None,
+    gamma: Annotated[
+        float | None, typer.Option(metavar="X", help="Share of largest entries that breadcrumbs drop.")
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(metavar="X", help="Half the range of della's densities.")] = None,
+    t: Annotated[
+        float | None, typer.Option(metavar="X", help="Place on the arc of slerp: 0 is the first adapter.")
+    ] = None,
+    elect: Annotated[str | None, typer.Option(metavar="HOW", help="sum or count: what decides a sign.")] = None,
+    normalise: Annotated[str | None, typer.Option(metavar="HOW", help="count, weight or none.")] = None,
+    agree: Annotated[
+        int | None, typer.Option(metavar="N", help="How many adapters consensus needs. Default: all.")
+    ] = None,
+    scale: Annotated[float | None, typer.Option(metavar="X", help="Multiplies the result.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of random entries. Default: 0.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="RULE", help="32, same, energy:0.99 … Default: exact.")] = None,
     conv_rank: ConvRank = None,
     max_rank: MaxRank = None,
@@ -121,13 +129,24 @@ def _job(
 def _carry_out(
     job: AdapterJob, report: str | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:  # fmt: skip
+    from ...adapters_out.run import plan, run
+
+    show(job, lambda: plan(job) if dry_run else run(job), report, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def show(
+    job: AdapterJob, do: Callable[[], AdapterReport], report: str | None, *, as_json: bool, quiet: bool, verbose: bool
+) -> None:  # fmt: skip
+    """Run or plan a job with `do`, and print its report."""
     from ..streams import reporting
 
     with reporting(report) as told:
         if told is not None:
             told.protect([a.path for a in job.adapters], [job.output])
         leave_lost_folder()
-        done = _done(job, told, dry_run=dry_run, quiet=quiet or as_json)
+        if told is not None:
+            told.begin()
+        done = do()
         if told is not None:
             told.replace(done.to_json())
     if as_json:
@@ -138,16 +157,6 @@ def _carry_out(
         say(line)
     for note in done.notes:
         echo(f"note: {note}", err=quiet)
-
-
-def _done(job: AdapterJob, told: ReportFile | None, *, dry_run: bool, quiet: bool) -> AdapterReport:
-    from ...adapters_out.run import plan, run
-
-    if told is not None:
-        told.begin()
-    if dry_run:
-        return plan(job)
-    return run(job)
 
 
 def lines(done: AdapterReport, *, verbose: bool) -> list[str]:

@@ -1,0 +1,201 @@
+"""A converted adapter changes the base as the original does, in every dialect, fused and split, there and back."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.adapters_out.dialects import DIALECTS
+from lora_merge.adapters_out.places import places
+from lora_merge.errors import FitError, UsageError
+from lora_merge.models.components import components
+from lora_merge.models.names import Names
+from tests.support import Tensors, kohya, rand, sd1
+
+HEADERS = Path(__file__).parents[1] / "headers"
+H = 8
+
+
+def flux() -> Tensors:
+    """A tiny Flux in its authors' layout, with fused q, k, v and swapped halves at the end."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "img_in.weight": (H, 4), "txt_in.weight": (H, 6), "final_layer.linear.weight": (4, H),
+        "final_layer.adaLN_modulation.1.weight": (2 * H, H), "vector_in.in_layer.weight": (H, 6),
+        "single_blocks.0.linear1.weight": (7 * H, H), "single_blocks.0.linear2.weight": (H, 5 * H),
+        "single_blocks.0.modulation.lin.weight": (3 * H, H),
+    }  # fmt: skip
+    for stream in ("img", "txt"):
+        block = f"double_blocks.0.{stream}_"
+        shapes |= {f"{block}attn.qkv.weight": (3 * H, H), f"{block}attn.proj.weight": (H, H)}
+        shapes |= {f"{block}mod.lin.weight": (6 * H, H), f"{block}attn.norm.query_norm.scale": (4,)}
+        shapes |= {f"{block}mlp.0.weight": (4 * H, H), f"{block}mlp.2.weight": (H, 4 * H)}
+    return {name: rand(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
+
+
+def of_flux(*, dora: bool = False, loha: bool = False) -> Tensors:
+    """An adapter for every layer of the tiny Flux, in kohya's names; α is not the rank."""
+    found: Tensors = {}
+    for n, (key, weight) in enumerate(flux().items()):
+        if weight.ndim < 2:
+            continue
+        out, cols = weight.shape
+        name = "lora_unet_" + key.removesuffix(".weight").replace(".", "_")
+        found[f"{name}.alpha"] = torch.tensor(1.5)
+        if loha:
+            for half in ("w1", "w2"):
+                found[f"{name}.hada_{half}_a"] = rand(out, 2, seed=n)
+                found[f"{name}.hada_{half}_b"] = rand(2, cols, seed=n + 50)
+            continue
+        found[f"{name}.lora_up.weight"] = rand(out, 3, seed=n)
+        found[f"{name}.lora_down.weight"] = rand(3, cols, seed=n + 50)
+        if dora:
+            found[f"{name}.dora_scale"] = rand(out, 1, seed=n).abs()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("convert")
+    save_file(sd1(torch.float32), made / "sd1.safetensors")
+    save_file(kohya(sd1()), made / "sd1-lora.safetensors")
+    save_file(flux(), made / "flux.safetensors")
+    save_file(of_flux(), made / "flux-lora.safetensors")
+    save_file(of_flux(dora=True), made / "flux-dora.safetensors")
+    save_file(of_flux(loha=True), made / "flux-loha.safetensors")
+    return made
+
+
+def merged(base: Path, adapter: Path) -> Mapping[str, torch.Tensor]:
+    return lora_merge.merge_state_dict(load_file(base), [adapter], compute_dtype="fp64")
+
+
+def check(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], within: float) -> None:
+    for name, value in one.items():
+        assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=within), name
+
+
+CHAINS = [
+    ("sd1", "sd1-lora", ("diffusers", "comfy", "lycoris", "onetrainer", "kohya")),
+    ("flux", "flux-lora", ("diffusers", "comfy", "peft", "onetrainer", "kohya")),
+    ("flux", "flux-dora", ("diffusers", "peft", "kohya")),
+    ("flux", "flux-loha", ("comfy", "kohya")),
+]
+
+
+@pytest.mark.parametrize(("model", "adapter", "chain"), CHAINS)
+def test_a_chain_of_dialects_changes_nothing(
+    folder: Path, tmp_path: Path, model: str, adapter: str, chain: tuple[str, ...]
+) -> None:
+    base, first = folder / f"{model}.safetensors", folder / f"{adapter}.safetensors"
+    expected, before = merged(base, first), first
+    for to in chain:
+        output = tmp_path / (to if to == "peft" else f"{to}.safetensors")
+        report = lora_merge.convert(before, output, to=to, base=base)
+        assert report.verified is not None and report.verified["ok"]
+        check(expected, merged(base, output), 1e-6)
+        before = output
+    assert load_file(before).keys() == load_file(first).keys()
+
+
+def test_what_was_split_is_fused_again_without_rank(folder: Path, tmp_path: Path) -> None:
+    """Equal downs are stored once; the ranks of independent parts add up."""
+    base = folder / "flux.safetensors"
+    split = tmp_path / "split.safetensors"
+    lora_merge.convert(folder / "flux-lora.safetensors", split, to="diffusers", base=base)
+    fused = lora_merge.convert(split, tmp_path / "fused.safetensors", to="kohya", base=base)
+    assert {layer["rank"] for layer in fused.layers.values()} == {3}
+    tensors = load_file(split)
+    name = next(n for n in tensors if n.endswith("single_transformer_blocks.0.attn.to_k.lora_A.weight"))
+    tensors[name] = rand(*tensors[name].shape, seed=9)
+    save_file(tensors, tmp_path / "other.safetensors")
+    other = lora_merge.convert(tmp_path / "other.safetensors", tmp_path / "sum.safetensors", to="kohya", base=base)
+    assert other.layers["lora_unet_single_blocks_0_linear1"]["rank"] == 6
+    back = lora_merge.convert(tmp_path / "sum.safetensors", tmp_path / "back.safetensors", to="diffusers", base=base)
+    assert back.layers["transformer.single_transformer_blocks.0.attn.to_k"]["rank"] == 3
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "lora"}, {"algorithm": "full"}, {"rank": "energy:1"}])
+def test_other_algorithms_become_lora_or_whole_matrices(folder: Path, tmp_path: Path, options: Any) -> None:
+    base, adapter, output = folder / "flux.safetensors", folder / "flux-loha.safetensors", tmp_path / "out.safetensors"
+    to = "kohya" if "full" in options.values() else "diffusers"
+    assert lora_merge.convert(adapter, output, to=to, base=base, **options).residual < 1e-6
+    check(merged(base, adapter), merged(base, output), 1e-6)
+
+
+def test_a_strength_goes_into_the_file(folder: Path, tmp_path: Path) -> None:
+    base, adapter, output = folder / "flux.safetensors", folder / "flux-lora.safetensors", tmp_path / "out.safetensors"
+    lora_merge.convert((adapter, -0.25), output, to="diffusers", base=base)
+    check(lora_merge.merge_state_dict(flux(), [(adapter, -0.25)]), merged(base, output), 1e-6)
+
+
+def test_what_a_dialect_cannot_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+    base, output = folder / "flux.safetensors", tmp_path / "out.safetensors"
+    with pytest.raises(FitError, match="cannot hold loha"):
+        lora_merge.convert(folder / "flux-loha.safetensors", output, to="diffusers", base=base)
+    with pytest.raises(FitError, match="not low-rank"):
+        lora_merge.convert(folder / "flux-dora.safetensors", output, to="kohya", base=base, algorithm="lora")
+    with pytest.raises(UsageError, match="one component"):
+        lora_merge.convert(folder / "sd1-lora.safetensors", tmp_path / "p", to="peft", base=folder / "sd1.safetensors")
+    with pytest.raises(UsageError, match="known from the base"):
+        lora_merge.convert(folder / "flux-lora.safetensors", output, to="kohya")
+    with pytest.raises(UsageError, match="no format"):
+        lora_merge.convert(folder / "flux-lora.safetensors", output, to="sdnext", base=base)
+    assert not output.exists()
+
+
+PAIRS = [
+    *(("flux-dev", "flux-dev"), ("sdxl", "sdxl"), ("sd3", "sd3"), ("zimage-fused", "zimage"), ("mochi", "mochi")),
+    *(("wan-i2v-14B", "wan-i2v-14B"), ("cascade-c", "cascade-c"), ("sd15", "sd15")),
+]
+
+
+@pytest.mark.parametrize(("native", "diffusers"), PAIRS)
+def test_names_do_not_depend_on_the_layout_of_the_base(native: str, diffusers: str) -> None:
+    """A base of either layout gives the same modules with the same shapes, in the words of both."""
+    for to in ("comfy", "diffusers"):
+        one, other = (_layers(folder, name, to) for folder, name in (("native", native), ("diffusers", diffusers)))
+        assert one == other
+
+
+def _layers(folder: str, name: str, to: str) -> dict[str, tuple[int, ...]]:
+    raw = json.loads(gzip.decompress((HEADERS / folder / f"{name}.json.gz").read_bytes()))
+    shapes = {key: tuple(shape) for key, shape in raw.items()}
+    names = Names(components(shapes, {}, (), None), shapes)
+    return {p.prefix + p.module: p.view.shape for p in places(names, DIALECTS[to]) if len(p.view.shape) > 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_loads_the_folder_without_missing_or_unexpected_keys(tmp_path: Path) -> None:
+    """Also where ranks differ between layers; the model then computes what the merged one does."""
+    from peft import PeftModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    tensors: Tensors = {}
+    for n, layer in enumerate(("0.self_attn.q_proj", "1.mlp.gate_proj", "1.self_attn.v_proj")):
+        out, cols = model.get_submodule(f"model.layers.{layer}").weight.shape
+        name = f"lora_te_model_layers_{layer.replace('.', '_')}"
+        tensors |= {f"{name}.lora_up.weight": rand(out, 2 + n, seed=n), f"{name}.alpha": torch.tensor(1.0)}
+        tensors |= {f"{name}.lora_down.weight": rand(2 + n, cols, seed=n + 9)}
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    lora_merge.convert(tmp_path / "kohya.safetensors", tmp_path / "peft", to="peft", base=tmp_path / "base")
+    ids = torch.arange(8)[None]
+    loaded = PeftModel.from_pretrained(model, str(tmp_path / "peft"))  # PEFT warns of missing keys, an error here
+    with torch.no_grad():
+        seen = loaded(ids).logits
+        loaded.unload()
+        state = lora_merge.merge_state_dict(model.state_dict(), [tmp_path / "kohya.safetensors"])
+        model.load_state_dict(state)
+        assert torch.allclose(seen, model(ids).logits, atol=1e-5)
