@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..methods import SUM
 from ..process import interruptible
-from .job import make_adapter_job
+from .job import FACTORS, make_adapter_job
+from .rank_rules import EXACT
 from .report import AdapterReport
 
 
 def combine(
-    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None, **options: Any
-) -> AdapterReport:
+    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
+    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", **options: Any,
+) -> AdapterReport:  # fmt: skip
     """Combine adapters into one and write it: with the defaults, Δ = Σ sᵢΔWᵢ exactly, by concatenated factors.
 
     Parameters:
@@ -38,8 +41,9 @@ def combine(
     """
     from .run import run
 
+    own = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
     with interruptible():
-        return run(make_adapter_job("combine", adapters, output, base, options))
+        return run(make_adapter_job("combine", adapters, output, base, {**own, **options}))
 
 
 def resize(
@@ -69,9 +73,11 @@ def resize(
         return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}))
 
 
-def convert(
-    adapter: Any, output: str | Path | None = None, *, to: str, base: str | Path | None = None, **options: Any
-) -> AdapterReport:
+def convert(  # noqa: PLR0913  # each is an option of the command
+    adapter: Any, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
+    rank: str | int | None = None, max_rank: int | None = None, algorithm: str = "keep", alpha: str | float = "keep",
+    include: Sequence[str] = (), **options: Any,
+) -> AdapterReport:  # fmt: skip
     """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
 
     Parameters:
@@ -79,7 +85,8 @@ def convert(
         output: The file or folder to write. None: `<stem>.<format>.safetensors` in the current folder.
         to: The dialect.
         base: The model that it was trained on; of it only names are read, unless a formula reads its weights.
-        rank: A rule that brings every module to LoRA at a rank, as for `combine`; `max_rank` limits it.
+        rank: A rule that brings every module to LoRA at a rank, as for `combine`.
+        max_rank: A ceiling for the rule.
         algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
         alpha: "keep" or a number, where the dialect stores α.
         include: The components to write, such as "unet".
@@ -97,4 +104,5 @@ def convert(
     from .convert import run as run_conversion
 
     with interruptible():
-        return run_conversion(make_conversion(adapter, output, base, {"to": to, **options}))
+        own = {"to": to, "rank": rank, "max_rank": max_rank, "algorithm": algorithm, "alpha": alpha, "include": include}
+        return run_conversion(make_conversion(adapter, output, base, {**own, **options}))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.publish import replacing
 from ..disk.writer import require_space
-from ..files.layout_check import layout
+from ..files.headers import layout
 from .job import AdapterJob
 from .written import Entry
 

@@ -28,11 +28,11 @@ Algorithm = Annotated[
 Alpha = Annotated[str | None, typer.Option(metavar="ALPHA", help="rank (alpha = rank), keep, or a number.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")]
-ReportTo = Annotated[str | None, typer.Option(help="Also write the JSON report to this file.")]
+ReportTo = Annotated[str | None, typer.Option(metavar="PATH", help="Also write the JSON report to this file.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Name every layer.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Tracebacks.")]
-Output = Annotated[str | None, typer.Option("-o", "--output", help="File to write.")]
+Output = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="File to write.")]
 
 
 def add_to(app: typer.Typer) -> None:
