@@ -13,7 +13,7 @@ from .rank_rules import EXACT
 from .report import AdapterReport
 
 
-def combine(
+def combine(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
     rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", **options: Any,
 ) -> AdapterReport:  # fmt: skip
