@@ -24,6 +24,7 @@ from ..dtypes import FLOATS, TABLE, WHOLE
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.lookalikes import foreign
+from ..models.names import UNKNOWN, names
 from .suffixes import SHARED, split, split_row_part
 from .values import differing, zero_outside
 
@@ -225,7 +226,8 @@ def group(index: Index) -> AdapterFile:
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in groups[key].tensors]
     if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
-        what = foreign(index.tensors)
+        known = names(index).architecture
+        what = foreign(index.tensors) or ((f"a model: {known}", IN_ORDER) if known != UNKNOWN else None)
         raise InputError(
             "this file holds no adapter tensors" + (f", it is {what[0]}" if what else ""),
             f"{index.path}: {len(index.tensors)} tensors, the first is {next(iter(index.tensors), 'none')!r}",

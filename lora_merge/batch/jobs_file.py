@@ -24,7 +24,7 @@ from ..lines import Lines
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import exists, expand, home, split_strength
 from .paths import Search
-from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, problems
+from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, advice, problems
 from .templates import NoSuchName, render, render_output
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
@@ -284,8 +284,7 @@ class _Loader:
         lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
         more = [f"and {count - SHOWN} more"] if count > SHOWN else []
         many = f"{count} mistakes" if count > 1 else "a mistake"
-        return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more),
-                          "correct them; lora-merge schema jobs prints what is allowed")  # fmt: skip
+        return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more), advice(self.value))
 
 
 def _given(options: Options) -> dict[str, Any]:

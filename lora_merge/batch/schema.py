@@ -204,7 +204,7 @@ class JobsFile(_Strict):
 
 _SENTENCES: Final = {
     "missing": "this field is required",
-    "model_type": "should be a table of fields",
+    "model_type": "should be a table of fields, in YAML or JSON: version: 1, and jobs",
     "dict_type": "should be a table of names and values",
     "list_type": "should be a list",
     "string_type": "should be text; quote it",
@@ -214,6 +214,22 @@ _SENTENCES: Final = {
     "string_too_long": f"should have at most {LONGEST_PATH} characters",
     "too_long": f"should have at most {MOST_ADAPTERS} entries",
 }
+
+
+SHAPE: Final = "write version: 1 and jobs: [{base: FILE, adapters: [FILE], output: FILE}]"
+
+MERGEKIT: Final = frozenset({"merge_method", "models", "slices", "base_model", "tokenizer_source"})
+"""Fields that a mergekit configuration begins with."""
+
+
+def advice(value: Any) -> str:
+    """Return how to correct a file, by what it looks like."""
+    fields = value.keys() if isinstance(value, Mapping) else frozenset()
+    if "jobs" not in fields and MERGEKIT & fields:
+        return f"this looks like a mergekit configuration, which merges checkpoints; {SHAPE}"
+    if "jobs" not in fields and JobEntry.model_fields.keys() & fields:
+        return f"the fields of a job belong below jobs: {SHAPE}"
+    return "correct them; lora-merge schema jobs prints what is allowed"
 
 
 NEAR: Final = 200  # mistakes that come with the nearest right name

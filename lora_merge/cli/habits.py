@@ -58,15 +58,17 @@ _SPELLINGS: Final = tuple(
     )
 )
 _NUMBER: Final = re.compile(r"-?[0-9]*[.,]?[0-9]+%?")
+_HUB: Final = re.compile(r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}")
 _ADDRESS: Final = re.compile(r"(?:(?:https?|hf|s3|civitai):.*|civitai)", re.IGNORECASE)
 
 
 def check_options(args: Sequence[str], known: Collection[str]) -> None:
     """Raise UsageError for an option that only other programs have. `known`: the options of the command."""
-    for arg in args:
-        name = arg.partition("=")[0]
-        if name in FOREIGN and name not in known:
-            raise UsageError(f"there is no option {name} here", arg[:80], FOREIGN[name])
+    names = dict.fromkeys(arg.partition("=")[0] for arg in args)
+    found = [name for name in names if name in FOREIGN and name not in known]
+    if found:
+        fix = "; ".join(dict.fromkeys(FOREIGN[name] for name in found))
+        raise UsageError(f"there is no option {' nor '.join(found)} here", " ".join(args)[:200], fix)
 
 
 def check_command(word: str, commands: Collection[str]) -> None:
@@ -87,8 +89,12 @@ ENDINGS: Final = (".safetensors", ".ckpt", ".pt", ".bin")
 def completed(path: str) -> str:
     """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
     if _ADDRESS.match(path) and not exists(path):
-        fix = "download it first, from the Hub with: hf download OWNER/NAME"
+        how = "with a browser, or: curl -L -O ADDRESS" if path.lower().startswith("http") else "with a browser"
+        fix = f"download it first, {how}; from the Hub: hf download OWNER/NAME"
         raise UsageError("an address, and not a file", path[:200], fix)
+    if _HUB.fullmatch(path) and not exists(path) and not exists(path.partition("/")[0]):
+        fix = f"if it is a name on the Hub, download it first: hf download {path}; else check the path"
+        raise UsageError("neither a file nor a folder", path[:200], fix)
     there = [] if exists(path) else [f"{path}{ending}" for ending in ENDINGS if exists(f"{path}{ending}")]
     return there[0] if there else path
 

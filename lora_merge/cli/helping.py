@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import glob
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import typer
+
+from ..errors import UsageError
 from .look import COLORS, FLAG
 
 GROUPS: Final = ("Strength", "Input", "Output", "Computation", "Report")
@@ -68,3 +72,25 @@ def files(incomplete: str) -> list[str]:
 def examples(*commands: str) -> str:
     """Return the end of a help text: examples, one a line, as click leaves them."""
     return "\b\nExamples:\n" + "".join(f"  lora-merge {command}\n" for command in commands)
+
+
+REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+"""What click raises for arguments that it cannot take, of typer's own copy of click or of click itself."""
+
+NEEDED: Final = {
+    "base": ("no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+    "adapters": ("no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+}
+"""Argument of `merge` that is missing → what is wrong, and what to type."""
+
+
+def refused(error: Exception) -> UsageError:
+    """Return the error for arguments that click cannot take, in our three lines."""
+    context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
+    command = context.info_name if context is not None and context.parent is not None else ""
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    help_of = f"lora-merge help {command}".strip()
+    if command == "merge" and parameter in NEEDED and "issing" in type(error).__name__:
+        what, fix = NEEDED[parameter]
+        return UsageError(what, " ".join(["lora-merge", *sys.argv[1:]])[:200], f"{fix}; see {help_of}")
+    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), f"lora-merge {command}".strip(), f"see {help_of}")

@@ -22,7 +22,7 @@ from ..process import LimitCheck, collect_rarely, on_stop, signals_first
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
-from .helping import examples, files, with_groups
+from .helping import REFUSED, examples, files, refused, with_groups
 from .look import show_error, styled, taken
 from .making import combining, converting
 from .merge_look import conclude, describe
@@ -229,7 +229,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
     try:
         with signals_first():
-            app()
+            raise SystemExit(app(standalone_mode=False) or 0)
+    except REFUSED as e:
+        _fail(wrong := refused(e), str(wrong))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:

@@ -13,7 +13,7 @@ from ..lines import one_line
 from ..text import by_pattern, by_reason, counted, plural, size
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
-from .text import applied, matched, saturated, silent
+from .text import applied, matched, retained, saturated, silent
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -97,11 +97,9 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
         )
         yield "", f"{mark('done')} unchanged tensors are those of the base: {share}"
     for found in proof["retained"]:
-        if found["retained"] is not None:
-            yield (
-                "",
-                f"{mark('done')} {found['retained']:.1%} of the change that {found['adapter']} makes is in the output",
-            )
+        if (share := found["retained"]) is not None:
+            sign = mark("done" if abs(share - 1) < 0.1 else "note")
+            yield "", f"{sign} {retained(share)} of the change that {found['adapter']} makes is in the output"
     if proof["saturated"]:
         yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"
     if (matching := proof["matching"])["alone"] or verbose:

@@ -162,13 +162,18 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
         say(f"cut      {proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for")
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
-        say("retained " + ", ".join(f"{share:.1%} of {name}" for name, share in shares))
+        say("retained " + ", ".join(f"{retained(share)} of {name}" for name, share in shares))
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
     if (account := proof["account"])["unused"]:
         say(f"unused   {unused(account)}")
     for warning in proof["warnings"]:
         echo(f"warning: {warning}", err=True)
+
+
+def retained(share: float) -> str:
+    """Return the share of a change that is in the output; rounding that is larger than the change leaves none."""
+    return f"{share:.1%}" if -0.1 <= share <= 1.1 else "an unknown share (rounding is larger)"
 
 
 def unused(account: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..job import Adapter
 
 _BETWEEN_PARTS: Final = re.compile(",(?=[^,=]+=)")  # a list of block weights has commas too
+_BEFORE_PARTS: Final = re.compile("[,:](?=[^,:=/]+=)")
 _NUMBERED: Final = re.compile("([0-9]{1,4}):")
 
 
@@ -31,7 +32,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     path, strength = split_strength(text)
     if strength is not None:
         return completed(path), strength
-    for comma in (match.start() for match in _BETWEEN_PARTS.finditer(text)):
+    for comma in (match.start() for match in _BEFORE_PARTS.finditer(text)):
         path, strength = split_strength(text[:comma])
         if strength is not None or exists(path):
             own = tuple(_parts(text[comma + 1 :]))

@@ -61,7 +61,7 @@ def _check_name(target: Path, *, folder: bool) -> None:
                          "name a folder with -o")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
         raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
-                         "name it .safetensors")  # fmt: skip
+                         f"name it {target.stem}.safetensors")  # fmt: skip
     try:
         target.lstat()  # a name that is too long must fail before the work
     except (FileNotFoundError, NotADirectoryError):

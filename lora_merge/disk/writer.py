@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from ..errors import MergeError, ResourceError, UsageError
+from ..text import size as in_units
 from .cloning import clone, clone_range
 from .files import open_regular
 from .pages import PAGE, address, aligned_buffer
@@ -61,7 +62,7 @@ def require_space(path: Path, size: int) -> None:
 
 
 def _no_space(path: Path, needed: int, free: int) -> ResourceError:
-    short = f"no space left on the disk: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+    short = f"no space left on the disk: {in_units(needed)} needed, {in_units(free)} free"
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 

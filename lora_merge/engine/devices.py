@@ -45,6 +45,8 @@ def place(device: str, dtype: str) -> Placement:
         raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
         names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
+        if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            why = f"this torch ({torch.__version__}) is a build without CUDA"
         raise ResourceError(f"no device {found!r} here", f"--device: {why}" if why else "--device",
                             f"use one of: auto, {names}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):

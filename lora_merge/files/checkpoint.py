@@ -174,7 +174,11 @@ def json_value(path: Path) -> Any:
 def _missing(path: Path) -> InputError:
     near: list[str] = []
     if path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, [p.name for p in entries(path.parent)], n=3, cutoff=0.6)
+        stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
+        for entry in entries(path.parent):
+            stems.setdefault(entry.stem, []).append(entry.name)
+        close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+        near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     fix = f"did you mean {', '.join(near)}?" if near else "check the path"
     if path.is_symlink():
         return InputError("a link that points nowhere", str(path), "download the model again")

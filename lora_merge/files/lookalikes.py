@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
+from ..text import quoted
 
 MAGIC: Final = (
     # first bytes       what it is                         what to do
@@ -106,6 +107,10 @@ def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[st
             yield from _nested(inner, f"{name}{str(key)[:LONGEST]}.", depth - 1, seen)
 
 
+TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"
+"""Bytes of plain text."""
+
+
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     """Return the error for a file of `size` bytes that begins with `start` and is no safetensors file."""
     if size == 0:
@@ -115,4 +120,6 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     for magic, what, fix in MAGIC:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
+    if not start.strip(TEXT):
+        why = f"it is text, {quoted(start.decode('ascii'))}; {why}"
     return InputError("not a valid .safetensors file", f"{path}: {why}", "download or export the file again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Final
 
 from ..adapters.file import weight_shapes
@@ -18,6 +19,7 @@ from ..files.lookalikes import foreign
 from ..models.architectures import Architecture
 from ..models.guess import architectures, described, seen, variants
 from ..models.names import UNKNOWN, Names, of_the_denoiser
+from ..models.prefixes import PREFIXES
 from ..options import Unmatched
 from ..text import by_pattern, counted, listed
 from .patch import Match
@@ -37,6 +39,12 @@ GROUPED: Final = (
 
 UNET: Final = ("lora_unet_", "unet.")
 """Prefixes of names in a U-Net of Stable Diffusion; kohya's scripts also write the first one for other denoisers."""
+
+KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
+"""How the names of adapters for image and video models begin, of the denoiser and of text encoders."""
+
+SHORTEST: Final = 9  # characters of a prefix that others are compared with
+ALIKE: Final = 0.9  # of the letters of two prefixes
 
 PARTS: Final = {
     "te": "the text encoder",
@@ -63,9 +71,8 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
         return why
-    if not known and any(m.startswith(UNET) for m in unmatched) and not any(map(names.knows, unmatched)):
-        what = f"the adapter is for the denoiser of an image or video model ({UNET[0]}…)"
-        return f"{what}, the base is {names.architecture}; {OWN_BASE}"
+    if other := _for_pictures(names, unmatched):
+        return f"the adapter is for {other}, the base is {names.architecture}; {OWN_BASE}"
     if absent := sorted(set(wanted) - labels):
         return absence(absent, sorted(labels))
     part = next((p for p in names.parts if wanted and p.label == max(wanted, key=wanted.__getitem__)), None)
@@ -73,6 +80,15 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
         return likely_reason(_known(names, unmatched), modules, known, names.weights(), names.architecture)
     of_part = _known(names, [m for m in unmatched if names.wanted(m) == part.label])
     return likely_reason(of_part, {}, part.architecture, names.weights(part), part.title)
+
+
+def _for_pictures(names: Names, unmatched: Sequence[str]) -> str:
+    """Return what an adapter is for, by its names, where the base is no model of images or videos; else ""."""
+    if not names.known and any(m.startswith(UNET) for m in unmatched) and not any(map(names.knows, unmatched)):
+        return f"the denoiser of an image or video model ({UNET[0]}…)"
+    if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):
+        return f"an image or video model ({unmatched[0]} …)"
+    return ""
 
 
 def _known(names: Names, modules: Sequence[str]) -> dict[str, bool]:
@@ -174,7 +190,16 @@ def _unknown(unmatched: Sequence[str], title: str, stored: Mapping[str, Shape]) 
             "trained apart from it; save the base untied first"
         )
     known = title if title not in ("", UNKNOWN) else "a model unknown to lora-merge"
-    return f"the base is {known} and {NO_NAMES}; {OWN_BASE}"
+    return f"the base is {known} and {NO_NAMES}{_known_prefix(unmatched[0])}; {OWN_BASE}"
+
+
+def _known_prefix(name: str) -> str:
+    """Return the remark on a name that begins almost as those of adapters do, as `lora_unett_` does."""
+    known = [prefix for prefix, _ in PREFIXES if len(prefix) >= SHORTEST and prefix[-1] == "_" and prefix[-2] != "_"]
+    if any(name.startswith(prefix) for prefix in known):
+        return ""
+    ratio, near = max((SequenceMatcher(None, p, name[: len(p)]).ratio(), p) for p in known)
+    return f" (known are names such as {near}…, these begin with {name[: len(near) + 1]}…)" if ratio >= ALIKE else ""
 
 
 def grouped(down: Shape, weight: Shape) -> str:
@@ -188,6 +213,7 @@ def grouped(down: Shape, weight: Shape) -> str:
     return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
 
 
+FEW: Final = 2  # patterns of names that an error shows: what to do comes after them
 STRANGE: Final = "unknown tensor"
 IDLE: Final = "a change of 0 to a tensor of whole numbers"
 OR_LEAVE_OUT: Final = "; or leave out what does not fit with --strength-for re:NAME=0"
@@ -205,7 +231,7 @@ def refuse(result: Match, names: Names, failures: Sequence[MergeError], unmatche
         why = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
         others = OR_LEAVE_OUT if isinstance(worst, ShapeMismatch) and result.modules > len(failures) else ""
         raise type(worst)(worst.what, f"{path}: {listed(same)}", (why or worst.fix) + others)
-    left = counted(by_pattern(result.unmatched))
+    left = counted(by_pattern(result.unmatched), FEW)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what[0]}", f"{path}: {left}", what[1])
     reason = explain(names, list(result.unmatched), shapes)

@@ -264,3 +264,8 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
                 f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
                 f"than {dtypes} can hold beside the weights; write --dtype {wider}, or raise the strength"
             )
+        elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
+            yield (
+                f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: "
+                f"write --dtype {wider}, or raise the strength"
+            )

@@ -1,0 +1,127 @@
+"""Errors as a beginner reads them: what, where, and one fix that can be typed; nothing of the wrong model is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_merge.cli import main as program
+
+from ..support import Tensors, kohya, rand, save, sd1
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    lora = kohya(sd1())
+    save(sd1(), folder / "base.safetensors")
+    save(lora, folder / "lora.safetensors")
+    save(kohya(sd1(), seed=3), folder / "ink.safetensors")
+    save({k.replace("lora_unet_", "lora_unett_"): v for k, v in lora.items()}, folder / "renamed.safetensors")
+    save(_llm(), folder / "llm.safetensors")
+    (folder / "loras").mkdir()
+    for name in "ab":
+        save(lora, folder / "loras" / f"{name}.safetensors")
+    (folder / "text.safetensors").write_text("hello")
+    (folder / "kit.yaml").write_text("models:\n- model: base.safetensors\nmerge_method: linear\n")
+    (folder / "short.yaml").write_text("base: base.safetensors\nadapters: [lora.safetensors]\noutput: o.safetensors\n")
+    (folder / "jobs.csv").write_text("base,adapter\n")
+    return folder
+
+
+def _llm() -> Tensors:
+    found = {
+        "model.embed_tokens.weight": rand(32, 16),
+        "model.norm.weight": torch.ones(16),
+        "lm_head.weight": rand(32, 16),
+    }
+    for n in range(2):
+        at = f"model.layers.{n}"
+        found |= {f"{at}.self_attn.{name}_proj.weight": rand(16, 16) for name in "qkvo"}
+        found |= {f"{at}.mlp.{name}_proj.weight": rand(32, 16) for name in ("gate", "up")}
+        found |= {f"{at}.mlp.down_proj.weight": rand(16, 32)}
+        found |= {f"{at}.{name}_layernorm.weight": torch.ones(16) for name in ("input", "post_attention")}
+    return found
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
+    monkeypatch.chdir(files)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-merge", *arguments])
+        with pytest.raises(SystemExit) as end:
+            program.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), err + out
+
+    return call
+
+
+@pytest.mark.parametrize(("words", "code", "what", "fix"), [
+    ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base", "for an image or video model"),
+    ("base.safetensors renamed.safetensors", 4, "24 of 32", "known are names such as lora_unet_…, these begin with lora_unett"),
+    ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
+    ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
+    ("https://example.org/a.safetensors lora.safetensors", 2, "an address", "curl -L -O"),
+    ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "adapters alone make no model"),
+    ("base.safetensors", 2, "no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+    ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+    ("verify", 2, "missing argument", "lora-merge help verify"),
+    ("base.safetensors lora.safetensors --dtpye bf16", 2, "no such option: --dtpye (Possible options: --dtype)", "help merge"),
+    ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
+    ("batch short.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
+    ("batch jobs.csv", 2, "in YAML or JSON", "lora-merge schema jobs"),
+    ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
+    ("base.safetensors loras", 3, "several checkpoints", "FOLDER/*.safetensors"),
+    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
+    ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
+])  # fmt: skip
+def test_what_is_wrong_and_what_to_do(run: Run, words: str, code: int, what: str, fix: str) -> None:
+    found, text = run(*words.split())
+    assert found == code
+    head, _, rest = text.partition("  where:")
+    _, _, advice = rest.partition("  fix:")
+    assert head.startswith("error: ")
+    assert what in head + rest
+    assert fix in advice
+    assert len(rest.partition("  fix:")[0]) < 600, "what to do is not below a page of names"
+
+
+def test_unrelated_names_are_not_suggested(run: Run) -> None:
+    text = run("base.safetensors", "loraa.safetensors")[1]
+    assert "llm" not in text and "base.safetensors" not in text.partition("fix:")[2]
+
+
+def test_arguments_that_cannot_be_taken_are_json_too(run: Run) -> None:
+    code, text = run("base.safetensors", "--json")
+    assert code == 2
+    assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named"
+
+
+@pytest.mark.parametrize("text", ["lora.safetensors:0.8,te=0", "lora.safetensors:0.8:te=0", "lora.safetensors:te=0"])
+def test_parts_of_one_adapter_stand_behind_its_path(run: Run, text: str) -> None:
+    code, out = run("base.safetensors", text, "--dry-run")
+    assert code == 0
+    assert "te 0: 8 left out" in out
+
+
+def test_a_change_below_the_precision_of_the_output_is_a_warning(run: Run) -> None:
+    code, text = run("base.safetensors", "lora.safetensors:0.00001", "-o", "small.safetensors", "--dtype", "bf16")
+    assert code == 0
+    assert "warning: " in text and "rounding" in text and "--dtype fp32" in text
+    assert "retained an unknown share" in text
+
+
+def test_a_device_that_is_not_here_says_why(run: Run) -> None:
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        pytest.skip("this torch has CUDA")
+    assert "a build without CUDA" in run("base.safetensors", "lora.safetensors", "--device", "cuda")[1]
+    assert "without CUDA" not in run("base.safetensors", "lora.safetensors", "-o", "a.safetensors")[1]
