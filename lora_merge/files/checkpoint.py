@@ -177,7 +177,7 @@ def _missing(path: Path) -> InputError:
         stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
         for entry in entries(path.parent):
             stems.setdefault(entry.stem, []).append(entry.name)
-        close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+        close = difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
         near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     fix = f"did you mean {', '.join(near)}?" if near else "check the path"
     if path.is_symlink():

@@ -857,7 +857,7 @@ version: 1
 defaults: {base: base.safetensors}
 jobs:
   - {adapters: ["{a}:{s}"], matrix: {a: [ink.safetensors, oil.safetensors], s: [0.5, 1.0]}, output: "out/{a.stem}-{s}"}
-  - {adapters: [missing.safetensors], output: out/x}
+  - {adapters: [inkk.safetensors], output: out/x}
 """)
     command, runner = ["batch", str(models / "jobs.yaml")], CliRunner()
     dry = runner.invoke(app, [*command, "--dry-run"])
