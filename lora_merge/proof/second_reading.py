@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isclose, nan
+from math import isclose, nan, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -163,7 +163,9 @@ def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
 
 def _spans(uses: Sequence[tuple[str, PatchPart]]) -> Iterator[tuple[Span, float]]:
     for name, use in uses:
-        p = use.piece
+        p, shape = use.piece, use.patch.view.shape
+        if len(shape) == 3 and (p.start, p.size) == (0, prod(shape)):  # experts, seen as matrices or as rows of all
+            p = p._replace(stop=shape[0], cols=prod(shape[1:]))
         yield Span(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength
 
 

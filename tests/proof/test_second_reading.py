@@ -306,6 +306,29 @@ def test_layers_of_transposed_weights_are_known(model: str | None, method: str) 
     assert found.alone == [] or (method == "ia3" and model is None)  # a factor alone does not tell
 
 
+E, IN, OUT = 3, 8, 10
+EXPERTS = {"mlp.experts.gate_up_proj": (2 * OUT, IN), "mlp.experts.down_proj": (IN, OUT)}
+"""Parameter of stacked experts → (outputs, inputs) of one."""
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("named", [[*EXPERTS], [*EXPERTS][:1], [*EXPERTS][1:]], ids=len)
+def test_stacked_experts_and_the_layers_beside_them_are_known(named: list[str], *, across: bool) -> None:
+    """PEFT wraps their module once for each parameter; the last one registered is outermost, whatever is named first."""
+    base: dict[str, Shape] = {f"model.layers.0.{n}": (E, *(s[::-1] if across else s)) for n, s in EXPERTS.items()}
+    base["model.layers.0.q_proj.weight"] = (16, IN)
+    tensors: dict[str, Shape] = {}
+    wrapped = "base_model.model.model.layers.0.mlp.experts"
+    for n, name in enumerate(reversed([n for n in EXPERTS if n in named])):
+        stem, (out, cols) = wrapped + ".base_layer" * n, EXPERTS[name]
+        tensors |= {f"{stem}.lora_A.weight": (2 * E, cols), f"{stem}.lora_B.weight": (out, 2 * E)}
+    tensors |= lora((16, IN), "base_model.model.model.layers.0.q_proj", PEFT, alpha=False)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "use_rslora": True, "target_parameters": named[::-1],
+              "alpha_pattern": {"experts.down_proj": 4}, "target_modules": ["q_proj"], "peft_version": "0.21.2"}  # fmt: skip
+    found = read(index(base), tensors, config)
+    assert (found.modules, found.proven) == (len(named) + 1, len(named) + 1), found.alone
+
+
 def test_what_is_not_known_is_counted_and_named(tmp_path: Path) -> None:
     base, out = sd1(), tmp_path / "out.safetensors"
     odd = unread("lora_unet_time_embed_0", 64, 16) | {"lora_unet_time_embed_0.alpha": torch.tensor(2.0)}

@@ -36,6 +36,13 @@ IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 OUT_IN: Final = ("gpt_bigcode",)
 """Types of models in which none of them is."""
 
+REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Parameters of stacked experts, in the order in which transformers' classes register them."""
+
+WRAPPED: Final = ".base_layer"
+LORA_ROLES: Final = {"up", "down"}
+MOST_PARAMETERS: Final = 100
+
 TABLES: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
                  "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
 """Layers that may share one weight."""
@@ -104,6 +111,7 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
     for group in read:
         if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
             group.kind = "bdlora"  # its tensors have the names of LoRA's
+    yield from _experts(read, numbers, base, strength)
     found = [(group, place) for group in read if (place := _place(group, read, base)) is not None]
     if any(_lies_across(group, place) for group, place in found):  # then a square weight may, too
         found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
@@ -117,6 +125,43 @@ def claims(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, st
             claim = _of_method(claim, group, place, numbers, tensors)
         if claim is not None:
             yield claim
+
+
+def _experts(read: list[Group], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
+    """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
+    found = [(group, *there) for group in read if (there := _stacked(group, numbers, base)) is not None]
+    taken = Counter(place.rows for _, place, _ in found)
+    for group, place, path in found:
+        scale = numbers.of_experts(group, path, place.shape[0])
+        factor = strength(place.rows[0].key, place.network)
+        sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
+        if None in (scale, factor) or taken[place.rows] > 1 or sides[0] == sides[1] or group.roles.keys() != LORA_ROLES:
+            continue
+        if sorted(sides) == sorted(place.shape[1:]):
+            spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
+            tensors = {role: info.name for role, info in group.roles.items()}
+            yield Claim(group.stem, "lora_experts", tensors, spans, scale, "")  # type: ignore[arg-type]
+
+
+def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | None:
+    """Return where the experts of a module lie that PEFT's `target_parameters` names, and the parameter's path.
+
+    PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
+    outermost (tuners/lora/layer.py, ParamWrapper).
+    """
+    names = numbers.config(group.stem).get("target_parameters")
+    if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
+        return None
+    owner, depth = group.stem.replace(WRAPPED, ""), group.stem.count(WRAPPED)
+    path = owner.removeprefix(PEFT)
+    parts = [str(name).rpartition(".") for name in names]
+    leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
+    if not leaves <= {*REGISTERED} or not all(of for of, _, _ in parts) or depth >= len(leaves):
+        return None
+    leaf = sorted(leaves, key=REGISTERED.index)[-1 - depth]
+    place = base.places.find(owner, leaf)
+    alone = place is not None and len(place.rows) == 1 and len(place.shape) == 3
+    return (place, f"{path}.{leaf}") if place is not None and alone else None
 
 
 def _of_method(

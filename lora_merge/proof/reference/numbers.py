@@ -33,9 +33,8 @@ ALPHAS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": 
 
 TYPES: Final = {*ALPHAS, "BONE", *(m.type for m in METHODS.values())}
 
-OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication",
-                        "target_parameters", "ensure_weight_tying", "alora_invocation_tokens", "monteclora_config",
-                        "velora_config", "runtime_config")  # fmt: skip
+OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication", "ensure_weight_tying",
+                        "alora_invocation_tokens", "monteclora_config", "velora_config", "runtime_config")  # fmt: skip
 """Fields of a LoRA configuration with which ΔW is not α / r · B A."""
 
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "pissa", "olora")
@@ -96,15 +95,19 @@ class Numbers:
         """Return PEFT's configuration for a module; empty where it has none, or it is unknown."""
         return (self.configuration(stem) or ({}, ""))[0]
 
-    def method(self, stem: str) -> str | None:
-        """Return the peft_type of a module's configuration, "" without one; None where its numbers are unknown here."""
+    def method(self, stem: str, *, stacked: bool = False) -> str | None:
+        """Return the peft_type of a module's configuration, "" without one; None where its numbers are unknown here.
+
+        `stacked`: the module is a LoRA of stacked experts, whose names may have levels of wrappers.
+        """
         if self.configuration(stem) is None:
             return None
         config = self.config(stem)
         kind = str(config.get("peft_type", "LORA" if "lora_alpha" in config else "")).rpartition(".")[2].upper()
         odd = config and (kind not in TYPES or any(config.get(name) for name in OTHER_METHODS))
+        odd = odd or (not stacked and _holds_parameters(config, stem))
         odd = odd or config.get("init_lora_weights") not in PLAIN_STARTS or _is_tower(config)
-        return None if odd or "base_layer" in stem else kind
+        return None if odd or (not stacked and "base_layer" in stem) else kind
 
     def scale(self, group: Group) -> float | None:
         """Return the factor of ΔW; None where it is not known here. `methods.py` has those of its own families."""
@@ -122,6 +125,15 @@ class Numbers:
             return self._number(group.roles["override"])
         rank = self._rank(group)
         return self._configured(group, method, rank) if method else self._plain(group, rank)
+
+    def of_experts(self, group: Group, path: str, count: int) -> float | None:
+        """Return α / r for the stacked factors of `count` experts; patterns match the parameter's path."""
+        up, down = group.roles["up"].shape, group.roles["down"].shape
+        if self.method(group.stem, stacked=True) != "LORA" or len(up) != 2 or up[1:] != down[:1] or down[0] % count:
+            return None
+        if self.config(group.stem).get("init_lora_weights") in ("pissa", "olora"):
+            return None
+        return self._configured(group, "LORA", down[0] // count, path)
 
     def limit(self, group: Group) -> float | None:
         """Return the α of a method's module; 0 without one, None where something may change it.
@@ -160,9 +172,10 @@ class Numbers:
             shape = sizes["w1_b" if group.kind == "loha" else "down"]
         return shape[0] if shape else 0
 
-    def _configured(self, group: Group, method: str, rank: int) -> float | None:
+    def _configured(self, group: Group, method: str, rank: int, path: str = "") -> float | None:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
-        config, path = self.configuration(group.stem) or ({}, "")
+        config, own = self.configuration(group.stem) or ({}, "")
+        path = path or own
         alpha = _by_pattern(config, "alpha_pattern", path, config.get(ALPHAS[method], 8))
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
@@ -188,6 +201,15 @@ def _is_tower(config: Mapping[str, Any]) -> bool:
     mapping = config.get("auto_mapping")
     name = str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
     return "TextModel" in name or "VisionModel" in name
+
+
+def _holds_parameters(config: Mapping[str, Any], stem: str) -> bool:
+    """Return whether `target_parameters` may name a parameter of this module, so that its factors may be stacked."""
+    names = config.get("target_parameters") or ()
+    if not isinstance(names, list) or len(names) > MOST_PATTERNS:
+        return bool(names)
+    owners = [str(name).rpartition(".")[0] for name in names]
+    return any(not owner or f".{stem}".endswith(f".{owner}") for owner in owners)
 
 
 def _are_simple(patterns: Collection[Any]) -> bool:
