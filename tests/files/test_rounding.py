@@ -61,8 +61,8 @@ def small(name: str = NAMES[0]) -> Tensors:
     return {f"{stem}.lora_A.weight": rand(4, SHAPE[1], seed=1), f"{stem}.lora_B.weight": rand(SHAPE[0], 4, scale=0.001)}
 
 
-KEPT = ("ComfyUI int8 rows", "ComfyUI int8 rotated", "ComfyUI mxfp8", "ComfyUI nvfp4", "block fp8",
-        "compressed-tensors int4 with zero points", "bitsandbytes nf4 doubled")  # fmt: skip
+KEPT = ("ComfyUI int8 rotated", "ComfyUI mxfp8", "ComfyUI nvfp4", "compressed-tensors int4 with zero points",
+        "bitsandbytes nf4 doubled")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -72,17 +72,14 @@ def test_a_small_change_survives(name: str, tmp_path: Path) -> None:
     lora, layer = small(), NAMES[0]
     path = save(lora, tmp_path / "lora.safetensors")
     change = lora[f"base_model.model.{layer}.lora_B.weight"] @ lora[f"base_model.model.{layer}.lora_A.weight"]
-    before, shares = form.read(parts(tensors, layer)).double(), []
-    for rounding in ("nearest", "stochastic"):
-        out = tmp_path / (rounding if source.is_dir() else f"{rounding}.safetensors")
-        report = lora_merge.merge(source, path, out, rounding=rounding)
-        made = load(out / "model.safetensors" if source.is_dir() else out)
-        applied = form.read(parts(made, layer)).double() - before
-        shares.append(float((applied * change).sum() / (change * change).sum()))
-        assert report.verified is not None
-        assert lora_merge.verify(out, full=True)
-    assert abs(shares[1] - 1) < 0.2
-    assert abs(shares[1] - 1) < abs(shares[0] - 1)
+    before = form.read(parts(tensors, layer)).double()
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    report = lora_merge.merge(source, path, out, rounding="stochastic")
+    made = load(out / "model.safetensors" if source.is_dir() else out)
+    applied = form.read(parts(made, layer)).double() - before
+    assert abs(float((applied * change).sum() / (change * change).sum()) - 1) < 0.2
+    assert report.verified is not None
+    assert report.verified["tensors"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3fn"])
