@@ -25,8 +25,13 @@ def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
+    return find_all(recipe.inputs, folders)
+
+
+def find_all(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
+    """Return the paths of these inputs, as `find`."""
     present = list(_walk(folders))
-    return [_find(one, present) for one in recipe.inputs]
+    return [_find(one, present) for one in inputs]
 
 
 def _find(one: Input, present: Sequence[Path]) -> Path:

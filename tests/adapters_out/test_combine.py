@@ -166,6 +166,7 @@ WRONG = [
     (["--method", "tiez"], 2), (["--rank", "0"], 2), (["--method", "ties"], 4), (["--density", "0.5"], 2),
     (["--method", "slerp"], 2), (["--method", "ties", "--density", "0", "--rank", "4"], 2),
     (["--method", "mean", "-s", "1", "-s", "-1"], 2), (["--alpha", "x"], 2), (["--rank-for", "te"], 2),
+    (["--seed", "x"], 2), (["--max-rank", "1.5", "--rank", "4"], 2),
 ]  # fmt: skip
 
 
@@ -205,3 +206,19 @@ def test_a_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Pat
     done = called("combine", *pair, "-o", out, "--dry-run", "--json")
     assert {layer["rank"] for layer in json.loads(done.stdout)["layers"].values()} == {12}
     assert not out.exists()
+
+
+def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out, copy = tmp_path / "c.safetensors", tmp_path / "copy.safetensors"
+    assert called("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
+                  "energy:0.9", "--rank-for", "conv1=3").exit_code == 0  # fmt: skip
+    proof = called("verify", out, "--json")
+    assert json.loads(proof.stdout)["same_bytes"]
+    assert called("replay", out, "-o", copy).exit_code == 0
+    assert copy.read_bytes() == out.read_bytes()
+    raw = bytearray(out.read_bytes())
+    raw[-1] ^= 1
+    out.write_bytes(raw)
+    failed = called("verify", out).exception
+    assert isinstance(failed, MergeError)
+    assert failed.exit_code == 6

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...errors import UsageError
 from ..habits import expanded
 from ..parameters import read, with_options
 from ..text import echo, leave_lost_folder, silent
@@ -122,8 +123,23 @@ def _job(
     named, parts = named_parts(with_strengths(given, found), strength_for)
     if own["rank_for"]:
         own["rank_for"] = strings(own["rank_for"])
-    stated = {name: value for name, value in own.items() if value not in (None, [], ())}
+    stated = {name: _number(name, value) for name, value in own.items() if value not in (None, [], ())}
     return make_adapter_job(command, named, output, base, {**found, "strength_for": parts, **stated})
+
+
+NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale"), float),
+           **dict.fromkeys(("agree", "seed", "max_rank"), int)}  # fmt: skip
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return the value of an option; options arrive as text (`take_text`). UsageError for a text that is no number."""
+    if name not in NUMBERS:
+        return value
+    try:
+        return NUMBERS[name](value)
+    except ValueError as e:
+        flag = f"--{name.replace('_', '-')}"
+        raise UsageError(f"{str(value)[:40]!r} is no number", flag, "use a number such as 1") from e
 
 
 def _carry_out(
