@@ -43,7 +43,8 @@ def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
             groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
         else:
             name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
-            groups.setdefault(name, []).append(row)
+            word = str(parameter.name).upper().replace("_", "-")  # says more than "<str>"
+            groups.setdefault(name, []).append((row[0].replace("<list[str]>", word).replace("<str>", word), row[1]))
     groups["Report"].append(COLOR_ROW)
     groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
     groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]

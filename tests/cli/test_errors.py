@@ -71,7 +71,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
     ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
     ("https://example.org/a.safetensors lora.safetensors", 2, "an address", "curl -L -O"),
-    ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "adapters alone make no model"),
+    ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "lora-merge combine"),
     ("base.safetensors", 2, "no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
