@@ -70,5 +70,5 @@ def _unchanged(index: Index) -> bool:
 def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
         raise InputError("the base is itself an adapter", str(base.path),
-                         "name the base first and the adapters after it; adapters alone: lora-merge combine")  # fmt: skip
+                         "name the base first, adapters after it; adapters alone: lora-merge combine")  # fmt: skip
     base.quantised.check(base.path, "keep", [""])  # "": all tensors
