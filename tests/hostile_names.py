@@ -293,10 +293,11 @@ def fields(limit: int) -> Iterator[tuple[str, Files]]:
         for field in CONFIG:
             model = {"m/model.safetensors": few, "m/config.json": yaml({"model_type": "llama", field: value})}
             yield f"config.json: {field} is {what}", {**model, "a": few_stored}
-    for modules in (3000,):
-        names = some((f"base_model.model.{'a' * 20}.{i}.q" for i in range(modules)), limit)
-        loops = {"(?:" * 90 + "a" + ")*" * 90 + "q": 2}
-        yield "90 loops on 3000 modules", {"base": base, **configured({"peft_type": "LORA", "r": 1, "alpha_pattern": loops}, lora(names, limit * 2, ".lora_B.weight", ".lora_A.weight"))}  # fmt: skip
+    layers = [f"{'a' * 20}.{i}.q" for i in range(3000)]
+    loops = {"peft_type": "LORA", "r": 1, "alpha_pattern": {"(?:" * 90 + "a" + ")*" * 90 + "q": 2}}
+    adapter = lora([f"base_model.model.{layer}" for layer in layers], limit, ".lora_B.weight", ".lora_A.weight")
+    own = flat(f"{layer}.weight" for layer in layers)
+    yield "90 loops on 3000 modules", {"base": own, **configured(loops, adapter)}
     for depth in (10, 30, 90):
         for text in (
             "(?:" * depth + "a?" + ")*" * depth + "b",
