@@ -16,7 +16,7 @@ if not (Path(__file__).parent / "algorithms").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from .adapters_out.api import combine, convert, resize
+    from .adapters_out.api import average, combine, convert, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, verify
     from .batch.report import JobReport, Reports
@@ -53,6 +53,7 @@ _HOMES = {
     "Reports": "batch.report",
     "Step": "progress",
     "Facts": "viewing.facts",
+    "average": "adapters_out.api",
     "combine": "adapters_out.api",
     "convert": "adapters_out.api",
     "resize": "adapters_out.api",
@@ -73,6 +74,7 @@ __all__ = [
     "Reports",
     "Step",
     "__version__",
+    "average",
     "combine",
     "compare",
     "convert",

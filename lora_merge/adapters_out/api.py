@@ -1,4 +1,4 @@
-"""The Python API of `combine` and `resize`."""
+"""The Python API of the commands that write adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..methods import SUM
 from ..process import interruptible
 from .job import FACTORS, make_adapter_job
-from .rank_rules import EXACT
+from .rank_rules import EXACT, SAME
 from .report import AdapterReport
 
 
@@ -106,3 +106,38 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     with interruptible():
         own = {"to": to, "rank": rank, "max_rank": max_rank, "algorithm": algorithm, "alpha": alpha, "include": include}
         return run_conversion(make_conversion(adapter, output, base, {**own, **options}))
+
+
+def average(  # noqa: PLR0913  # each is an option of the command
+    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None,
+    weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
+    sigma_rel: float | None = None, rank: str | int = SAME, **options: Any,
+) -> AdapterReport:  # fmt: skip
+    """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
+
+    Parameters:
+        adapters: Paths of the snapshots, the oldest first.
+        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder.
+        base: The model, where a formula reads it.
+        weights: One number for each. Default: equal weights.
+        ema: β of an exponential moving average.
+        ema_to: β of its last step; in between it is linear.
+        sigma_rel: The width of a post-hoc EMA, at most 0.288.
+        rank: A number or a rule, as for `combine`.
+
+    Returns:
+        An `AdapterReport`.
+
+    Raises:
+        MergeError: As for `merge`.
+
+    Examples:
+        >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
+    """
+    from .averages import average_weights
+    from .run import run
+
+    with interruptible():
+        found = average_weights(len(adapters), weights=weights, ema=ema, ema_to=ema_to, sigma_rel=sigma_rel)
+        given = list(zip(adapters, found, strict=True))
+        return run(make_adapter_job("average", given, output, base, {"rank": rank, **options}))

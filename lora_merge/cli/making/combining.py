@@ -81,8 +81,8 @@ def combine(
     own = {"method": method, "density": density, "gamma": gamma, "epsilon": epsilon, "t": t, "elect": elect,
            "normalise": normalise, "agree": agree, "scale": scale, "seed": seed, "rank": rank, "conv_rank": conv_rank,
            "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm, "alpha": alpha}  # fmt: skip
-    job = _job("combine", adapters, output, base, own, options)
-    _carry_out(job, report, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+    job = adapter_job("combine", adapters, output, base, own, options)
+    carry_out(job, report, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
 @with_options(*SHARED, before="dry_run")
@@ -107,11 +107,11 @@ def resize(
     """Write an adapter again at another rank: the best one of that rank."""
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
            "alpha": alpha}  # fmt: skip
-    job = _job("resize", [adapter], output, base, own, options)
-    _carry_out(job, report, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+    job = adapter_job("resize", [adapter], output, base, own, options)
+    carry_out(job, report, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-def _job(
+def adapter_job(
     command: str, adapters: list[str], output: str | None, base: str | None, own: dict[str, Any],
     options: dict[str, Any],
 ) -> AdapterJob:  # fmt: skip
@@ -123,15 +123,15 @@ def _job(
     named, parts = named_parts(with_strengths(given, found), strength_for)
     if own["rank_for"]:
         own["rank_for"] = strings(own["rank_for"])
-    stated = {name: _number(name, value) for name, value in own.items() if value not in (None, [], ())}
+    stated = {name: as_number(name, value) for name, value in own.items() if value not in (None, [], ())}
     return make_adapter_job(command, named, output, base, {**found, "strength_for": parts, **stated})
 
 
-NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale"), float),
+NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale", "weights", "ema", "ema_to", "sigma_rel"), float),
            **dict.fromkeys(("agree", "seed", "max_rank"), int)}  # fmt: skip
 
 
-def _number(name: str, value: Any) -> Any:
+def as_number(name: str, value: Any) -> Any:
     """Return the value of an option; options arrive as text (`take_text`). UsageError for a text that is no number."""
     if name not in NUMBERS:
         return value
@@ -142,9 +142,10 @@ def _number(name: str, value: Any) -> Any:
         raise UsageError(f"{str(value)[:40]!r} is no number", flag, "use a number such as 1") from e
 
 
-def _carry_out(
+def carry_out(
     job: AdapterJob, report: str | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:  # fmt: skip
+    """Run or plan a job of the room's main run, and print its report."""
     from ...adapters_out.run import plan, run
 
     show(job, lambda: plan(job) if dry_run else run(job), report, as_json=as_json, quiet=quiet, verbose=verbose)
