@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lora_merge
 from lora_merge.adapters_out.averages import average_weights
+from lora_merge.cli.main import app
 from lora_merge.errors import UsageError
 from tests.support import kohya, sd1
 
@@ -57,3 +59,14 @@ def test_an_average_changes_the_base_by_the_weighted_changes(tmp_path: Path) -> 
     wanted = lora_merge.merge_state_dict(base, list(zip(paths, weights, strict=True)))
     for name, value in lora_merge.merge_state_dict(base, [output]).items():
         assert torch.allclose(value.float(), wanted[name].float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("options", [["--sigma-rel", "0.1"], ["--ema", "0.5"], ["--weights", "0.25,0.75"]])
+def test_the_command_reads_its_numbers(tmp_path: Path, options: list[str]) -> None:
+    """Options arrive as text, whatever their type."""
+    save_file(kohya(sd1(), te=False), tmp_path / "a.safetensors")
+    output = tmp_path / "out.safetensors"
+    given = [str(tmp_path / "a.safetensors")] * 2
+    found = CliRunner().invoke(app, ["average", *given, "-o", str(output), "-q", *options])
+    assert found.exit_code == 0, found.exception
+    assert output.exists()

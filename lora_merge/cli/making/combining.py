@@ -127,7 +127,8 @@ def adapter_job(
     return make_adapter_job(command, named, output, base, {**found, "strength_for": parts, **stated})
 
 
-NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale", "weights", "ema", "ema_to", "sigma_rel"), float),
+NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale"), float),
+           **dict.fromkeys(("weights", "ema", "ema_to", "sigma_rel"), float),
            **dict.fromkeys(("agree", "seed", "max_rank"), int)}  # fmt: skip
 
 
