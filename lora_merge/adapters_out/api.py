@@ -134,7 +134,7 @@ def average(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
     """
-    from .averages import average_weights
+    from .average.weights import average_weights
     from .run import run
 
     with interruptible():

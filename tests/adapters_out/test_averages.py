@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lora_merge
-from lora_merge.adapters_out.averages import average_weights
+from lora_merge.adapters_out.average.weights import average_weights
 from lora_merge.cli.main import app
 from lora_merge.errors import UsageError
 from tests.support import kohya, sd1

@@ -87,7 +87,7 @@ def average(
     **options: Any,
 ) -> None:
     """Average snapshots of one training: equal weights, given ones, or an EMA."""
-    from ...adapters_out.averages import average_weights
+    from ...adapters_out.average.weights import average_weights
     from ...adapters_out.rank_rules import SAME
 
     stated = {"ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel}

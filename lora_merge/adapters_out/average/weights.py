@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final
 
-from ..errors import UsageError
-from ..options import is_finite, shown
+from ...errors import UsageError
+from ...options import is_finite, shown
 
 WIDEST: Final = 12**-0.5
 STEPS: Final = 200  # of bisection: more than the bits of a float

@@ -1,0 +1,1 @@
+"""Averages of snapshots of one training."""
