@@ -109,7 +109,12 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
         assert f"\n{part}:\n" in text, part
     described = {*re.findall(r"^    (\w+): ", text.partition("\nReturns:\n")[0], re.MULTILINE)}
     assert {*inspect.signature(call).parameters} - {"options"} <= described
-    assert described <= {*inspect.signature(call).parameters, *OPTIONS, "strengths"}
+    known = {
+        *MergeOptions.__annotations__,
+        *options.ResizeOptions.__annotations__,
+        "strengths",
+    }
+    assert described <= {*inspect.signature(call).parameters, *known}
 
 
 def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:

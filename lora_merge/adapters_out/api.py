@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..methods import SUM
 from ..process import interruptible
@@ -12,10 +12,16 @@ from .job import FACTORS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..job import Adapters, OneAdapter
+    from ..options import AdapterOptions, AdapterReading, ResizeOptions
+
 
 def combine(  # noqa: PLR0913  # each is an option of the command
-    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
-    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", **options: Any,
+    adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
+    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", **options: Unpack[AdapterOptions],
 ) -> AdapterReport:  # fmt: skip
     """Combine adapters into one and write it: with the defaults, Δ = Σ sᵢΔWᵢ exactly, by concatenated factors.
 
@@ -47,7 +53,12 @@ def combine(  # noqa: PLR0913  # each is an option of the command
 
 
 def resize(
-    adapter: Any, output: str | Path | None = None, *, rank: str | int, base: str | Path | None = None, **options: Any
+    adapter: OneAdapter,
+    output: str | Path | None = None,
+    *,
+    rank: str | int,
+    base: str | Path | None = None,
+    **options: Unpack[ResizeOptions],
 ) -> AdapterReport:
     """Write an adapter again at other ranks: the best one of that rank, by Eckart and Young.
 
@@ -74,9 +85,9 @@ def resize(
 
 
 def convert(  # noqa: PLR0913  # each is an option of the command
-    adapter: Any, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
+    adapter: OneAdapter, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
     rank: str | int | None = None, max_rank: int | None = None, algorithm: str = "keep", alpha: str | float = "keep",
-    include: Sequence[str] = (), **options: Any,
+    include: Sequence[str] = (), **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
 
