@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .job import Adapters, OneAdapter
-    from .options import PythonOptions, VerifyOptions
+    from .keywords import PythonOptions, VerifyOptions
     from .planning.plan import Plan
     from .progress import Progress
     from .report import Report

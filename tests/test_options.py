@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 import lora_merge
-from lora_merge import options
+from lora_merge import keywords, options
 from lora_merge.batch.schema import Options
 from lora_merge.cli import main, proof
 from lora_merge.engine.admission import plan_merge
@@ -111,7 +111,7 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
     assert {*inspect.signature(call).parameters} - {"options"} <= described
     known = {
         *MergeOptions.__annotations__,
-        *options.ResizeOptions.__annotations__,
+        *keywords.ResizeOptions.__annotations__,
         "strengths",
     }
     assert described <= {*inspect.signature(call).parameters, *known}

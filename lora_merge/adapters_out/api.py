@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..job import Adapters, OneAdapter
-    from ..options import AdapterOptions, AdapterReading, ResizeOptions
+    from ..keywords import AdapterOptions, AdapterReading, ResizeOptions
 
 
 def combine(  # noqa: PLR0913  # each is an option of the command

@@ -22,7 +22,7 @@ from .merging import KEEP, prepare, warn_of_cut
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from ..options import PythonOptions
+    from ..keywords import PythonOptions
     from .merging import MemoryAdapters
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]

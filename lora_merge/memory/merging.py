@@ -40,7 +40,7 @@ from .loaded_adapter import LoadedAdapter
 from .state_index import TIED, index_of, tied_head
 
 if TYPE_CHECKING:
-    from ..options import PythonOptions
+    from ..keywords import PythonOptions
 
 KEEP: Final = "keep"
 """The value of `device` with which results stay where the tensors of the base are."""

@@ -16,7 +16,7 @@ from .state_index import index_of, ties
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import PythonOptions
+    from ..keywords import PythonOptions
     from .merging import MemoryAdapters
 
 

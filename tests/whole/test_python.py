@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import options
+from lora_merge import keywords
 from lora_merge.adapters_out.job import OWN
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
@@ -122,10 +122,10 @@ def test_editors_know_every_keyword(call: Any) -> None:
 
 
 def test_verify_has_the_options_of_the_table() -> None:
-    assert {*typing.get_type_hints(options.VerifyOptions, vars(options) | {"torch": torch})} == {
+    assert {*typing.get_type_hints(keywords.VerifyOptions, vars(keywords) | {"torch": torch})} == {
         name for name, option in OPTIONS.items() if option.in_verify
     }
 
 
 def test_combine_has_the_options_of_its_table() -> None:
-    assert OWN.keys() <= {"rank", "method", "include", "to", *options.ResizeOptions.__annotations__}
+    assert OWN.keys() <= {"rank", "method", "include", "to", *keywords.ResizeOptions.__annotations__}

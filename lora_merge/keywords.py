@@ -1,0 +1,77 @@
+"""The keywords of the Python functions, for editors and type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from .options import MergeOptions, OnOverflow, Rounding, Unmatched
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PythonOptions(MergeOptions, total=False):
+    """These options, and the names that Python has in addition."""
+
+    strengths: Sequence[float] | None
+
+
+class AdapterReading(TypedDict, total=False):
+    """The options of `merge` that functions which write adapters have too."""
+
+    dtype: str | torch.dtype
+    compute_dtype: str | torch.dtype
+    device: str | torch.device
+    strength: Sequence[float] | None
+    strengths: Sequence[float] | None
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
+    unmatched: Unmatched
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    map: str | Path | None
+    overwrite: bool
+    max_memory: int | str
+    max_vram: int | str | None
+    verify: bool
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+class AdapterOptions(AdapterReading, total=False):
+    """Further options of `combine`: what the result is like."""
+
+    density: float | Sequence[float] | None
+    gamma: float | None
+    epsilon: float | None
+    t: float | None
+    elect: str | None
+    normalise: str | None
+    agree: int | None
+    scale: float | None
+    seed: int | None
+    conv_rank: str | int | None
+    max_rank: int | None
+    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]]
+
+
+class ResizeOptions(AdapterOptions, total=False):
+    """Further options of `resize`."""
+
+    algorithm: str
+    alpha: str | float
+
+
+class VerifyOptions(TypedDict, total=False):
+    """The options of `verify`, for outputs without a recipe."""
+
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
+    unmatched: Unmatched
+    on_overflow: OnOverflow
+    rounding: Rounding
+    seed: int
+    method: Literal["sum", "compose"]
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    map: str | Path | None
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
