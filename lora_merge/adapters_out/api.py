@@ -120,9 +120,9 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
 
 def average(  # noqa: PLR0913  # each is an option of the command
-    adapters: Sequence[Any], output: str | Path | None = None, *, base: str | Path | None = None,
+    adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
-    sigma_rel: float | None = None, rank: str | int = SAME, **options: Any,
+    sigma_rel: float | None = None, rank: str | int = SAME, **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
 
