@@ -120,7 +120,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
 
 
 def average(  # noqa: PLR0913  # each is an option of the command
-    adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None,
+    adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
     sigma_rel: float | None = None, rank: str | int = SAME, **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
