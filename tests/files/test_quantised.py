@@ -18,12 +18,12 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def gpt_oss(folder: Path) -> Tensors:
-    """As OpenAI publishes it: experts in MXFP4, all else in bf16."""
+    """Experts in MXFP4 with scales in the order of a kernel, which no codec reads; all else in bf16."""
     folder.mkdir()
     base = {
         f"{ATTENTION}.weight": rand(16, 8, seed=1).bfloat16(),
         f"{EXPERTS}.gate_up_proj_blocks": torch.randint(0, 256, (4, 16, 1, 16), dtype=torch.uint8),
-        f"{EXPERTS}.gate_up_proj_scales": torch.randint(0, 256, (4, 16, 1), dtype=torch.uint8),
+        f"{EXPERTS}.gate_up_proj_scales": torch.randint(0, 256, (4, 1, 16), dtype=torch.uint8),
         f"{EXPERTS}.gate_up_proj_bias": rand(4, 16, seed=2).bfloat16(),
         "model.layers.0.mlp.router.weight": rand(4, 8, seed=3).bfloat16(),
     }
