@@ -159,7 +159,7 @@ jobs:
         (13, "'base' is given twice"),
         (13, "month must be in 1..12"),
         (13, "jobs[4].output", "text"),
-        (13, "jobs[4].device", "'gpu' is no device"),
+        (13, "jobs[4].device", "'gpu' is not a device"),
         (13, "jobs[4].adapters[0].path", "{x}", "no matrix"),
         (13, "jobs[4].adapters[1].path", "single '{'"),
         (13, "jobs[4].when", "no field"),
@@ -204,7 +204,7 @@ jobs:
             f"version: 1\njobs: [{{base: b, adapters: [a], output: o, strength_for: {{te: {'9' * 400}}}}}]",
             "hundreds of digits",
         ),
-        (f"version: 1\njobs: [{{base: b, adapters: [a], output: o, max_memory: {'9' * 400}}}]", "no size"),
+        (f"version: 1\njobs: [{{base: b, adapters: [a], output: o, max_memory: {'9' * 400}}}]", "not a size"),
         (
             f"version: 1\njobs: [{{base: b, adapters: [a], output: o, setting: {{lora_alpha: {'9' * 400}}}}}]",
             "lora_alpha is not a number",

@@ -76,7 +76,7 @@ class Folding:
 
     def __init__(self, plan: Plan, reader: Reader) -> None:
         self.plan, self.reader = plan, reader
-        self.making = WindowMerger([plan], reader)
+        self.making = WindowMerger([plan], [plan.job.output], reader)
         self.work = [w for w in windows([plan], window_bytes(plan)) if w.changes[0].folds]
         self.slots = [WindowBuffers() for _ in range(AT_ONCE)]
 
