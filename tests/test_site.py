@@ -82,7 +82,7 @@ def test_every_command_is_understood(
     inputs = words[1 : words.index("-o")] if "-o" in words else words[1:]
     named = [w.partition(":")[0] for w in inputs if "/" in w or ".safetensors" in w or ".yaml" in w]
     missing = [name for name in named if not (shelf / name).exists()]
-    makes = words[1] in ("batch", "inspect", "parts", "verify", "replay") or "--overwrite" in words
+    makes = words[1] in ("batch", "inspect", "parts", "compare", "verify", "replay") or "--overwrite" in words
     monkeypatch.setattr(sys, "argv", words if makes else [*words, "--overwrite"])
     with pytest.raises(SystemExit) as e:
         program.main()
