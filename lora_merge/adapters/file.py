@@ -143,8 +143,16 @@ class _Group:
 
     def narrow(self, algorithms: tuple[str, ...]) -> None:
         """Keep the algorithms that the suffix of one more tensor allows."""
-        if self.algorithms != algorithms:
-            self.algorithms = tuple(a for a in algorithms if self.algorithms is None or a in self.algorithms)
+        if self.algorithms is None:
+            self.algorithms = algorithms
+        elif self.algorithms != algorithms:
+            self.algorithms = _common(self.algorithms, algorithms)
+
+
+@lru_cache(maxsize=1024)
+def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the second list that are in the first, too; one answer serves the modules of one kind."""
+    return tuple(name for name in second if name in first)
 
 
 class FileValues:

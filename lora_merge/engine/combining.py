@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..methods import COMBINATIONS
+from .placement import Placement, stage
 
 STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
@@ -115,7 +116,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 def gram(changes: Sequence[Tensor]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩ in fp64."""
-    flat = [t.double().flatten() for t in changes]
+    flat = [_wide(t).flatten() for t in changes]
     return [[float(a @ b) for b in flat] for a in flat]
 
 
@@ -132,9 +133,19 @@ def thinned(how: str, change: Tensor, n: Numbers, seed: str) -> Tensor:
     if how == "random":
         chance = torch.full((count,), n.density, dtype=torch.float64)
     else:
-        chance = _by_rank(change, n.density, n.epsilon).cpu().flatten()
+        chance = _by_rank(change, n.density, n.epsilon).flatten()
     factor = torch.where(drawn < chance, 1 / chance, torch.zeros_like(chance))
-    return change * factor.to(change.device, change.dtype).view(change.shape)
+    return change * _like(factor.view(change.shape), change)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp64 on the host, where random numbers are drawn and sums are made."""
+    return stage([tensor], Placement(torch.device("cpu"), torch.float64))[0]
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor on the device and in the dtype of another one."""
+    return stage([tensor], Placement(other.device, other.dtype))[0]
 
 
 def _order(change: Tensor) -> Tensor:
@@ -150,7 +161,7 @@ def _only(change: Tensor, places: Tensor) -> Tensor:
 
 def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
     """Return the chance of each entry to be kept: within a row from density − ε for the smallest to density + ε."""
-    ranks = change.abs().argsort(dim=-1, stable=True).argsort(dim=-1).double()
+    ranks = _wide(change.abs().argsort(dim=-1, stable=True).argsort(dim=-1))
     width = max(change.shape[-1] - 1, 1)
     return density - epsilon + 2 * epsilon * ranks / width
 
@@ -171,7 +182,7 @@ def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
         return total
     weights = [1.0 if n.normalise == "count" else abs(s) for s in strengths]
     column = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device).view(-1, 1, 1)
-    divisor = (agree.to(scaled.dtype) * column).sum(0)
+    divisor = torch.where(agree, column, torch.zeros_like(column)).sum(0)
     return torch.where(divisor > 0, total / divisor.clamp_min(1e-30), torch.zeros_like(total))
 
 
@@ -184,8 +195,8 @@ def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
 
 def _karcher(changes: Sequence[Tensor]) -> Tensor:
     """Return the Karcher mean of the directions, times the mean of the norms; changes of zeros have no direction."""
-    norms = [float(t.double().norm()) for t in changes]
-    units = [t.double() / size for t, size in zip(changes, norms, strict=True) if size > 0]
+    norms = [float(_wide(t).norm()) for t in changes]
+    units = [_wide(t) / size for t, size in zip(changes, norms, strict=True) if size > 0]
     if not units:
         return torch.zeros_like(changes[0])
     mean = sum(units[1:], units[0])
@@ -202,4 +213,4 @@ def _karcher(changes: Sequence[Tensor]) -> Tensor:
         if size < 1e-10:
             break
         mean = math.cos(size) * mean + math.sin(size) * tangent / size
-    return (mean * (sum(norms) / len(norms))).to(changes[0].dtype)
+    return _like(mean * (sum(norms) / len(norms)), changes[0])

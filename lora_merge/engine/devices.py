@@ -117,7 +117,7 @@ def unusable(where: torch.device) -> str:
     whose memory other programs fill."""
     if where.type == "cpu":
         return ""
-    if failed := _failed.get(str(_numbered(where))):
+    if failed := _failed and _failed.get(str(_numbered(where))):
         return f"it failed before in this process: {failed}"
     try:
         torch.ones(1, device=where).add_(1).item()
