@@ -120,7 +120,7 @@ def _searched(change: Tensor, rank: int, rounds: int) -> Triples | None:
     squares = float(change.double().square().sum())
     count = min(rank + max(8, rank // 8), *matrix.shape)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(matrix.shape[1], count, generator=generator).to(matrix.device)
+    start = torch.randn(matrix.shape[1], count, generator=generator)
     basis = torch.linalg.qr(matrix @ start).Q
     reached = 0.0
     for _ in range(rounds):
