@@ -64,20 +64,34 @@ class Converter:
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: COPIED.get((patch.algorithm, place.parameter, slot)) for slot in patch.module.slots}
-        scaled = share.strength != 1 and row.rank is None
-        if others or not share.is_all(place) or not self.to.copies or None in endings.values() or scaled:
+        alpha = self._alpha(share)
+        if others or not share.is_all(place) or not self.to.copies or None in endings.values() or alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name,
                            "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank")  # fmt: skip
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if patch.magnitude is not None:
             tensors[".dora_scale"] = self._stored(patch.module.shared["magnitude"]).reshape(_magnitude(patch))
-        alpha = patch.module.shared.get("alpha")
+        tensors |= alpha
         rank = row.rank(patch.shapes) if row.rank is not None else 0
-        if alpha is not None:
-            tensors[".alpha"] = self.evaluator.cache.fetch(alpha).float().reshape(()) * share.strength
-        elif rank and patch.numbers.get("scale", 1.0) * share.strength != 1:
-            tensors[".alpha"] = torch.tensor(patch.numbers.get("scale", 1.0) * share.strength * rank)
         return Made(place, tensors, Layer(tensors, patch.algorithm, rank, rank, None, 0.0, 0.0))
+
+    def _alpha(self, share: Share) -> Mapping[str, Tensor] | None:
+        """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
+        patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
+        info = patch.module.shared.get("alpha")
+        alpha = None if info is None else self.evaluator.cache.fetch(info).float().reshape(())
+        kept = {} if alpha is None else {".alpha": alpha}
+        if "scale" not in patch.numbers:
+            return kept if share.strength == 1 else None
+
+        def scale(number: float | None) -> float:
+            return float(row.scalars_from(number, patch.shapes, patch.view.shape)["scale"])
+
+        wanted = patch.numbers["scale"] * share.strength
+        if scale(None if alpha is None else float(alpha)) == wanted:
+            return kept
+        one = scale(1.0)
+        return {".alpha": torch.tensor(wanted / one)} if scale(2.0) != one else None
 
     def _stored(self, info: StoredTensor) -> Tensor:
         value = self.evaluator.cache.fetch(info).clone()

@@ -224,3 +224,29 @@ def test_diffusers_loads_what_was_fused_in_kohyas_file(tmp_path: Path) -> None:
     model.fuse_lora()
     fused = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
     check(lora_merge.merge_state_dict(base, [tmp_path / "kohya.safetensors"]), fused, 1e-6)
+
+
+@pytest.mark.parametrize("strength", [1, -0.5])
+def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
+    folder: Path, tmp_path: Path, strength: float
+) -> None:
+    """LoKr and LoHa of PEFT keep α in adapter_config.json; the other dialects store it."""
+    model = folder / "flux.safetensors"
+    base = load_file(model)
+    layer = "double_blocks.0.img_attn.proj"
+    out, width = base[f"{layer}.weight"].shape
+    factors = {
+        "LOKR": {"lokr_w1": (4, 4), "lokr_w2_a": (out // 4, 2), "lokr_w2_b": (2, width // 4)},
+        "LOHA": {"hada_w1_a": (out, 2), "hada_w1_b": (2, width), "hada_w2_a": (out, 2), "hada_w2_b": (2, width)},
+    }
+    for method, shapes in factors.items():
+        (source := tmp_path / method).mkdir()
+        name = f"base_model.model.{layer}"
+        tensors = {f"{name}.{last}": rand(*shape, seed=n) for n, (last, shape) in enumerate(shapes.items())}
+        save_file(tensors, source / "adapter_model.safetensors")
+        config = {"peft_type": method, "r": 2, "alpha": 8, "target_modules": ["proj"]}
+        (source / "adapter_config.json").write_text(json.dumps(config))
+        output = tmp_path / f"{method}.safetensors"
+        lora_merge.convert((source, strength), output, to="kohya", base=model)
+        wanted = lora_merge.merge_state_dict(base, [(source, strength)], compute_dtype="fp64")
+        check(wanted, lora_merge.merge_state_dict(base, [output], compute_dtype="fp64"), 1e-6)
