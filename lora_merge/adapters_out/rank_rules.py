@@ -24,7 +24,7 @@ SHARES: Final = ("energy", "fro", "sum")
 RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
 SLACK: Final = 1e-12
 MOST: Final = 2**20
-GRAMMAR: Final = "a number, exact, same, energy:x, fro:x, sum:x, ratio:x, above:x, noise or size:100MiB"
+GRAMMAR: Final = "a number, exact, same, energy:x, fro:x, sum:x, ratio:x, above:x or size:100MiB"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rule:
     def text(self) -> str:
         """The rule as the user writes it."""
         value = f"{self.value:.17g}" if self.value != int(self.value) else str(int(self.value))
-        plain = {COUNT: value, EXACT: EXACT, SAME: SAME, "noise": "noise"}
+        plain = {COUNT: value, EXACT: EXACT, SAME: SAME}
         return plain.get(self.name, f"{self.name}:{value}")
 
 
@@ -66,7 +66,7 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         if not 1 <= int(name) <= MOST:
             raise UsageError(f"{name} is no rank", option, f"use a whole number from 1 to {MOST}")
         return Rule(COUNT, int(name), most)
-    if name in (EXACT, SAME, "noise") and not value:
+    if name in (EXACT, SAME) and not value:
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
@@ -92,9 +92,7 @@ def _unknown(text: object, option: str) -> UsageError:
     return UsageError(f"{str(text)[:40]!r} is no rule for ranks", option, f"use {GRAMMAR}")
 
 
-def choose(
-    rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0, noise: float = 0.0
-) -> int:
+def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0) -> int:
     """Return the rank of a layer: the smallest k for which the rule holds, at least 1, at most the spectrum's length.
 
     Parameters:
@@ -102,7 +100,6 @@ def choose(
         spectrum: Singular values, the largest first, without those below the numeric rank.
         total: ‖Δ‖², where the spectrum is only the beginning. Default: Σσ².
         same: The rank of the input module, for `same`.
-        noise: √v(√out + √cols), for `noise`; v is the mean square of the rounding error of the weights.
     """
     squares = [s * s for s in spectrum]
     energy = sum(squares) if total is None else total
@@ -114,8 +111,8 @@ def choose(
         k = _reached(squares, energy * (rule.value if rule.name == "energy" else rule.value**2))
     elif rule.name == "sum":
         k = _reached(spectrum, sum(spectrum) * rule.value)
-    elif rule.name in ("ratio", "above", "noise"):
-        least = {"ratio": spectrum[0] / rule.value if spectrum else 0.0, "above": rule.value, "noise": noise}[rule.name]
+    elif rule.name in ("ratio", "above"):
+        least = rule.value if rule.name == "above" else spectrum[0] / rule.value if spectrum else 0.0
         k = sum(s > least for s in spectrum)
     else:
         k = len(spectrum)
