@@ -36,6 +36,8 @@ AT_ONCE: Final = 8  # blocks per read call; with single blocks the disk prefers 
 
 AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page cache
 
+NUMBER: Final = 8  # bytes of the largest single number
+
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
 
@@ -123,6 +125,12 @@ class Reader:
         """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
         if not isinstance(info.source, Memory):
             advise(self._files[info.source].fd, info.offset + first, count, WILL_NEED)
+
+    def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
+        """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
+        for info in tensors:
+            if 0 < info.nbytes <= NUMBER:
+                self.expect(info, 0, info.nbytes)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over `AHEAD`."""

@@ -85,6 +85,8 @@ def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
 def match(inputs: Inputs) -> Matched:
     """Match every adapter with the base; FitError if one does not fit."""
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
+        for adapter in inputs.adapters:
+            reader.expect_numbers(adapter.index.tensors.values())
         return Matched(inputs, matches(inputs, FileValues(reader)))
 
 

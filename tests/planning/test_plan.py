@@ -6,13 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import lora_merge
+from lora_merge.disk import reader, system
 from lora_merge.errors import UnmatchedModules
+from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.plan import coverage
 from lora_merge.text import NUMBER
 
-from ..support import rand, save
+from ..support import rand, save, sd1
 
 LAYERS, EXPERTS = 3, 40
 
@@ -51,3 +54,26 @@ def test_hundreds_of_modules_without_a_place_are_told_by_pattern(tmp_path: Path)
     pattern = "base_model.model.model.layers.{i}.mlp.experts.{i}.gate"
     example = "base_model.model.model.layers.0.mlp.experts.0.gate"
     assert f"{pattern} × {len(modules)}, e.g. {example}; the base is" in failure.value.where
+
+
+def test_the_alphas_are_read_ahead_before_they_are_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that turns would take 10 ms for each alpha, and an adapter has thousands."""
+    name = "lora_unet_time_embed_0"
+    factors = {f"{name}.lora_down.weight": rand(2, 16), f"{name}.lora_up.weight": rand(64, 2)}
+    adapter = save(factors | {f"{name}.alpha": torch.tensor(1.0)}, tmp_path / "a.safetensors")
+    happened = []
+
+    def advise(_fd: int, offset: int, size: int, advice: int) -> None:
+        happened.extend([("ahead", offset, size)] if advice == reader.WILL_NEED else [])
+
+    def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+        happened.append(("read", offset, len(buffer)))
+        return system.read_at(fd, buffer, offset)
+
+    monkeypatch.setattr(reader, "advise", advise)
+    monkeypatch.setattr(reader, "read_at", read_at)
+    lora_merge.plan(save(sd1(), tmp_path / "b.safetensors"), [adapter], output=tmp_path / "o.safetensors")
+    alpha = open_checkpoint(adapter).tensors[f"{name}.alpha"]
+    assert happened == [("ahead", alpha.offset, 4), ("read", alpha.offset, 4)]
