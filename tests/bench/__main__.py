@@ -2,7 +2,7 @@
 
 Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `adapters` (three at once),
 `dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `many`
-(25 000 to 200 000 tensors, 100 to 1000 shards), `gpu` (what the folds reach of a CUDA device, and whole merges there).
+(25 000 to 200 000 tensors, 100 to 1000 shards), `host` (what a device costs the processors), `gpu` (what the folds reach of a CUDA device, and whole merges there).
 About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from lora_merge.disk.volumes import file_system
 
-from . import batch, gpu, inputs, many
+from . import batch, gpu, host, inputs, many
 from .measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -210,7 +210,7 @@ def start(b: Bench) -> None:
 
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
-    "start": start, "many": many.suite, "batch": batch.suite, "gpu": gpu.suite,
+    "start": start, "many": many.suite, "batch": batch.suite, "host": host.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 

@@ -68,7 +68,12 @@ def table(name: str) -> dict[str, Shape]:
 
 def base(path: Path, model: str, dtype: str = "F16") -> Path:
     """A checkpoint of one of MODELS."""
-    return write(path, {key: (dtype, shape) for key, shape in table(MODELS[model].table).items()})
+    return write(path, weights(model, dtype))
+
+
+def weights(model: str, dtype: str) -> Table:
+    """The tensors of one of MODELS."""
+    return {key: (dtype, shape) for key, shape in table(MODELS[model].table).items()}
 
 
 def adapter(path: Path, model: str, algorithm: str = "lora", *, rank: int = 32, every: bool = False,
@@ -169,7 +174,7 @@ def large(folder: Path) -> tuple[Path, Path]:
             weights[f"model.layers.{i}.{name}.weight"] = ("F16", shape)
             for slot, size in _lora(shape, 8).items():
                 lora[f"model.layers.{i}.{name}.{slot}"] = ("F16", size)
-    return _hole(folder / "large.safetensors", weights), write(folder / "large-lora.safetensors", lora, scale=0.01)
+    return hole(folder / "large.safetensors", weights), write(folder / "large-lora.safetensors", lora, scale=0.01)
 
 
 def _header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
@@ -183,7 +188,8 @@ def _header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str
     return struct.pack("<Q", len(text)) + text, end
 
 
-def _hole(path: Path, tensors: Table) -> Path:
+def hole(path: Path, tensors: Table) -> Path:
+    """Return a file of zeros that takes no room on the disk."""
     header, size = _header(tensors, {})
     with path.open("wb") as f:
         f.write(header)
