@@ -51,6 +51,37 @@ class Stream:
             self.after.add(other)
 
 
+class Event:
+    """A point in a stream that a thread sleeps for."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        assert blocking, "a thread that spins takes the time of readers and writers"
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class Runtime:
+    """CUDA's functions for memory of the host."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, _flags: int) -> int:
+        if gpu().refuses_memory:
+            return 2
+        assert address not in gpu().registered, "712: it is registered already"
+        gpu().registered[address] = size
+        gpu().counts["registered"] += 1
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        del gpu().registered[address]
+        return 0
+
+
 @dataclass
 class Storage:
     """Who has yet to write it, and to read it: stream, and whether it has still to do so."""
@@ -67,6 +98,8 @@ class Pretended:
     mine: local = field(default_factory=local)  # each thread's current device and streams
     defaults: dict[int, Stream] = field(default_factory=dict)
     pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
+    registered: dict[int, int] = field(default_factory=dict)  # address → bytes
+    refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
 
@@ -101,6 +134,9 @@ class Pretended:
             self.mine.streams[stream.device.index] = before
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        at = tensor.data_ptr()
+        if any(low <= at and at + tensor.nbytes <= low + size for low, size in self.registered.items()):
+            return True
         found = self.pinned.get(tensor.untyped_storage().data_ptr())
         return found is not None and not found.expired()
 
@@ -157,6 +193,19 @@ class There(Tensor):
         with gpu().lock:
             return copied(self, source, non_blocking=non_blocking)
 
+    def __getitem__(self, key: Any) -> Tensor:
+        """By views and aten.index; torch's own way asks a real device for a guard, which a build for CPUs lacks."""
+        out, index = planned(self, key)
+        return out if index is None else aten.index.Tensor(out, index)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        out, index = planned(self, key)
+        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
+        if index is None:
+            aten.copy_.default(out, value.expand(out.shape))
+        else:
+            aten.index_put_.default(out, index, value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -167,6 +216,27 @@ class There(Tensor):
                 out = torch.empty(args[0].shape, dtype=args[0].dtype)
                 return copied(out, args[0], non_blocking=False).to(kwargs.get("dtype") or out.dtype)
             return operated(func, args, kwargs)
+
+
+def planned(x: Tensor, key: Any) -> tuple[Tensor, list[Any] | None]:
+    """A view of a tensor for what a key says of single numbers and ranges, and the key's tensors, for aten.index."""
+    key = key if isinstance(key, tuple) else (key,)
+    used = sum(k is not None and k is not Ellipsis for k in key)
+    out, dim, index = x, 0, dict[int, Any]()
+    for k in key:
+        if k is None:
+            out, dim = aten.unsqueeze.default(out, dim), dim + 1
+        elif k is Ellipsis:
+            dim += x.dim() - used
+        elif isinstance(k, int):
+            out = aten.select.int(out, dim, k)
+        elif isinstance(k, slice):
+            if k != slice(None):
+                out = aten.slice.Tensor(out, dim, k.start, k.stop, k.step or 1)
+            dim += 1
+        else:
+            index[dim], dim = k, dim + 1
+    return out, [index.get(d) for d in range(max(index) + 1)] if index else None
 
 
 def values(tree: Any) -> Any:
@@ -191,7 +261,8 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
     made_on = {"device": "meta"} if "device" in kwargs else {}
     shaped = func(*shapes(args), **shapes(on), **made_on)
     view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-    written = [a for a, i in zip(args, func._schema.arguments, strict=False) if i.alias_info and i.alias_info.is_write]
+    into = [a for a, i in zip(args, func._schema.arguments, strict=False) if i.alias_info and i.alias_info.is_write]
+    written = tree_leaves(into)
     known = {id(t.shaped): t for t in there}
 
     def wrapped(t: Any) -> Any:
@@ -280,7 +351,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         return tensor(*args, **kwargs).to(device) if device is not None else tensor(*args, **kwargs)
 
     instead = {
-        "Stream": Stream, "stream": found.using, "device": found.on, "current_stream": found.stream,
+        "Stream": Stream, "Event": Event, "cudart": lambda: Runtime, "stream": found.using, "device": found.on, "current_stream": found.stream,
         "current_device": lambda: found.current, "is_available": lambda: True, "device_count": lambda: devices,
         "_lazy_init": lambda: None, "empty_cache": lambda: None,
     }  # fmt: skip

@@ -96,9 +96,13 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
         whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            last = min(first + step, high)
-            found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
-            yield Block(target, first, last, cols, found)
+            yield block(target, first, min(first + step, high))
+
+
+def block(target: OutputTensor, first: int, last: int) -> Block:
+    """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
+    found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
+    return Block(target, first, last, target.matrix[1], found)
 
 
 def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:

@@ -21,15 +21,15 @@ class Buffer:
     """Page-aligned memory that is reused; it grows by a quarter more than needed, as the system zeroes new memory."""
 
     def __init__(self) -> None:
-        self._memory = aligned_buffer(0)
+        self.memory = aligned_buffer(0)
 
     def view(self, start: int, size: int) -> memoryview:
         """Return `size` bytes whose address equals `start` modulo the size of a page."""
         lead = start % PAGE
-        held, needed = len(self._memory), lead + size
+        held, needed = len(self.memory), lead + size
         if held < needed:
-            self._memory = aligned_buffer(needed + needed // 4 if held else needed)
-        return self._memory[lead : lead + size]
+            self.memory = aligned_buffer(needed + needed // 4 if held else needed)
+        return self.memory[lead : lead + size]
 
 
 @dataclass

@@ -270,5 +270,10 @@ def stack_size(at: Placement, max_vram: int | None, rows: int, cols: int) -> int
         most = CPU_STACK if min(rows, cols) >= NARROW else 0
     else:
         each = 56 if at.dtype == torch.float64 else 24  # bytes for a number; rounding fp64 takes more temporaries
-        most = min(DEVICE_STACK, (DEVICE_BYTES if max_vram is None else max_vram) // (3 * each))
+        most = min(DEVICE_STACK, device_bytes(max_vram) // (3 * each))
     return max(1, most // max(rows * cols, 1))
+
+
+def device_bytes(max_vram: int | None) -> int:
+    """Return the bytes of a device's memory that a merge may use."""
+    return DEVICE_BYTES if max_vram is None else max_vram

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import local
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from .placement import (
 )
 from .tensors import Codes, decoded, recode, stored_numbers
 from .torch_state import exact_products
+
+Result = TypeVar("Result")
+Work = TypeVar("Work")
 
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
@@ -86,7 +89,7 @@ class BlockMerger:
 
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
-        for group in list(_groups(items, self._most)):
+        for group in list(groups(items, _block, self._most)):
             if self.pool is None:
                 done: Future[Outcome] = Future()
                 done.set_result(self._fold(group))
@@ -94,9 +97,13 @@ class BlockMerger:
             else:
                 yield self.pool.submit(self._fold, group)
 
+    def fold_here(self, items: Sequence[Item]) -> Outcome:
+        """Fold all items in the calling thread, which may be one of the pool."""
+        return sum((self._fold(group) for group in groups(items, _block, self._most)), Outcome())
+
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call."""
-        return stack_size(_precise(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
+        return stack_size(precise_at(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
@@ -125,22 +132,29 @@ class BlockMerger:
     def _attempt(self, group: Sequence[Item], lane: DeviceStream | None = None) -> Outcome | str:
         """Fold blocks in one call; return the device's message if it is out of memory."""
         try:
-            lane = lane or self._lane()
-            with torch.no_grad(), exact_products(), lane.turn():
-                merged = self._fold_at(group, _precise(lane.at, group[0].block), lane)
+            merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
         except DoesNotFit as e:  # found in values, not in shapes, such as indices outside the weight
             raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
                                 "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
+        if merged is None:
+            return Outcome()
+        if isinstance(merged, str):
+            return merged
+        return self._cut(group, merged) if group[0].block.target.packed is None else self._recoded(group, merged)
+
+    def turn(self, work: Callable[[DeviceStream], Result], lane: DeviceStream | None = None) -> Result | str:
+        """Return the result of work in one turn of a lane, by default the calling thread's; the device's message if it
+        is out of memory. DeviceFailed if the device has failed."""
+        try:
+            lane = lane or self._lane()
+            with torch.no_grad(), exact_products(), lane.turn():
+                return work(lane)
         except RuntimeError as e:
             short = device_full(e)
             if not short and (text := device_failure(e)):
                 raise device_failed(self.at[0].device if lane is None else lane.at.device, text) from e
             if not short:
                 raise
-        else:
-            if merged is None:
-                return Outcome()
-            return self._cut(group, merged) if group[0].block.target.packed is None else self._recoded(group, merged)
         self._relieve()  # outside `except`: frames of an exception in hand keep their tensors
         return short
 
@@ -261,7 +275,7 @@ def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
     return sum((done.result() for done in under_way), Outcome())
 
 
-def _precise(at: Placement, block: Block) -> Placement:
+def precise_at(at: Placement, block: Block) -> Placement:
     """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
     return precise(at) if any(r.decomposes for r in rows) else at
@@ -273,12 +287,17 @@ def _in_place(group: Sequence[Item], at: Placement) -> bool:
     return len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
 
 
-def _groups(items: Sequence[Item], most: Callable[[Block], int]) -> Iterator[list[Item]]:
-    kinds: dict[Any, list[Item]] = {}
+def _block(item: Item) -> Block:
+    return item.block
+
+
+def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:
+    """Yield the items whose blocks (`of`) are of one kind together, at most so many as `most` says of a block."""
+    kinds: dict[Any, list[Work]] = {}
     for item in items:
-        kinds.setdefault(item.block.kind, []).append(item)
+        kinds.setdefault(of(item).kind, []).append(item)
     for same in kinds.values():
-        n = most(same[0].block)
+        n = most(of(same[0]))
         for first in range(0, len(same), n):
             yield same[first : first + n]
 

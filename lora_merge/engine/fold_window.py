@@ -13,7 +13,9 @@ from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import Outcome, WindowTask
-from .devices import one_core, places, release, threads
+from .device.adapters import AdaptersOnDevice
+from .device.windows import DeviceWindows
+from .devices import device_bytes, one_core, places, release, stack_size, threads
 from .fold_blocks import BlockMerger, Item, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
@@ -31,7 +33,10 @@ class WindowMerger:
         self.device = ",".join(str(p.device) for p in at)
         self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
         self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        self.blocks = BlockMerger.of(job, at, PatchTensors(self.cache.fetch, plans[0].weights), self.pool)
+        held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4) if at[0].device.type != "cpu" else None
+        tensors = PatchTensors(self.cache.fetch, plans[0].weights, held=held)
+        self.blocks = BlockMerger.of(job, at, tensors, self.pool)
+        self.whole = DeviceWindows(self.blocks, self.pool, stack_size(at[0], job.max_vram, 1, 1)) if held else None
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
         self.spools = [Spool(part.parent) for part in parts]
@@ -56,7 +61,16 @@ class WindowMerger:
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
         kept = None if task.last else base_bytes  # the last task overwrites the base values
-        for future in self.blocks.begin([_item(f, out, base if f.apart else kept) for f in task.change.folds]):
+
+        def item(f: Fold) -> Item:
+            return _item(f, out, base if f.apart else kept)
+
+        left = task.change.folds
+        if self.whole is not None:
+            started = [*self.whole.begin(task, item)]
+            left = [f for f in started if isinstance(f, Fold)]
+            task.under_way.extend(f for f in started if not isinstance(f, Fold))
+        for future in self.blocks.begin([item(f) for f in left]):
             task.under_way.append(future)
 
     def settle(self, task: WindowTask) -> None:
@@ -89,6 +103,8 @@ class WindowMerger:
     def close(self) -> None:
         """End the threads, and give back the memory of their streams, which no other stream can use."""
         self.pool.shutdown()
+        if self.whole is not None:
+            self.whole.close()
         self.forget()
         release(self.blocks.at)
         for spool in self.spools:

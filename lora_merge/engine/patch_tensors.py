@@ -16,6 +16,7 @@ from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
+from .device.adapters import AdaptersOnDevice
 from .devices import precise
 from .fold import RULES, StackedPatch
 from .placement import DeviceStream, Placement, move, numbers, stage, stage_indices, whole
@@ -35,6 +36,7 @@ class PatchTensors:
     weights: Mapping[str, Weight]
     kept: DeviceCache = field(default_factory=DeviceCache)
     kin: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
+    held: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
         """Return all numbers of a weight of the base."""
@@ -100,6 +102,10 @@ class PatchTensors:
             tensor = self.fetch(info).reshape(shape)
             return put([tensor if cut is None else tensor.narrow(*cut)], at).squeeze(0)
 
+        held = self.held.get(info, lane) if self.held is not None and at == lane.at else None
+        if held is not None:
+            whole = held.view(shape)
+            return whole if cut is None else whole.narrow(*cut).contiguous()
         key = (info.file, info.name, shape, at)
         if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
             whole = self._keep(key, lane, lambda: staged(None))

@@ -83,6 +83,7 @@ class DeviceStream:
         self.stream = _stream(at.device, number) if _queues(at.device) else None
         self._memory: dict[str, Tensor] = {}
         self._held: list[Tensor] = []
+        self._done: torch.cuda.Event | None = None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -107,9 +108,14 @@ class DeviceStream:
         return tensor
 
     def settle(self) -> None:
-        """Wait for all queued operations, so that other lanes may use their results."""
+        """Wait for all queued operations, so that other lanes may use their results.
+
+        The thread sleeps meanwhile: where it waits for the stream itself, CUDA keeps a core busy.
+        """
         if self.stream:
-            self.stream.synchronize()
+            self._done = self._done or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._done.record(self.stream)
+            self._done.synchronize()
 
     def host(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialised [shape] on the host; it shares memory with earlier results for the same use."""
@@ -137,7 +143,7 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = 
     if at.device.type == "cpu":
         out = lane.host("values", shape, at.dtype) if lane else torch.empty(shape, dtype=at.dtype)
     elif lane is None or lane.stream is None or tensors[0].device == at.device:
-        held = [t if _holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
+        held = [t if holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
         moved = [t.to(at.device).to(at.dtype) for t in held]
         alone = len(moved) == 1 and moved[0] is not tensors[0] and moved[0].is_contiguous()
         return moved[0].unsqueeze(0) if alone else torch.stack(moved)
@@ -181,7 +187,7 @@ def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = Non
     """
     dtype, merged, sound = into[0].dtype, merged.detach(), True
     if merged.device.type != "cpu":
-        if _holds(merged.device, dtype):
+        if holds(merged.device, dtype):
             merged = _ready(merged, dtype).to(dtype)
             sound = not odd(merged)
         if all(target.device == merged.device for target in into):
@@ -307,7 +313,8 @@ def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return _ready(tensor, dtype).to(dtype).contiguous()
 
 
-def _holds(device: torch.device, dtype: torch.dtype) -> bool:
+def holds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device has a dtype, with correct casts."""
     return dtype in PLAIN or device.type in WHOLE
 
 

@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from lora_merge.disk.reader import Reader
 from lora_merge.engine import devices, placement
 from lora_merge.engine.admission import plan_merge
+from lora_merge.engine.device import adapters, windows
+from lora_merge.engine.device.registered import RegisteredBuffers
 from lora_merge.engine.placement import DeviceStream, Placement
 from lora_merge.job import make_job
 
@@ -76,7 +78,9 @@ def downwards(counts: Counter[str] | None) -> Any:
 @contextmanager
 def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
     """Let `meta` be a device with streams; with `counts`, count what is done there."""
-    nothing: Any = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None, query=lambda: True)
+    nothing: Any = SimpleNamespace(
+        synchronize=lambda: None, record=lambda _: None, wait_stream=lambda _: None, query=lambda: True
+    )
     turn = DeviceStream.turn
 
     @contextmanager
@@ -94,6 +98,8 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         patch.object(placement, "_pinned", lambda count, dtype: torch.empty(count, dtype=dtype)),
         patch.object(placement, "odd", lambda t, odd=placement.odd: not t.is_meta and odd(t)),
         patch.object(torch.cuda, "current_stream", lambda _: nothing),
+        patch.object(windows, "fit", lambda *_: True), patch.object(adapters, "fit", lambda *_: True),
+        patch.object(RegisteredBuffers, "has", lambda *_: True), patch.object(torch.cuda, "Event", lambda **_: nothing),
         patch.object(torch.cuda, "stream", nullcontext), patch.object(torch.cuda, "device", nullcontext),
         patch.object(DeviceStream, "turn", counted), patch.object(Tensor, "copy_", downwards(counts)),
         patch("lora_merge.engine.fold_window.places", places),

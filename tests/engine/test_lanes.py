@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.engine import tensors as factors
+from lora_merge.engine.blocks import BLOCK_ELEMENTS
 from lora_merge.engine.devices import stack_size
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.patch_tensors import PatchTensors
@@ -65,6 +66,19 @@ class Stream:
         """For the caller's, where nothing is queued here: its work would come first."""
         assert other is self.device.streams[0]
         self.waited = True
+
+
+class Event:
+    """The end of what is queued on a stream."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
 
 
 @dataclass
@@ -147,7 +161,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.engine.placement._queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
-    for name, value in {"Stream": lambda _: Stream(found), "stream": turn, "current_stream": lambda _: caller,
+    for module in ("windows", "adapters"):
+        monkeypatch.setattr(f"lora_merge.engine.device.{module}.fit", lambda *_: True)
+    for name, value in {"Stream": lambda _: Stream(found), "Event": Event, "stream": turn, "current_stream": lambda _: caller,
                         "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     _stream.cache_clear()
@@ -160,7 +176,7 @@ def test_lanes_share_factors_without_races(
     kind: str, most: int, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A merge whose windows end, and give their factors' memory back, at the worst moment: while others use them.
-    Also where calls are made again, smaller, as more than `most` blocks do not fit."""
+    Also where calls are made again, smaller, as numbers of more than `most` blocks do not fit."""
     shared: list[factors.DeviceCache] = []
 
     class DeviceCache(factors.DeviceCache):
@@ -171,16 +187,18 @@ def test_lanes_share_factors_without_races(
     def late(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
         time.sleep(0.02)  # other lanes come that far too
         shared[-1].clear()
-        if len(base) > most:
+        if base.numel() > most * BLOCK_ELEMENTS:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
     monkeypatch.setattr(
-        "lora_merge.engine.fold_window.PatchTensors", lambda *given: PatchTensors(*given, kept=DeviceCache())
+        "lora_merge.engine.fold_window.PatchTensors",
+        lambda *given, **more: PatchTensors(*given, kept=DeviceCache(), **more),
     )
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": late})
+    for module in ("fold_blocks", "device.windows"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )
@@ -211,7 +229,8 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": full})
+    for module in ("fold_blocks", "device.windows"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
     assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()
@@ -272,6 +291,7 @@ def test_a_turn_leaves_the_device_before_the_stream_could_start_another(monkeypa
         monkeypatch.setattr(torch.cuda, name, lambda at, name=name: recorded(name, at))
     lane = DeviceStream(Placement(torch.device("cpu"), torch.float32))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     lane.stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)  # type: ignore[assignment]
     with lane.turn():
         order.append("work")

@@ -1,0 +1,1 @@
+"""Whole windows on a device."""

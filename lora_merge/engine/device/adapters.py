@@ -1,0 +1,109 @@
+"""Adapters on a device: their tensors are uploaded once, in large pieces, and cast there to the compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from threading import Lock
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...algorithms import ALGORITHMS
+from ...disk.files import Source, StoredTensor
+from ...disk.reader import Reader
+from ...planning.plan import Plan
+from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
+from .placement import cast_all, extremes, fit, upload
+
+PIECE: Final = 16 * 2**20
+"""Bytes of one upload; a lane keeps pinned memory of this size."""
+
+GAP: Final = 2**16
+"""Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
+
+Key: TypeAlias = tuple[Source, int, int, str]
+
+
+class AdaptersOnDevice:
+    """The tensors of adapters at each placement, made when the first lane asks for one of them."""
+
+    def __init__(self, reader: Reader, plans: Sequence[Plan], most: int) -> None:
+        """`most`: the bytes that they may take on a device. Those that go beyond it are not held."""
+        self._reader, self._infos, self._most = reader, _used(plans), most
+        self._made: dict[Placement, dict[Key, Tensor]] = {}
+        self._lock = Lock()
+
+    def get(self, info: StoredTensor, lane: DeviceStream) -> Tensor | None:
+        """Return all numbers of a tensor, flat, at the lane's placement; None for a tensor that is not held."""
+        if lane.at not in self._made:
+            with self._lock:
+                if lane.at not in self._made:
+                    made = self._upload(lane)
+                    lane.settle()
+                    self._made[lane.at] = made
+        return self._made[lane.at].get(_key(info))
+
+    def size(self, at: Placement) -> int:
+        """Return the bytes that they take at a placement."""
+        return min(self._most, at.dtype.itemsize * sum(prod(i.shape) for i in self._infos))
+
+    def clear(self) -> None:
+        """Give the memory back, and hold nothing from now on."""
+        with self._lock:
+            self._made = {at: {} for at in self._made}
+
+    def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
+        """Return all tensors at the lane's placement. A piece with a number that is not finite is left out: whoever
+        needs it reads it again, and finds the tensor."""
+        found, left = dict[Key, Tensor](), self._most // lane.at.dtype.itemsize
+        for infos in _pieces([i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]):
+            numbers = [prod(i.shape) for i in infos]
+            left -= sum(numbers)
+            if left < 0:
+                break
+            start, end = infos[0].offset, infos[-1].offset + infos[-1].nbytes
+            host = lane.host("adapter", (end - start,), torch.uint8)
+            memory: Any = host.numpy()
+            self._reader.read_into(memoryview(memory), infos[0].source, start)
+            raw = upload("adapter", host, lane, direct=True)
+            own = torch.empty(sum(numbers), dtype=lane.at.dtype, device=lane.at.device)
+            parts = own.split_with_sizes(numbers)
+            cast_all([raw[i.offset - start :][: i.nbytes].view(TORCH_DTYPES[i.dtype]) for i in infos], parts)
+            ends = extremes(own, lane)
+            lane.settle()
+            if fit(ends, lane.at.dtype):
+                found |= zip(map(_key, infos), parts, strict=True)
+        return found
+
+
+def _key(info: StoredTensor) -> Key:
+    return info.source, info.offset, info.nbytes, info.dtype
+
+
+def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
+    """Return the tensors that formulas take as floats, each once, in the order in which they are stored."""
+    found: dict[Key, StoredTensor] = {}
+    for patch in (u.patch for p in plans for m in p.adapters for uses in m.uses.values() for u in uses):
+        floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.beside.keys()
+        for info in (patch.module.slots[slot] for slot in floats):
+            if info.nbytes:
+                found[_key(info)] = info
+    return sorted(found.values(), key=lambda i: (str(i.file), i.offset))
+
+
+def _pieces(infos: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Yield tensors that lie in one piece of a file, and whose numbers are aligned there."""
+    piece: list[StoredTensor] = []
+    for info in infos:
+        if piece:
+            first, last = piece[0], piece[-1]
+            gap = info.offset - last.offset - last.nbytes
+            near = info.source == first.source and 0 <= gap <= GAP and info.offset + info.nbytes - first.offset <= PIECE
+            if not near or (info.offset - first.offset) % TORCH_DTYPES[info.dtype].itemsize:
+                yield piece
+                piece = []
+        piece.append(info)
+    if piece:
+        yield piece

@@ -1,0 +1,71 @@
+"""Moves whole windows between host and device, and casts many blocks there with one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..placement import PATTERNS, ROOM, DeviceStream, _ready
+
+
+def upload(use: str, host: Tensor, lane: DeviceStream, *, direct: bool) -> Tensor:
+    """Return bytes of the host on the lane's device, with one transfer, which is only queued.
+
+    `direct`: whether the device can read the host's memory itself; else the bytes go through pinned memory, which the
+    next call with this `use` overwrites.
+    """
+    if not direct and lane.stream is not None:
+        host = lane.host(use, host.shape, host.dtype).copy_(host)
+    return host.to(lane.at.device, non_blocking=True)
+
+
+def download(pairs: Sequence[tuple[Tensor, Tensor]], lane: DeviceStream, *, direct: bool) -> None:
+    """Copy bytes of the device to the host, one transfer for each pair (there, host), and wait for all of them."""
+    here = []
+    for number, (there, host) in enumerate(pairs):
+        own = host if direct or lane.stream is None else lane.host(f"down {number}", host.shape, host.dtype)
+        own.copy_(there, non_blocking=lane.stream is not None)
+        here.append((own, host))
+    lane.settle()
+    for own, host in here:
+        if own is not host:
+            host.copy_(own)
+
+
+def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Cast tensors into others of the same shapes and of one device, with one operation for each pair of dtypes.
+
+    Numbers are rounded once, to the nearest; see `rounded` for fp64.
+    """
+    kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, into, strict=True):
+        own = kinds.setdefault((source.dtype, target.dtype), ([], []))
+        own[0].append(source)
+        own[1].append(target)
+    for (old, new), (given, wanted) in kinds.items():
+        if len(wanted) > 1 and {old, new} <= PATTERNS.keys():
+            torch._foreach_copy_(wanted, given)
+        else:  # one tensor, or 8-bit numbers
+            for source, target in zip(given, wanted, strict=True):
+                target.copy_(source)
+
+
+def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers in a dtype from which a cast rounds correctly."""
+    return _ready(work, dtype)
+
+
+def extremes(work: Tensor, lane: DeviceStream) -> Tensor:
+    """Return the smallest and the largest number, NaN if there is a NaN, in memory of the host that holds them once the
+    lane is settled."""
+    found = torch.stack(torch.aminmax(work))
+    if lane.stream is None:
+        return found.cpu()
+    return lane.host(f"extremes {work.dtype}", (2,), work.dtype).copy_(found, non_blocking=True)
+
+
+def fit(found: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all numbers between two `extremes` are finite, and finite once they are rounded to a dtype."""
+    return all(abs(number) <= ROOM[dtype] for number in found.tolist())

@@ -1,0 +1,223 @@
+"""Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
+
+The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
+block by block: where a number is too large for its dtype, and where the device is out of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...algorithms import DoesNotFit
+from ..blocks import block
+from ..buffers import Outcome, WindowTask
+from ..fold import RULES
+from ..fold_blocks import BlockMerger, Item, groups, precise_at
+from ..placement import TORCH_DTYPES, DeviceStream, holds
+from ..windows import Fold
+from .placement import cast_all, download, extremes, fit, rounded, upload
+from .registered import RegisteredBuffers
+
+SMALL: Final = 2**20
+"""Numbers of a block from which on it is folded by itself, as it keeps a device busy: nothing is stacked for it."""
+
+
+ALIGNED: Final = 8
+"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
+
+
+class Joined(NamedTuple):
+    """Consecutive blocks of one tensor that are folded as one."""
+
+    fold: Fold
+    parts: tuple[Fold, ...]
+
+
+class Part(NamedTuple):
+    """Blocks of a window that are folded together, in the order of their results, and their way back block by block."""
+
+    task: WindowTask
+    folds: tuple[Fold, ...]
+    items: Callable[[], list[Item]]
+    made: Sequence[int]  # offsets of all results of the window
+
+
+class DeviceWindows:
+    """Folds windows in the threads of a pool, each of which has a lane to a device."""
+
+    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, most: int) -> None:
+        """`most`: how many numbers a lane may fold at once."""
+        self.blocks, self.pool, self.most = blocks, pool, most
+        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
+
+    def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
+        """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
+        bytes are no numbers that the device has. `item` returns a block with its tensors on the host."""
+        change, ours = task.change, list[Fold]()
+        made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
+        for f in change.folds:
+            if self._takes(f):
+                ours.append(f)
+            else:
+                yield f
+        for apart in (False, True):
+            for some in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
+                parts = [f for j in some for f in j.parts]
+                items = partial(lambda parts: [item(f) for f in parts], parts)
+                yield self.pool.submit(self._fold, Part(task, tuple(j.fold for j in some), items, made))
+
+    def _takes(self, f: Fold) -> bool:
+        target, at = f.block.target, self.blocks.at[0]
+        weight = target.weight
+        plain = target.packing.encoding.plain and weight.packing.encoding.plain and not weight.padded
+        dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
+        aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
+        alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
+        return plain and aligned and alike and self.blocks.draw is None
+
+    def _parts(self, folds: Sequence[Fold]) -> Iterator[list[Joined]]:
+        """Yield blocks, joined, of at most `most` numbers together; a block that is larger stays alone."""
+        part, numbers = list[Joined](), 0
+        for found in joined(folds, self.most):
+            count = found.fold.block.elements
+            if part and numbers + count > self.most:
+                yield part
+                part, numbers = [], 0
+            part.append(found)
+            numbers += count
+        if part:
+            yield part
+
+    def _fold(self, part: Part) -> Outcome:
+        """Fold a part of a window, block by block if it is not possible at once."""
+        with self.blocks.room.shared():
+            done = self.blocks.turn(partial(self._at_once, part))
+        return Outcome() if done is True else self.blocks.fold_here(part.items())
+
+    def _at_once(self, part: Part, lane: DeviceStream) -> bool:
+        """Fold blocks and write the results. False, with nothing written, if a number is too large for its dtype or an
+        adapter's value is invalid: the way block by block tells which."""
+        task, apart, device = part.task, part.folds[0].apart, lane.at.device
+        host = task.base_bytes.views(task.window)[apart]
+        low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
+        given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
+        direct = self.registered.has(task.base_bytes.base if apart else task.base_bytes.out, device)
+        there = upload("up", given, lane, direct=direct)
+        start = part.folds[0].at // ALIGNED * ALIGNED
+        size = part.folds[-1].at + part.folds[-1].nbytes - start
+        out = torch.empty(size, dtype=torch.uint8, device=device) if apart else there
+        kinds: dict[tuple[bool, str], list[Fold]] = {}
+        for f in part.folds:
+            kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
+        try:
+            found = [self._merged(some, there, low, lane) for some in kinds.values()]
+        except DoesNotFit:
+            return False
+        ends = [extremes(work, lane) for _, work, _ in found]
+        lane.settle()
+        dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
+        if not all(map(fit, ends, dtypes)):
+            return False
+        for (folds, work, sizes), dtype in zip(found, dtypes, strict=True):
+            cast_all(
+                rounded(work, dtype).split_with_sizes(sizes),
+                [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds],
+            )
+        view = task.own.out.view(task.window.start, task.window.size)
+        runs = [(a - start, b - start, _bytes(view, a, b)) for a, b in _runs(part, bridged=not apart)]
+        direct = self.registered.has(task.own.out, device)
+        download([(out[a:b], host) for a, b, host in runs], lane, direct=direct)
+        return True
+
+    def _merged(
+        self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream
+    ) -> tuple[list[Fold], Tensor, list[int]]:
+        """Return blocks of one placement and dtype in another order, their merged numbers in that order, flat, and how
+        many there are of each."""
+        at = precise_at(lane.at, folds[0].block)
+        stacks = [
+            *groups(folds, lambda f: f.block, lambda b: max(1, (SMALL if b.elements < SMALL else 0) // b.elements))
+        ]
+        ordered = [f for stack in stacks for f in stack]
+        sizes = [f.block.elements for f in ordered]
+        work = torch.empty(sum(sizes), dtype=at.dtype, device=at.device)
+        stored = [TORCH_DTYPES[f.block.target.weight.stored.dtype] for f in ordered]
+        numbers = [
+            _numbers(there, f.source - low, f.source_bytes, dtype) for f, dtype in zip(ordered, stored, strict=True)
+        ]
+        cast_all(numbers, work.split_with_sizes(sizes))
+        done = 0
+        for stack in stacks:
+            b = stack[0].block
+            base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
+            merged = RULES[b.target.method.name](base, self.blocks.tensors.stacks([f.block for f in stack], at, lane))
+            if merged is not base:
+                base.copy_(merged)
+            done += base.numel()
+        return ordered, work, sizes
+
+    def close(self) -> None:
+        """Unregister the buffers; nothing may be under way."""
+        self.registered.close()
+
+
+def joined(folds: Sequence[Fold], most: int) -> Iterator[Joined]:
+    """Yield blocks joined with the blocks that follow them in the same tensor and in both buffers, changed by the same
+    patches, up to `most` numbers."""
+    run: list[Fold] = []
+    for f in folds:
+        if run and not (_follows(run[-1], f) and f.block.last - run[0].block.first <= most // max(f.block.cols, 1)):
+            yield _joined(run)
+            run = []
+        run.append(f)
+    if run:
+        yield _joined(run)
+
+
+def _follows(a: Fold, b: Fold) -> bool:
+    return (
+        a.block.target is b.block.target and a.block.last == b.block.first
+        and (a.at + a.nbytes, a.source + a.source_bytes) == (b.at, b.source)
+        and len(a.block.slices) == len(b.block.slices)
+        and all(x.use is y.use for x, y in zip(a.block.slices, b.block.slices, strict=True))
+    )  # fmt: skip
+
+
+def _joined(run: Sequence[Fold]) -> Joined:
+    first, last = run[0], run[-1]
+    if first is last:
+        return Joined(first, (first,))
+    whole = block(first.block.target, first.block.first, last.block.last)
+    return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
+
+
+def _runs(part: Part, *, bridged: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
+    them and was uploaded, if no other result lies there."""
+
+    def near(a: Fold, b: Fold) -> bool:
+        end = a.at + a.nbytes
+        return end == b.at or (bridged and part.made[bisect_left(part.made, end)] == b.at)
+
+    low = part.folds[0]
+    for a, b in zip(part.folds, (*part.folds[1:], None), strict=True):
+        if b is None or not near(a, b):
+            yield low.at, a.at + a.nbytes
+            low = b or low
+
+
+def _numbers(there: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Return a part of some bytes as numbers, flat; they share the bytes."""
+    return there[at : at + nbytes].view(dtype)
+
+
+def _bytes(memory: memoryview, low: int, high: int) -> Tensor:
+    """Return a part of the host's memory as a tensor that shares it."""
+    return torch.frombuffer(memory[low:high], dtype=torch.uint8)

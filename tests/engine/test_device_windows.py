@@ -1,0 +1,112 @@
+"""Windows on a device: few transfers, the bytes between changed tensors untouched, and a way back where it cannot be done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.engine.placement import _stream
+
+from ..pretended_cuda import Pretended, pretended_cuda
+from ..support import Tensors, load, rand, save
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
+
+LAYERS = 12
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    """One device."""
+    _stream.cache_clear()
+    with pretended_cuda(monkeypatch, 1) as found:
+        yield found
+    _stream.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with vectors between its matrices, of three dtypes, and NaN in what no adapter changes."""
+    folder = tmp_path_factory.mktemp("device")
+    base: Tensors = {}
+    for n in range(LAYERS):
+        kind = (torch.float16, torch.bfloat16, torch.float32)[n % 3]
+        base |= {f"m.{n}.weight": rand(48, 32 + n % 2, seed=n).to(kind), f"m.{n}.bias": rand(5, seed=n).to(kind)}
+        base[f"m.{n}.bias"][0] = float("nan")
+    adapter: Tensors = {}
+    for n in range(LAYERS):
+        adapter |= {f"m.{n}.lora_up.weight": rand(48, 4, seed=n), f"m.{n}.lora_down.weight": rand(4, 32 + n % 2, seed=n)}  # fmt: skip
+        adapter[f"m.{n}.alpha"] = torch.tensor(2.0)
+    return save(base, folder / "b"), save(adapter, folder / "a")
+
+
+def alike(got: Path, want: Path) -> None:
+    """Both files hold the same bytes where nothing is changed, and the same numbers, but for their rounding, elsewhere."""
+    ours, theirs = load(got), load(want)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if name.endswith("bias"):
+            assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        else:
+            torch.testing.assert_close(ours[name].double(), tensor.double(), rtol=1e-2, atol=1e-3)
+            assert (ours[name] != tensor).double().mean() < 0.02, name
+
+
+@pytest.mark.parametrize("memory", ["registered", "refused"])
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32"])
+def test_a_window_goes_up_and_down_once(
+    memory: str, dtype: str, files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    """Whatever its tensors; also where no memory of the host can be registered, and with conversions in between."""
+    cuda.refuses_memory = memory == "refused"
+    options: Any = {"dtype": dtype, "verify": False}
+    lora_merge.merge(*files, tmp_path / "want", device="cpu", **options)
+    report = lora_merge.merge(*files, tmp_path / "got", device="cuda", **options)
+    alike(tmp_path / "got", tmp_path / "want")
+    assert not cuda.races and not cuda.registered and not report.notes
+    assert bool(cuda.counts["registered"]) is (memory == "registered")
+    parts = 1 if dtype == "keep" else 2  # tensors that keep their dtype, and others
+    assert cuda.counts["up"] == 1 + parts, "the adapter, and the windows"
+    if dtype == "keep":
+        assert cuda.counts["down"] == 1 + 3 + 1, "the adapter's extremes, those of each dtype, the window"
+        assert cuda.counts["down and waited for"] == 0
+
+
+def test_strengths_of_one_base_are_merged_beside_each_other(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    jobs = [
+        {"base": str(files[0]), "adapters": [{"path": str(files[1]), "strength": s}], "output": f"{s}.safetensors"}
+        for s in (0.5, 1.0, 2.0)
+    ]
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": jobs, "defaults": {"device": "cuda"}}))
+    results = lora_merge.run_batch(tmp_path / "jobs.yaml")
+    assert [r.error for r in results] == [None] * 3
+    for s in (0.5, 1.0, 2.0):
+        lora_merge.merge(files[0], [(files[1], s)], tmp_path / "want", device="cpu", overwrite=True)
+        alike(tmp_path / f"{s}.safetensors", tmp_path / "want")
+    assert not cuda.races and not cuda.registered
+
+
+def test_a_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_path: Path, cuda: Pretended) -> None:
+    base = {f"m.{n}.weight": rand(48, 32, seed=n).half() for n in range(4)}
+    base["m.1.weight"][3, 5] = float("inf")
+    adapter = {f"m.{n}.lora_{k}.weight": rand(*s) for n in range(4) for k, s in (("up", (48, 4)), ("down", (4, 32)))}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    lora_merge.merge(*files, tmp_path / "want", device="cpu")
+    lora_merge.merge(*files, tmp_path / "got", device="cuda")
+    alike(tmp_path / "got", tmp_path / "want")
+
+
+def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
+    adapter = load(files[1])
+    adapter["m.7.lora_up.weight"][3, 1] = float("nan")
+    with pytest.raises(lora_merge.MergeError, match=r"NaN or infinite values(?s:.*)m\.7\.lora_up\.weight"):
+        lora_merge.merge(files[0], save(adapter, tmp_path / "a"), tmp_path / "got", device="cuda")
+    assert not (tmp_path / "got").exists() and not cuda.registered
