@@ -55,8 +55,18 @@ def merge(
             largest finite number, and count them in the report.
         rounding: "nearest", or "stochastic": each merged number becomes one of its two neighbours in the output's
             dtype or format, the nearer one more often. Changes smaller than a step survive on average, as noise.
-        seed: Of stochastic rounding: the same seed gives the same bytes.
-        method: "sum" (the rule above), or "compose": adapters one after the other, in the order given.
+        seed: Of stochastic rounding, dare and della: the same seed gives the same bytes.
+        method: "sum" (the rule above); "compose": adapters one after the other, in the order given; or a method that
+            makes one change of all changes of a weight, as for `combine`: "mean", "ties", "dare", "dare_ties", "della",
+            "della_ties", "breadcrumbs", "breadcrumbs_ties", "prune", "slerp", "karcher", "model_stock", "consensus".
+        density: Of ties, dare, della, breadcrumbs and prune: the share of entries that are kept. Default: 1.
+        gamma: Of breadcrumbs: the share of the largest entries that are dropped.
+        epsilon: Of della: chances are between density − epsilon and density + epsilon.
+        t: Of slerp: 0 is the first adapter, 1 the second.
+        elect: Of ties: "sum" of the changes, or "count" of their signs, decides the sign of an entry.
+        normalise: Of ties: what elected entries are divided by: their "count", the "weight" Σ|sᵢ|, or "none".
+        agree: Of consensus: how many adapters must have one sign. Default: all.
+        scale: Multiplies what these methods give.
         setting: Values that the adapter's file lacks, such as `{"lora_alpha": 16}`.
         map: A table of names (YAML) for a model that is not known.
         overwrite: Whether an existing output is replaced. Default: False.
@@ -198,6 +208,14 @@ def verify(  # noqa: PLR0913  # the options of the command
         rounding: See `merge`.
         seed: See `merge`.
         method: See `merge`.
+        density: See `merge`.
+        gamma: See `merge`.
+        epsilon: See `merge`.
+        t: See `merge`.
+        elect: See `merge`.
+        normalise: See `merge`.
+        agree: See `merge`.
+        scale: See `merge`.
         setting: See `merge`.
         map: See `merge`.
         title: See `merge`.

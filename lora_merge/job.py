@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
+from .method_numbers import Numbers, numbers_of
 from .methods import SUM
 from .options import (
     BLOCK_LIST,
@@ -83,6 +84,14 @@ class Job:
     device: str = "auto"
     method: str = SUM
     """Name of a row of METHODS: the rule by which several adapters change one weight."""
+    density: float | None = None
+    gamma: float | None = None
+    epsilon: float | None = None
+    t: float | None = None
+    elect: str = "sum"
+    normalise: str = "count"
+    agree: int | None = None
+    scale: float = 1.0
     unmatched: Unmatched = "error"
     on_overflow: OnOverflow = "error"
     """Whether a number that is too large for the output's dtype is an error, or is replaced by the largest number."""
@@ -153,7 +162,16 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     if found["map"] is not None:
         found["map"] = expand(found["map"])
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
-    return Job(base=base, adapters=refs, output=out, **found)
+    made = Job(base=base, adapters=refs, output=out, **found)
+    numbers(made)
+    return made
+
+
+def numbers(job: Job) -> Numbers:
+    """Return the numbers of the job's method; UsageError where one is wrong."""
+    if job.method == SUM and job.scale != 1:
+        raise UsageError("sum has no scale", "--scale", "give every adapter its strength")
+    return numbers_of(job.method, vars(job), [a.strength for a in job.adapters])
 
 
 def validated(job: Job) -> Job:

@@ -6,10 +6,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from .options import MergeOptions, OnOverflow, Rounding, Unmatched
+from .options import MethodName, OnOverflow, Rounding, Unmatched
 
 if TYPE_CHECKING:
     import torch
+
+
+class MergeOptions(TypedDict, total=False):
+    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+
+    dtype: str | torch.dtype
+    compute_dtype: str | torch.dtype
+    device: str | torch.device
+    strength: Sequence[float] | None
+    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
+    unmatched: Unmatched
+    on_overflow: OnOverflow
+    rounding: Rounding
+    seed: int
+    method: MethodName
+    density: float | None
+    gamma: float | None
+    epsilon: float | None
+    t: float | None
+    elect: Literal["sum", "count"]
+    normalise: Literal["count", "weight", "none"]
+    agree: int | None
+    scale: float
+    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    map: str | Path | None
+    overwrite: bool
+    max_memory: int | str
+    max_vram: int | str | None
+    verify: bool
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+    no_metadata: bool
+    card: bool | None
 
 
 class PythonOptions(MergeOptions, total=False):
@@ -70,7 +103,15 @@ class VerifyOptions(TypedDict, total=False):
     on_overflow: OnOverflow
     rounding: Rounding
     seed: int
-    method: Literal["sum", "compose"]
+    method: MethodName
+    density: float | None
+    gamma: float | None
+    epsilon: float | None
+    t: float | None
+    elect: Literal["sum", "count"]
+    normalise: Literal["count", "weight", "none"]
+    agree: int | None
+    scale: float
     setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
     map: str | Path | None
     title: str | None

@@ -1,6 +1,6 @@
 """The table of the values of `--method`: the rules by which several adapters change one weight.
 
-The arithmetic of each rule is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
+The arithmetic of `sum` and `compose` is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
 
 In every rule a strength multiplies the change of its formula, F(W) − W, also where the library that trains the formula
 has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or applies it elsewhere (LyCORIS's BOFT, in every stage).
@@ -21,37 +21,25 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Method:
-    """One value of `--method`."""
+    """One value of `--method`: how several changes of one weight meet."""
 
     name: str
-    rule: str  # the formula of the new weight
-    in_turn: bool  # whether a formula reads the weight that the adapters before it have changed
-
-
-SUM: Final = "sum"
-"""The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
-
-METHODS: Final[Mapping[str, Method]] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", in_turn=False),
-            Method("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
-        )
-    }
-)
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One rule by which several changes of one weight become one change, before they meet the base."""
-
-    name: str
-    rule: str
-    linear: bool = False  # whether the result is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
+    rule: str  # the formula of the new weight, or of the one change that is added to it
+    in_turn: bool = False  # whether a formula reads the weight that the adapters before it have changed
+    linear: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
     keeps: str = ""  # how each change is thinned out first: by magnitude, at random …
     elects: bool = False  # whether only entries with the sign of the sum are kept
     own: tuple[str, ...] = ()  # numbers that only this rule takes
+
+    @property
+    def combines(self) -> bool:
+        """Whether the changes of a weight become one change, which needs all of them as a whole."""
+        return not self.in_turn and self.name != SUM
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance decides which entries are kept."""
+        return self.keeps in ("random", "ranked")
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -61,28 +49,47 @@ class Combination:
         return (*thin, *(("elect", "normalise") if self.elects else ()), *self.own)
 
 
-COMBINATIONS: Final[Mapping[str, Combination]] = MappingProxyType(
+ELECTIONS: Final = ("sum", "count")
+"""What decides the sign of an entry, the default first: the sum of all changes, or how many have the sign."""
+
+DIVISORS: Final = ("count", "weight", "none")
+"""What the entries of the elected sign are divided by, the default first: how many they are, their Σ|sᵢ|, or 1."""
+
+SUM: Final = "sum"
+"""The default. Recipes do not record it, so that files made before there were other methods keep their bytes."""
+
+COMBINATIONS: Final[Mapping[str, Method]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            Combination(SUM, "Σ sᵢτᵢ", linear=True),
-            Combination("mean", "Σ sᵢτᵢ / Σ sᵢ", linear=True),
-            Combination("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
-            Combination("dare", "random entries, divided by density", keeps="random"),
-            Combination("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
-            Combination("della", "random entries, large ones more often", keeps="ranked"),
-            Combination("della_ties", "della, of the elected sign", keeps="ranked", elects=True),
-            Combination("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
-            Combination("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
-            Combination("prune", "the largest entries", keeps="largest"),
-            Combination("slerp", "on the arc between two", linear=True, own=("t",)),
-            Combination("karcher", "the mean direction on the sphere, times the mean norm"),
-            Combination("model_stock", "mean, scaled by the agreement of directions", linear=True),
-            Combination("consensus", "entries on whose sign enough adapters agree", own=("agree",)),
+            Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
+            Method("mean", "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            Method("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
+            Method("dare", "random entries, divided by density", keeps="random"),
+            Method("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
+            Method("della", "random entries, large ones more often", keeps="ranked"),
+            Method("della_ties", "della, of the elected sign", keeps="ranked", elects=True),
+            Method("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
+            Method("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
+            Method("prune", "the largest entries", keeps="largest"),
+            Method("slerp", "on the arc between two", linear=True, own=("t",)),
+            Method("karcher", "the mean direction on the sphere, times the mean norm"),
+            Method("model_stock", "mean, scaled by the agreement of directions", linear=True),
+            Method("consensus", "entries on whose sign enough adapters agree", own=("agree",)),
         )
     }
 )
-"""The values of `--method` for `combine`. The arithmetic is in engine/combining.py."""
+"""The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combining.py, and a second time,
+for the proof, in proof/combined.py."""
+
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+    {
+        SUM: COMBINATIONS[SUM],
+        "compose": Method("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
+        **COMBINATIONS,
+    }
+)
+"""The values of `--method` for merging."""
 
 SAME_COMBINATION: Final = {"cat": SUM, "svd": SUM, "task_arithmetic": SUM, "linear": SUM, "magnitude_prune": "prune"}
 """Name in other programs → row of COMBINATIONS."""

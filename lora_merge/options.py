@@ -1,29 +1,24 @@
 """The table of all options of a merge, and the checks of their values; each wrong value is a UsageError.
 
 The command line, jobs files, recipes and surveys of batches take names, defaults and help from the table. A test
-compares it with the lists that are written out for type checkers (`MergeOptions`, `Job`, the fields of a jobs file).
+compares it with the lists that are written out for type checkers (`MergeOptions` in keywords.py, `Job`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from numbers import Real
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPES, TABLE
 from .errors import ResourceError, UsageError
-from .methods import METHODS, SUM
-
-if TYPE_CHECKING:
-    import torch
-
+from .methods import DIVISORS, ELECTIONS, METHODS, SUM
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
@@ -37,31 +32,10 @@ BLOCK_LIST: Final = f"{BLOCK_WEIGHTS}:"
 Unmatched: TypeAlias = Literal["error", "skip"]
 OnOverflow: TypeAlias = Literal["error", "saturate"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
-
-
-class MergeOptions(TypedDict, total=False):
-    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
-
-    dtype: str | torch.dtype
-    compute_dtype: str | torch.dtype
-    device: str | torch.device
-    strength: Sequence[float] | None
-    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
-    unmatched: Unmatched
-    on_overflow: OnOverflow
-    rounding: Rounding
-    seed: int
-    method: Literal["sum", "compose"]
-    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
-    map: str | Path | None
-    overwrite: bool
-    max_memory: int | str
-    max_vram: int | str | None
-    verify: bool
-    title: str | None
-    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
-    no_metadata: bool
-    card: bool | None
+MethodName: TypeAlias = Literal[
+    "sum", "compose", "mean", "ties", "dare", "dare_ties", "della", "della_ties", "breadcrumbs", "breadcrumbs_ties",
+    "prune", "slerp", "karcher", "model_stock", "consensus",
+]  # fmt: skip
 
 
 STRENGTHS: Final = "strengths"
@@ -73,7 +47,8 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch can tell which of them this machine has."""
 
 Kind: TypeAlias = Literal[
-    "dtype", "device", "numbers", "parts", "word", "settings", "path", "switch", "size", "whole", "text", "entries"
+    "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
+    "entries"
 ]  # fmt: skip
 """The kind of value that an option takes."""
 
@@ -134,10 +109,26 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("rounding", "word", "nearest",
                "Of merged weights; stochastic keeps changes that are smaller than a step, on average.", "given",
                get_args(Rounding), together=True, in_verify=True),
-        Option("seed", "whole", 0, "Of stochastic rounding: another number, other draws.", "given", together=True,
-               in_verify=True, metavar="INT"),
-        Option("method", "word", SUM, "How adapters meet: sum, or compose (one after the other, as PEFT merges).",
-               "given", tuple(METHODS), in_verify=True, group="Strength"),
+        Option("seed", "whole", 0, "Of stochastic rounding, dare and della: another number, other draws.", "given",
+               together=True, in_verify=True, metavar="INT"),
+        Option("method", "word", SUM, "How adapters meet: sum, compose (one after the other), ties, dare …", "given",
+               tuple(METHODS), in_verify=True, group="Method"),
+        Option("density", "number", None, "Share of entries that ties, dare, della … keep.", "given", in_verify=True,
+               metavar="X", group="Method"),
+        Option("gamma", "number", None, "Share of the largest entries that breadcrumbs drop.", "given", in_verify=True,
+               metavar="X", group="Method"),
+        Option("epsilon", "number", None, "Half the range of della's densities.", "given", in_verify=True, metavar="X",
+               group="Method"),
+        Option("t", "number", None, "Place on the arc of slerp: 0 is the first adapter.", "given", in_verify=True,
+               metavar="X", group="Method"),
+        Option("elect", "word", ELECTIONS[0], "What decides a sign.", "given", ELECTIONS, in_verify=True,
+               group="Method"),
+        Option("normalise", "word", DIVISORS[0], "What elected entries are divided by.", "given", DIVISORS,
+               in_verify=True, group="Method"),
+        Option("agree", "whole", None, "How many adapters consensus needs; by default all.", "given", in_verify=True,
+               metavar="INT", group="Method"),
+        Option("scale", "number", 1.0, "Multiplies what methods but sum and compose give.", "given", in_verify=True,
+               metavar="X", group="Method"),
         Option("setting", "settings", (), "What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune).", "given",
                in_verify=True, metavar="NAME=VALUE", group="Input"),
         Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True,
@@ -216,6 +207,13 @@ def switch(value: Any, flag: str) -> bool:
     return value
 
 
+def finite(value: Any, where: str) -> float:
+    """Return a finite number; UsageError for other values."""
+    if not is_finite(value):
+        raise unlike(value, where, "a finite number")
+    return float(value)
+
+
 def whole(value: Any, where: str) -> int:
     """Return a whole number of up to 63 bits; UsageError for other values."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < HUGE:
@@ -282,12 +280,10 @@ def _known(name: str) -> None:
 
 
 def _value(option: Option, value: Any) -> Any:
-    if option.kind == "switch":
-        return value if value is None and option.default is None else switch(value, option.flag)
-    if option.kind == "whole":
-        return whole(value, option.flag)
-    if option.kind == "text":
-        return None if value is None else text(value, option.flag)
+    if value is None and option.default is None:
+        return None
+    if check := _CHECKS.get(option.kind):
+        return check(value, option.flag)
     if option.kind == "dtype":
         return dtype_name(value, option)
     if option.kind == "device":
@@ -301,6 +297,11 @@ def _value(option: Option, value: Any) -> Any:
         fix = f"use one of {', '.join(option.words)}"
         raise UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
     return value
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "switch": switch, "whole": whole, "number": finite, "text": text,
+}  # fmt: skip
 
 
 SAME_DTYPE: Final = {"half": "fp16", "float": "fp32", "double": "fp64", "bfloat": "bf16"}

@@ -11,12 +11,13 @@ from typing import Any, get_args
 import pytest
 
 import lora_merge
-from lora_merge import keywords, options
+from lora_merge import keywords
 from lora_merge.batch.schema import Options
 from lora_merge.cli import main, proof
 from lora_merge.engine.admission import plan_merge
 from lora_merge.job import Job, make_job
-from lora_merge.options import OPTIONS, MergeOptions, Option, beginning, shown
+from lora_merge.keywords import MergeOptions
+from lora_merge.options import OPTIONS, Option, beginning, shown
 from lora_merge.planning.recipe import blanks, recipe
 
 from .support import kohya, save, sd1, steps
@@ -27,16 +28,32 @@ OTHERS: dict[str, Any] = {
     "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
     "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
-    "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
+    "density": 0.5, "gamma": 0.25, "epsilon": 0.125, "t": 0.5, "elect": "count", "normalise": "weight", "agree": 1,
+    "scale": 2.0, "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
 }  # fmt: skip
 """A value that is not the default, of every option."""
+
+METHOD = {"density": "ties", "gamma": "breadcrumbs", "epsilon": "della", "t": "slerp", "elect": "ties",
+          "normalise": "ties", "agree": "consensus", "scale": "prune"}  # fmt: skip
+"""Option → a method that takes it."""
+
+
+def method_for(option: Option) -> dict[str, Any]:
+    """The other options that a job needs in order to have this one."""
+    found: dict[str, Any] = {"method": METHOD[option.name]} if option.name in METHOD else {}
+    return {**found, "density": 0.5} if option.name in ("gamma", "epsilon") else found
+
+
+def inputs_for(option: Option) -> list[str]:
+    """Two adapters for slerp, else one."""
+    return ["adapter", "other"] if option.name == "t" else ["adapter"]
 
 
 def test_type_checkers_know_the_same_options() -> None:
     assert [*MergeOptions.__annotations__] == [*OPTIONS]
     for name, option in OPTIONS.items():
         if option.kind == "word":
-            assert get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(options))) == option.words
+            assert get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(keywords))) == option.words
 
 
 def test_a_job_holds_every_option_with_its_default() -> None:
@@ -50,8 +67,9 @@ def test_a_job_holds_every_option_with_its_default() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
 def test_every_option_is_taken_and_kept(option: Option) -> None:
-    made = make_job("base", "adapter", "output", **{option.name: OTHERS[option.name]})
-    assert made != make_job("base", "adapter", "output")
+    others, adapters = method_for(option), inputs_for(option)
+    made = make_job("base", adapters, "output", **others, **{option.name: OTHERS[option.name]})
+    assert made != make_job("base", adapters, "output", **({} if option.name == "t" else others))
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
@@ -63,12 +81,14 @@ def test_the_recipe_tells_what_changes_a_byte_and_nothing_else(option: Option, t
     plan = plan_merge(make_job(base, ink, tmp_path / "out.safetensors"))
 
     def told(**options: Any) -> dict[str, Any]:
-        job = make_job(base, ink, tmp_path / "out.safetensors", **options)
-        adapters = [m.adapter.index for m in plan.adapters]
+        used = [ink] * len(inputs_for(option))
+        job = make_job(base, used, tmp_path / "out.safetensors", **options)
+        adapters = [m.adapter.index for m in plan.adapters] * len(used)
         return recipe(job, plan.base, adapters, blanks(plan.base, adapters))
 
     value = str(tmp_path / "names.yaml") if option.name == "map" else OTHERS[option.name]
-    before, after = told(), told(**{option.name: value})
+    others = method_for(option)
+    before, after = told(**({} if option.name == "t" else others)), told(**others, **{option.name: value})
     assert (before != after) == (option.recorded != "never")
     assert (option.name in after) == (option.recorded in ("always", "given"))
     assert (option.name in before) == (option.recorded == "always")
@@ -125,7 +145,7 @@ def test_the_page_of_the_command_line_tells_of_every_option_with_its_default() -
         option = OPTIONS[name.replace("-", "_")]
         plain = "on" if option.default is True else "off" if option.default is False else option.default
         told = option.kind == "whole" or isinstance(option.default, str)
-        assert default.startswith("–" if plain in (None, ()) else f"`{plain}`" if told else plain), name
+        assert default.startswith("–" if plain in (None, ()) else f"`{plain}`" if told else str(plain)), name
 
 
 def test_a_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:

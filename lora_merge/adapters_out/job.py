@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
 from ..errors import FitError, UsageError
 from ..job import Adapter, Job, make_job
+from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..options import is_finite, pairs, shown
 from ..paths import absolute, expand
@@ -19,11 +20,6 @@ from .rank_rules import EXACT, RankRules
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
-
-ELECTIONS: Final = ("sum", "count")
-DIVISORS: Final = ("count", "weight", "none")
-NEEDED: Final[Mapping[str, Any]] = {"density": 1.0, "gamma": 0.0, "epsilon": 0.0, "t": None, "agree": None}
-"""The numbers of methods → their default; None: the method needs the number, or all adapters must agree."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class AdapterJob:
     base: Path | None
     rules: RankRules
     method: str = SUM
-    numbers: tuple[tuple[str, Any], ...] = ()
+    numbers: Numbers = field(default_factory=Numbers)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
     options: tuple[tuple[str, Any], ...] = ()
@@ -75,7 +71,7 @@ def make_adapter_job(
     job = make_job(base if base is not None else "no base", adapters, output, **common)
     if output is None:
         job = _named(job, command, str(own["rank"]))
-    numbers = _numbers(method, own, len(job.adapters))
+    numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     if own["algorithm"] not in STORED_AS:
         raise UsageError(f"{shown(own['algorithm'])!r} is no way to store a layer", "--algorithm",
                          f"use one of {', '.join(STORED_AS)}")  # fmt: skip
@@ -111,58 +107,6 @@ def _alpha(value: Any) -> str | float:
     if not is_finite(number) or number <= 0:
         raise UsageError(f"{shown(value)!r} is no alpha", "--alpha", "use rank, keep or a number above 0")
     return number
-
-
-def _numbers(method: str, own: Mapping[str, Any], adapters: int) -> tuple[tuple[str, Any], ...]:
-    """Return the numbers of the method; UsageError for one that it does not take, or that is out of range."""
-    takes = COMBINATIONS[method].takes
-    for name in ("density", "gamma", "epsilon", "t", "agree"):
-        if own[name] is not None and name not in takes:
-            users = [m for m, row in COMBINATIONS.items() if name in row.takes]
-            raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
-    found: dict[str, Any] = {name: NEEDED[name] if own[name] is None else own[name] for name in NEEDED}
-    found |= {name: own[name] for name in ("elect", "normalise", "scale", "seed")}
-    d, g, e = found["density"], found["gamma"], found["epsilon"]
-    holds = {
-        "density": is_finite(d) and 0 < d <= 1,
-        "gamma": is_finite(g) and is_finite(d) and (g == 0 or 0 <= g < 1 - d),
-        "epsilon": is_finite(e) and (e == 0 or (e > 0 and d - e > 0 and d + e < 1)),
-        "t": found["t"] is None or is_finite(found["t"]),
-        "agree": found["agree"] is None or found["agree"] in range(1, adapters + 1),
-        "elect": found["elect"] in ELECTIONS,
-        "normalise": found["normalise"] in DIVISORS,
-        "scale": is_finite(found["scale"]),
-        "seed": isinstance(found["seed"], int) and 0 <= found["seed"] < 2**63,
-    }
-    wrong = next((name for name, good in holds.items() if not good), None)
-    if wrong is not None:
-        raise UsageError(f"{wrong} {shown(found[wrong])} is out of range", f"--{wrong}", RANGES[wrong])
-    if method == "slerp" and adapters != 2:
-        raise UsageError(f"slerp of {adapters} adapters", "--method slerp", "give two, or use karcher")
-    if method == "slerp" and found["t"] is None:
-        raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
-    if method == "model_stock" and adapters < 2:
-        raise UsageError("model_stock of one adapter", "--method model_stock", "give two or more")
-    return tuple(sorted((name, value) for name, value in found.items() if value is not None))
-
-
-RANGES: Final = {
-    "density": "use a number above 0, at most 1",
-    "gamma": "use a number from 0 to less than 1 − density",
-    "epsilon": "density − epsilon and density + epsilon must lie between 0 and 1",
-    "t": "use a number, usually from 0 to 1",
-    "agree": "use a whole number from 1 to the number of adapters",
-    "elect": f"use {' or '.join(ELECTIONS)}",
-    "normalise": f"use {', '.join(DIVISORS)}",
-    "scale": "use a finite number",
-    "seed": "use a whole number from 0 on",
-}
-
-
-def check_strengths(job: AdapterJob) -> None:
-    """Raise UsageError for strengths whose sum is 0, where the method divides by it."""
-    if job.method == "mean" and abs(sum(a.strength for a in job.adapters)) < 1e-12:
-        raise UsageError("the strengths add up to 0", "--method mean", "use sum, or other strengths")
 
 
 def strings(values: Sequence[str]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.combining import Numbers, coefficients, combined
+from ..engine.combining import coefficients, combined
 from ..errors import FitError
 from ..methods import COMBINATIONS
 from .changes import Change
@@ -69,18 +69,17 @@ class Layer:
 
 
 def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
-    """Return Δ of one layer by the job's method."""
-    numbers = Numbers(**dict(job.numbers))
+    """Return Δ of one layer by the job's method. `seeds`: one for each change."""
     vector = len(target.shape) < 2
     row = COMBINATIONS[job.method]
     factored = row.linear and not vector and all(c.left is not None for c in changes)
     before = max((c.rank or 0) for c in changes)
     if not factored:
-        whole = combined(job.method, [c.dense() for c in changes], [c.strength for c in changes], numbers,
-                         [seeds[c.adapter] for c in changes], vector=vector)  # fmt: skip
+        whole = combined(job.method, [c.dense() for c in changes], [c.strength for c in changes], job.numbers,
+                         seeds, vector=vector)  # fmt: skip
         return Wanted(None, None, whole, before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
-                           [c.strength for c in changes], numbers)  # fmt: skip
+                           [c.strength for c in changes], job.numbers)  # fmt: skip
     left, right = _stacked(changes, weights)
     return Wanted(left, right, None, before)
 

@@ -132,7 +132,7 @@ def _right(job: AdapterJob, target: Target, again: Recomputation) -> Array | Non
         change = again._change(use, np.arange(rows * cols // use.piece.cols), made)
         if change is not None:
             total += change.reshape(rows, cols)
-    scale = float(dict(job.numbers)["scale"])
+    scale = job.numbers.scale
     return total * scale / (sum(strengths.values()) if job.method == "mean" else 1.0)
 
 

@@ -22,10 +22,11 @@ from ..engine.placement import FILE_DTYPES, TORCH_DTYPES
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError
-from ..planning.recipe import sha256
+from ..methods import COMBINATIONS
+from ..planning.combining import Combining
 from ..version import __version__
 from .changes import Evaluator
-from .job import FACTORS, WHOLE, AdapterJob, check_strengths
+from .job import FACTORS, WHOLE, AdapterJob
 from .layers import Cut, Layer, Storage, Wanted, combine, numbers_of, spectrum
 from .proof import Claims, prove
 from .rank_rules import COUNT, EXACT, SAME, choose, share_out
@@ -42,7 +43,6 @@ HIGH: Final = 256
 def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     started = time.monotonic()
-    check_strengths(job)
     sources = open_sources(job)
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite, spared=files)
@@ -82,7 +82,6 @@ def run(job: AdapterJob, progress: Callable[[int], object] = lambda _: None) -> 
 
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks where the rule alone tells them."""
-    check_strengths(job)
     sources = open_sources(job)
     check_output(job.output, overwrite=True, spared=[p for i in sources.indexes for p in i.files])
     dtype = output_dtype(job, sources.adapters)
@@ -155,10 +154,7 @@ class Maker:
     def __post_init__(self) -> None:
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
-        self.seeds = [
-            "+".join(sha256(f) for f in a.index.files) + f"#{sum(b.path == a.path for b in self.sources.adapters[:n])}"
-            for n, a in enumerate(self.sources.adapters)
-        ]
+        self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.notes: list[str] = []
 
     def layers(self, progress: Callable[[int], object]) -> tuple[dict[str, Layer], list[str]]:
@@ -186,7 +182,8 @@ class Maker:
 
     def _wanted(self, target: Target) -> Wanted | None:
         changes = [c for c in self.evaluator.changes(target) if c.strength]
-        seeds = [f"{seed}/{target.label}" for seed in self.seeds]
+        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
+        seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
         if len(target.shape) < 2 and self.job.method in ("slerp", "karcher"):
             text = f"{self.job.method} has no direction for biases and norms: they are added"
             self.notes += [] if text in self.notes else [text]

@@ -102,6 +102,13 @@ def _version(value: Any) -> Any:
     return value
 
 
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{repr(beginning(value, 40))[:40]} is not a finite number")
+    return float(value)
+
+
+Number: TypeAlias = Annotated[Any, BeforeValidator(_number), WithJsonSchema({"type": "number"})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
 
@@ -129,7 +136,7 @@ AdapterField: TypeAlias = Annotated[
 
 _TYPES: Final[Mapping[Kind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
-    "text": str, "whole": int, "entries": dict[str, str],
+    "text": str, "whole": int, "number": Number, "entries": dict[str, str],
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import typer
 from ..errors import UsageError
 from .look import COLORS, FLAG
 
-GROUPS: Final = ("Strength", "Input", "Output", "Computation", "Report")
+GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
 """Headings of options, in the order of the help; other options stand before them, below "Options"."""
 
 BY_NAME: Final = {

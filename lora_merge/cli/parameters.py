@@ -11,7 +11,7 @@ import typer
 
 from ..options import OPTIONS, Option
 from .helping import offered
-from .values import one_entry, one_setting, strengths
+from .values import as_number, one_entry, one_setting, strengths
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -39,7 +39,7 @@ def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Co
     return decorate
 
 
-KINDS: Final = {"switch": bool, "whole": int}
+KINDS: Final = {"switch": bool, "whole": int, "number": float}
 """Kind of an option → type of its value on the command line, where it is no text."""
 
 
@@ -62,6 +62,9 @@ def read(options: Mapping[str, Any], adapters: int) -> dict[str, Any]:
     """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a text that says
     none."""
     found = dict(options)
+    for option in (OPTIONS[name] for name in found if name in OPTIONS):
+        if option.kind in ("whole", "number") and isinstance(found[option.name], str):
+            found[option.name] = as_number(found[option.name], option.flag, whole=option.kind == "whole")
     found["strength"] = strengths(found.get("strength") or (), adapters)
     found["setting"] = [one_setting(text) for text in found["setting"] or ()]
     found["metadata"] = [one_entry(text) for text in found.get("metadata") or ()]

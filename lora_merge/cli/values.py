@@ -129,6 +129,15 @@ def one_entry(text: str) -> tuple[str, str]:
     return name, value
 
 
+def as_number(text: str, option: str, *, whole: bool) -> float:
+    """Return the number that a text holds; UsageError for another text. A whole number is an int."""
+    try:
+        return int(text) if whole and "_" not in text else number(text)
+    except ValueError as e:
+        fix = f"use a {'whole ' if whole else ''}number such as 1"
+        raise UsageError(f"{text[:40]!r} is no number", option, fix) from e
+
+
 def whole_number(text: str, option: str) -> int:
     """Return 2 for "2"."""
     if text.isascii() and text.isdigit() and len(text) < 10:

@@ -62,6 +62,7 @@ class Block:
         return (
             self.last - self.first, self.cols, self.target.packing.encoding,
             self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
+            self.target.combining,
             tuple(a.use.patch.adapter == b.use.patch.adapter for a, b in pairwise(self.slices)),
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken,
@@ -90,8 +91,12 @@ class Block:
 
 
 def blocks(target: OutputTensor) -> Iterator[Block]:
-    """Yield the target's rows in blocks, in order, without a gap. Rows that a formula gives together stay together."""
+    """Yield the target's rows in blocks, in order, without a gap. Rows that a formula gives together stay together; a
+    weight whose changes become one change, for which all of them are needed, is one block."""
     (rows, cols), group = target.matrix, target.row_group
+    if target.combining is not None:
+        yield block(target, 0, rows)
+        return
     for low, high in _ranges(target, rows, cols):
         whole = any(_overlaps(u, low, high) and _joined(u) for u in target.uses)
         step = high - low if whole else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group

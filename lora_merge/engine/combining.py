@@ -7,39 +7,28 @@ arXiv:2403.19522; Consensus TA, Wang et al. 2024, arXiv:2405.07813. All act on �
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
+from ..files.codecs.draws import draws
+from ..method_numbers import SMALLEST, Numbers
 from ..methods import COMBINATIONS
 from .placement import Placement, stage
 
 STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
 
+DRAWN: Final = 2**20
+"""How many random numbers are drawn at once."""
+
 PARALLEL: Final = 0.9995
 """The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers that combinations take; those that are None are not used."""
-
-    density: float = 1.0
-    gamma: float = 0.0
-    epsilon: float = 0.0
-    t: float = 0.5
-    elect: str = "sum"
-    normalise: str = "count"
-    agree: int | None = None
-    scale: float = 1.0
-    seed: int = 0
 
 
 def coefficients(
@@ -48,9 +37,11 @@ def coefficients(
     """Return cᵢ with Δ = Σ cᵢτᵢ, for a linear method. `products[i][j]`: ⟨τᵢ, τⱼ⟩; strengths are not in them."""
     count = len(strengths)
     if method == "mean":
-        own = [s / sum(strengths) for s in strengths]
+        if abs(total := sum(strengths)) < SMALLEST:
+            raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
+        own = [s / total for s in strengths]
     elif method == "slerp" and count == 2:
-        own = _slerp(products, strengths, n.t)
+        own = _slerp(products, strengths, n.t or 0.0)
     elif method == "model_stock" and count > 1:
         stock = _stock(products)
         own = [stock * sum(strengths) / count / count] * count
@@ -125,21 +116,36 @@ def thinned(how: str, change: Tensor, n: Numbers, seed: str) -> Tensor:
     count = change.numel()
     kept = math.floor(n.density * count)
     if how == "largest":
-        return _only(change, _order(change)[count - kept :])
+        return change * largest(change, kept)
     if how == "middle":
         top = math.floor(n.gamma * count)
-        return _only(change, _order(change)[max(0, count - top - kept) : count - top])
-    drawn = torch.rand(count, generator=_generator(seed, n.seed), dtype=torch.float64)
-    if how == "random":
-        chance = torch.full((count,), n.density, dtype=torch.float64)
-    else:
-        chance = _by_rank(change, n.density, n.epsilon).flatten()
-    factor = torch.where(drawn < chance, 1 / chance, torch.zeros_like(chance))
-    return change * _like(factor.view(change.shape), change)
+        return change * (largest(change, min(count, top + kept)) & ~largest(change, top))
+    found, draw = change.clone(), draws(n.seed)
+    flat, chances = found.view(-1), None if how == "random" else _by_rank(change, n.density, n.epsilon).view(-1)
+    for first in range(0, count, DRAWN):
+        part = flat[first : first + DRAWN]
+        drawn = _like(draw(seed, first, len(part)), part)
+        chance = torch.full_like(part, n.density) if chances is None else chances[first : first + DRAWN]
+        part.mul_(torch.where(drawn < chance, 1 / chance, torch.zeros_like(part)))
+    return found
+
+
+def largest(change: Tensor, count: int) -> Tensor:
+    """Return whether each entry is one of the largest `count` in magnitude; of equal ones the earlier are."""
+    if count <= 0 or count >= change.numel():
+        return torch.full_like(change, count > 0, dtype=torch.bool)
+    size = change.abs()
+    least = size.view(-1).kthvalue(size.numel() - count + 1).values
+    kept = size >= least
+    surplus = int(kept.sum()) - count
+    if surplus:
+        equal = (size == least).view(-1).nonzero().view(-1)
+        kept.view(-1)[equal[len(equal) - surplus :]] = False
+    return kept
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in fp64 on the host, where random numbers are drawn and sums are made."""
+    """Return the tensor in fp64 on the host, where sums are made."""
     return stage([tensor], Placement(torch.device("cpu"), torch.float64))[0]
 
 
@@ -148,28 +154,11 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
     return stage([tensor], Placement(other.device, other.dtype))[0]
 
 
-def _order(change: Tensor) -> Tensor:
-    """Return the positions of all entries, the smallest magnitude first; of equal ones the later position first."""
-    return change.abs().flatten().flip(0).argsort(stable=True).neg().add(change.numel() - 1)
-
-
-def _only(change: Tensor, places: Tensor) -> Tensor:
-    kept = torch.zeros_like(change).flatten()
-    kept[places] = change.flatten()[places]
-    return kept.view(change.shape)
-
-
 def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
     """Return the chance of each entry to be kept: within a row from density − ε for the smallest to density + ε."""
-    ranks = _wide(change.abs().argsort(dim=-1, stable=True).argsort(dim=-1))
+    ranks = change.abs().argsort(dim=-1, stable=True).argsort(dim=-1)
     width = max(change.shape[-1] - 1, 1)
-    return density - epsilon + 2 * epsilon * ranks / width
-
-
-def _generator(seed: str, number: int) -> torch.Generator:
-    """Return a generator on the CPU that depends on the text and the number only."""
-    digest = hashlib.sha256(f"{number}:{seed}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return density - epsilon + 2 * epsilon * _like(ranks, change) / width
 
 
 def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:

@@ -11,10 +11,15 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from ..algorithms import Algorithm, dora
+from .combining import combined
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .blocks import Block
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,39 @@ def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     return base
 
 
+def new_weights(blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
+    """Return the merged weights [n, rows, cols] of blocks of one kind by their method. `base` is overwritten as by
+    `fold`."""
+    combining = blocks[0].target.combining
+    if combining is None:
+        return RULES[blocks[0].target.method.name](base, stacks)
+    parts: dict[int, list[int]] = {}
+    for k, s in enumerate(stacks):
+        parts.setdefault(s.adapter, []).append(k)
+    changes = [_of_adapter(base, [stacks[k] for k in own]) for own in parts.values()]
+    for n, block in enumerate(blocks):
+        uses = [[block.slices[k].use for k in own] for own in parts.values()]
+        seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
+        strengths = [own[0].strength for own in uses]
+        base[n] += combined(combining.method.name, [c[n] for c in changes], strengths, combining.numbers, seeds,
+                            vector=len(block.target.shape) < 2)  # fmt: skip
+    return base
+
+
+def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
+    """Return the change by one adapter [n, rows, cols], at strength 1 in the rows of its first formula; where others
+    have another strength, their rows are scaled by the ratio."""
+    found = torch.zeros_like(base)
+    for s in stacks:
+        s.region(found).addcmul_(s.strength / stacks[0].strength, change(s, base))
+    return found
+
+
 RULES: Final[Mapping[str, Callable[[Tensor, Sequence[StackedPatch]], Tensor]]] = MappingProxyType(
     {"sum": fold, "compose": in_turn}
 )
-"""Name of a row of METHODS → function (base values, which it may overwrite; stacks) that returns merged values."""
+"""Name of a row of METHODS that combines no changes → function (base values, which it may overwrite; stacks) that
+returns merged values."""
 
 
 def change(s: StackedPatch, base: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
 from .buffers import Outcome
 from .devices import DeviceMemory, device_failed, fallback_device, passed_over, precise, release, stack_size
-from .fold import RULES
+from .fold import new_weights
 from .patch_tensors import PatchTensors
 from .placement import (
     DeviceStream,
@@ -168,7 +168,7 @@ class BlockMerger:
         blocks = [i.block for i in group]
         stacks = self.tensors.stacks(blocks, at, lane)
         base = self._base(group, at, lane)
-        merged = RULES[blocks[0].target.method.name](base, stacks)
+        merged = new_weights(blocks, base, stacks)
         if merged is base and _in_place(group, at):
             return merged if odd(merged) else None
         if blocks[0].target.packed is not None:
@@ -276,9 +276,10 @@ def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
 
 
 def precise_at(at: Placement, block: Block) -> Placement:
-    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix."""
+    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
+    chooses entries by their size: in fp32 the choice would depend on rounding."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    return precise(at) if any(r.decomposes for r in rows) else at
+    return precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
 
 
 def _in_place(group: Sequence[Item], at: Placement) -> bool:

@@ -17,7 +17,7 @@ from typing import Final
 from ..adapters.file import Values
 from ..errors import InputError
 from ..job import Job
-from ..methods import METHODS
+from ..methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from ..text import listed
@@ -95,9 +95,9 @@ def with_meetings(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """Return the matches, each with a note on its modules that read rows which earlier adapters change.
 
     For these modules (orthogonal and scaling formulas, DoRA, all others that read the base) the sum of differences is
-    not what the adapters give one after the other. Methods that apply adapters in turn need no note.
+    not what the adapters give one after the other. Who names another method wants another rule, and needs no note.
     """
-    if METHODS[job.method].in_turn:
+    if job.method != SUM:
         return tuple(matched)
     changed = [_Changed(one) for one in matched]
     return tuple(replace(one, notes=(*one.notes, *_meetings(job, one, changed[:n]))) for n, one in enumerate(matched))

@@ -41,6 +41,7 @@ from ..models.weights import Weight
 from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
+from .combining import Combining
 from .containers import check_container, check_tensors, header_of, in_order, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
@@ -191,6 +192,13 @@ def _files(
 
 def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known."""
+    combining = Combining.of(job, [one.adapter for one in matched])
+    for path, target in _outputs(job, base, matched):
+        yield path, target._replace(combining=combining) if combining is not None and target.uses else target
+
+
+def _outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
+    """Yield the same without the way in which changes are combined."""
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
     own, parted = weights(base, matched), {key for one in matched for key in one.parted}

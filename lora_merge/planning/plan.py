@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..algorithms import Shape, flat
 from ..disk.files import StoredTensor
@@ -21,6 +21,9 @@ from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 from ..tables import html_table
 from ..text import by_component, by_pattern, size
+
+if TYPE_CHECKING:
+    from .combining import Combining
 
 CARD: Final = "README.md"
 """The name of the model card in a folder."""
@@ -39,6 +42,7 @@ class OutputTensor(NamedTuple):
     method: Method = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = MappingProxyType({})  # base key → uses, where adapters act in turn
     packed: Packing | None = None  # how its numbers are stored; None: plain
+    combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
 
     @property
     def shape(self) -> Shape:

@@ -6,7 +6,7 @@ are searched for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -93,7 +93,8 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     }
     if "setting" in value:
         options["setting"] = dict(value["setting"])
-    options |= {"seed": _count(value["seed"])} if "seed" in value else {}
+    kinds: dict[str, Callable[[Any], Any]] = {"whole": _count, "number": _number}
+    options |= {o.name: kinds[o.kind](value[o.name]) for o in OPTIONS.values() if o.kind in kinds and o.name in value}
     options |= {"title": _text(value["title"])} if "title" in value else {}
     options |= {"metadata": dict(value["metadata"])} if "metadata" in value else {}
     table = value.get("map", {"name": "", "text": None})

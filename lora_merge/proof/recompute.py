@@ -19,6 +19,7 @@ from ..matching.patch import Patch, PatchPart
 from ..matching.relatives import kin
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
+from .combined import of_weight
 from .findings import Findings
 from .grids import Grid, plain_grid
 from .rebuilt import rebuilt_slots
@@ -47,11 +48,13 @@ class Exact:
     terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
     loss: float = 1.0  # Reference.loss of the worst formula
     changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
+    slack: Array | float = 0.0  # by how much an entry may differ, as its choice hangs on rounding
 
     def turned(self, turn: Callable[[Array], Array]) -> Exact:
         """Return the rows in the basis in which the weight is stored."""
         changes = {number: turn(change) for number, change in self.changes.items()}
-        return Exact(turn(self.value), self.terms, self.loss, changes)
+        slack = np.sum(np.broadcast_to(self.slack, self.value.shape), axis=1, keepdims=True)
+        return Exact(turn(self.value), self.terms, self.loss, changes, slack)
 
     @property
     def largest(self) -> Array:
@@ -112,7 +115,7 @@ class Recomputation:
         return self._sampled[target.name]
 
     def _costly(self, target: OutputTensor) -> bool:
-        return any(_whole(u) for u in target.uses)
+        return target.combining is not None or any(_whole(u) for u in target.uses)
 
     def check(self, target: OutputTensor, fd: int) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`."""
@@ -141,6 +144,8 @@ class Recomputation:
         """Return the exact rows."""
         base = self._base(target.weight, rows, cols)
         exact = Exact(base.copy(), np.abs(base))
+        if target.combining is not None:
+            return self._combined(target, rows, exact)
         made = Made(target)
         for use in target.uses:
             change = self._change(use, rows, made.on(target.name))
@@ -152,6 +157,17 @@ class Recomputation:
             exact.changes[number] = exact.changes[number] + change if number in exact.changes else change
             loss = REFERENCE[use.patch.algorithm].loss
             exact.loss = exact.loss + loss if target.method.in_turn else max(exact.loss, loss)
+        return exact
+
+    def _combined(self, target: OutputTensor, rows: Array, exact: Exact) -> Exact:
+        """Add to rows of the base the one change that all changes of the weight become."""
+        everything, made = np.arange(target.matrix[0]), Made(target)
+        one = of_weight(target, lambda use: self._change(use, everything, made))
+        exact.slack, exact.changes = one.slack[rows], {n: part[rows] for n, part in one.parts.items()}
+        exact.value += one.total[rows]
+        for part in (exact.value, *exact.changes.values()):
+            exact.terms = np.maximum(exact.terms, np.abs(part))
+        exact.loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)
         return exact
 
     def _judged(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
@@ -167,8 +183,8 @@ class Recomputation:
             error = np.abs(found - value)
         if not np.isfinite(found).all():
             error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
-        rounding = self.rounding * max(1.0, len(target.uses) / 16)
-        bad = ~(error <= 1.0000002 * self.steps * units + exact.loss * rounding * largest)
+        rounding = (self.rounding if target.combining is None else ROUNDING["fp64"]) * max(1.0, len(target.uses) / 16)
+        bad = ~(error <= 1.0000002 * self.steps * units + exact.loss * rounding * largest + exact.slack)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(

@@ -17,7 +17,7 @@ from ..disk.reader import Reader
 from ..engine.blocks import Block
 from ..engine.blocks import blocks as cut_into_blocks
 from ..engine.devices import place
-from ..engine.fold import RULES
+from ..engine.fold import new_weights
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
 from ..engine.tensors import TensorCache, weight_values
@@ -150,13 +150,14 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Tensor]:
 
 def _merged(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield every changed block of a weight, its numbers [1, rows, cols], and the merged ones."""
-    at = place("cpu", "F64" if any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses) else "F32")
+    wide = target.combining is not None or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
+    at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)
     base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
     for block in cut_into_blocks(target):
         if block.slices:
             rows = stage([base[block.first : block.last]], at)
-            yield block, rows, RULES[target.method.name](rows.clone(), tensors.stacks([block], at, lane))
+            yield block, rows, new_weights([block], rows.clone(), tensors.stacks([block], at, lane))
 
 
 def _measured(target: OutputTensor, tensors: PatchTensors) -> Sums:

@@ -21,7 +21,7 @@ from lora_merge.engine.fold import RULES
 from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, MergeError, VerificationFailed
 from lora_merge.methods import METHODS
-from lora_merge.options import MergeOptions
+from lora_merge.options import MethodName
 from lora_merge.planning.plan import coverage
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.replay import plan_again, prove
@@ -29,6 +29,9 @@ from lora_merge.proof.replay import plan_again, prove
 from ..peft_oracle import Layers, assert_close, assert_same_function, train
 from ..peft_oracle import save as save_peft
 from ..support import Tensors, cli, in_process, load, metadata, rand, save
+
+BOTH: tuple[Literal["sum", "compose"], ...] = ("sum", "compose")
+"""The methods that combine no changes."""
 
 W = 8
 KEYS = {
@@ -117,7 +120,7 @@ def test_to_compose_is_to_merge_one_after_the_other(fused: bool, chosen: list[An
 def test_where_no_later_formula_reads_the_base_both_methods_are_one(fused: bool, pair: tuple[str, str]) -> None:  # noqa: FBT001
     base = flux(fused=fused)
     adapters = [(module(kind, FUSED, seed=n), 0.7) for n, kind in enumerate(pair)]
-    by = [lora_merge.merge_state_dict(base, adapters, method=m, compute_dtype="fp64") for m in METHODS]
+    by = [lora_merge.merge_state_dict(base, adapters, method=m, compute_dtype="fp64") for m in BOTH]
     for key, value in by[0].items():
         torch.testing.assert_close(by[1][key], value, rtol=1e-12, atol=1e-13, msg=key)
 
@@ -271,7 +274,7 @@ def test_a_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: b
     assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
 
 
-@pytest.mark.parametrize("made_by", METHODS)
+@pytest.mark.parametrize("made_by", BOTH)
 def test_a_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) -> None:
     out = made(tmp_path, ("boft", "diag-oft"), method=made_by)
     plain = save(load(out), tmp_path / "plain.safetensors")
@@ -280,7 +283,7 @@ def test_a_file_of_the_other_method_is_not_proven(made_by: str, tmp_path: Path) 
         "adapters": [(tmp_path / f"{n}.safetensors", 0.7) for n in range(3)],
     }
     assert prove(plain, **named, options={"method": made_by})["proven"]
-    other = next(m for m in METHODS if m != made_by)
+    other = next(m for m in BOTH if m != made_by)
     with pytest.raises(VerificationFailed):
         prove(plain, **named, options={"method": other})
 
@@ -312,8 +315,8 @@ def test_a_note_tells_whenever_the_methods_differ_and_only_then(
     told = notes(base, adapters, folder)
     for n in range(1, len(chosen)):
         some = [tensors for _, tensors in adapters[: n + 1]]
-        by = [lora_merge.merge_state_dict(base, some, method=m, compute_dtype="fp64") for m in METHODS]
-        before = [lora_merge.merge_state_dict(base, some[:-1], method=m, compute_dtype="fp64") for m in METHODS]
+        by = [lora_merge.merge_state_dict(base, some, method=m, compute_dtype="fp64") for m in BOTH]
+        before = [lora_merge.merge_state_dict(base, some[:-1], method=m, compute_dtype="fp64") for m in BOTH]
         own = [{k: by[m][k] - before[m][k] for k in base} for m in range(2)]  # what the last one does
         differ = any(not torch.allclose(own[0][k], own[1][k], atol=1e-9) for k in base)
         assert bool(told[f"{n}.safetensors"]) == differ, chosen
@@ -331,11 +334,11 @@ def test_the_note_names_modules_and_adapters(tmp_path: Path) -> None:
 def test_jobs_of_both_methods_share_one_read_and_are_told_apart(tmp_path: Path) -> None:
     """Each gives what it gives by itself; an output of the other method is none of its own."""
     kinds = ("boft", "diag-oft", "dora in")
-    single = {m: made(tmp_path, kinds, method=m, overwrite=True).read_bytes() for m in METHODS}
+    single = {m: made(tmp_path, kinds, method=m, overwrite=True).read_bytes() for m in BOTH}
     assert single["sum"] != single["compose"]
     adapters = [{"path": f"{n}.safetensors", "strength": 0.7} for n in range(4)]
     job = {"base": "base.safetensors", "adapters": adapters}
-    jobs = [{**job, "method": m, "output": f"{m}.safetensors"} for m in METHODS]
+    jobs = [{**job, "method": m, "output": f"{m}.safetensors"} for m in BOTH]
     jobs.append({**job, "output": "default.safetensors"})
     path = tmp_path / "jobs.yaml"
     path.write_text(json.dumps({"version": 1, "jobs": jobs}))
@@ -398,9 +401,8 @@ def test_a_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
-    assert RULES.keys() == METHODS.keys()
-    literal = eval(str(MergeOptions.__annotations__["method"].__forward_arg__), {"Literal": Literal})
-    assert get_args(literal) == tuple(METHODS)
+    assert {*RULES} == {name for name, row in METHODS.items() if not row.combines} == {*BOTH}
+    assert get_args(MethodName) == tuple(METHODS)
     (field,) = [a for a in get_args(Options.model_fields["method"].annotation) if get_args(a)]
     assert get_args(field) == tuple(METHODS)
 
@@ -411,7 +413,7 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     done = cli(*words, "-o", tmp_path / "b.safetensors", "--method", "compose", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["method"] == "compose"
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
-    for wrong in ("ties", ""):
+    for wrong in ("tie", ""):
         code, told = in_process(*words, "-o", tmp_path / "c.safetensors", "--method", wrong)
         assert code == 2 and re.search("use one of sum, compose", told)
     with pytest.raises(MergeError, match="method"):

@@ -260,7 +260,7 @@ def test_a_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPat
 
     original = kernels.fold
     wrong = lambda base, stacks: original(base, [*stacks, *stacks])  # noqa: E731
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": wrong})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:
         merge(made, "out", overwrite=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...algorithms import DoesNotFit
 from ..blocks import block
 from ..buffers import Outcome, WindowTask
-from ..fold import RULES
+from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item, groups, precise_at
 from ..placement import TORCH_DTYPES, DeviceStream, holds
 from ..windows import Fold
@@ -157,7 +157,8 @@ class DeviceWindows:
         for stack in stacks:
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            merged = RULES[b.target.method.name](base, self.blocks.tensors.stacks([f.block for f in stack], at, lane))
+            blocks = [f.block for f in stack]
+            merged = new_weights(blocks, base, self.blocks.tensors.stacks(blocks, at, lane))
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()

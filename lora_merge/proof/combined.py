@@ -1,0 +1,202 @@
+"""The methods that make one change of several, a second time: numpy in float64, no code of engine/combining.py.
+
+Every method is written as Δ = Σ partsᵢ, one part for each adapter. Where two computations in float64 may decide
+otherwise, because two magnitudes or a sum and zero differ by rounding alone, the slack of an entry says by how much the
+result then differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..matching.patch import PatchPart
+from ..method_numbers import Numbers
+from ..methods import Method
+from ..planning.plan import OutputTensor
+from .reference.floats import Array
+
+NEAR: Final = 1e-12
+"""Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
+
+STEPS: Final = 100
+"""The most steps of the Karcher mean."""
+
+
+@dataclass
+class Combined:
+    """Δ [out, cols] of one weight as one part for each adapter, and by how much rounding may change each entry."""
+
+    parts: dict[int, Array]
+    slack: Array
+
+    @property
+    def total(self) -> Array:
+        """Δ itself."""
+        return np.asarray(np.sum([*self.parts.values()], axis=0))
+
+
+def of_weight(target: OutputTensor, change: Callable[[PatchPart], Array | None]) -> Combined:
+    """Return Δ of a whole weight by the method of its job. `change`: returns s ΔW of one use on all its rows."""
+    how, by = target.combining, dict[int, list[PatchPart]]()
+    assert how is not None, "the changes of this weight become one"
+    for use in target.uses:
+        by.setdefault(use.patch.adapter, []).append(use)
+    changes = []
+    for uses in by.values():
+        found = [part for part in map(change, uses) if part is not None]
+        changes.append(np.sum(found, axis=0) / uses[0].strength)
+    strengths, seeds = [u[0].strength for u in by.values()], [how.seed(n, u) for n, u in by.items()]
+    parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, vector=len(target.shape) < 2)
+    return Combined(dict(zip(by, parts, strict=True)), slack)
+
+
+def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
+    method: Method, changes: Sequence[Array], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
+    vector: bool,
+) -> tuple[list[Array], Array]:  # fmt: skip
+    """Return the parts and the slack of Δ from τᵢ [out, cols] at strength 1. `vector`: for biases and norms, which
+    slerp and karcher add."""
+    slack = np.zeros(changes[0].shape)
+    spherical = method.name in ("slerp", "karcher")
+    if method.linear or method.name == "karcher":
+        weights = list(strengths) if spherical and vector else _weights(method.name, changes, strengths, n)
+        if spherical:
+            slack += 1e-9 * max(float(np.abs(s * t).max(initial=0.0)) for s, t in zip(strengths, changes, strict=True))
+        return _scaled([w * t for w, t in zip(weights, changes, strict=True)], slack, n.scale)
+    scaled = []
+    for change, strength, seed in zip(changes, strengths, seeds, strict=True):
+        factor, unsure = _factors(method, change, n, seed)
+        scaled.append(strength * change * factor)
+        slack[unsure] += abs(strength) * np.abs(change[unsure]) * max(1.0, float(factor.max(initial=1.0)))
+    if method.elects or method.name == "consensus":
+        slack = 2 * slack + _doubtful(scaled, slack > 0)
+    if method.elects:
+        scaled = _elected(scaled, strengths, n)
+    elif method.name == "consensus":
+        needed = len(scaled) if n.agree is None else min(n.agree, len(scaled))
+        signs = np.sign(scaled)
+        one = np.maximum((signs > 0).sum(axis=0), (signs < 0).sum(axis=0)) >= needed
+        scaled = [np.where(one, s, 0.0) for s in scaled]
+    return _scaled(scaled, slack, n.scale)
+
+
+def _scaled(parts: Sequence[Array], slack: Array, scale: float) -> tuple[list[Array], Array]:
+    return [scale * p for p in parts], abs(scale) * slack
+
+
+def _factors(method: Method, change: Array, n: Numbers, seed: str) -> tuple[Array, Array]:
+    """Return what each entry of a change is multiplied by, and where rounding may decide otherwise."""
+    count, size = change.size, np.abs(change)
+    kept = math.floor(n.density * count)
+    unsure = np.zeros(change.shape, dtype=bool)
+    if method.keeps in ("largest", "middle"):
+        top = math.floor(n.gamma * count) if method.keeps == "middle" else 0
+        order = np.argsort(-size, axis=None, kind="stable")  # of equal ones the earlier first
+        factor = np.zeros(count)
+        factor[order[top : top + kept]] = 1.0
+        for edge in (top, top + kept):
+            if 0 < edge < count:
+                between = (size.flat[order[edge - 1]] + size.flat[order[edge]]) / 2
+                unsure |= np.abs(size - between) <= NEAR * size.max(initial=0.0)
+        return factor.reshape(change.shape), unsure
+    if not method.keeps:
+        return np.ones(change.shape), unsure
+    chance = np.full(change.shape, n.density)
+    if method.keeps == "ranked":
+        order = np.argsort(size, axis=1, kind="stable")
+        ranks = np.empty(order.shape)
+        np.put_along_axis(ranks, order, np.arange(change.shape[1], dtype=np.float64)[None, :], axis=1)
+        chance = n.density - n.epsilon + 2 * n.epsilon * ranks / max(change.shape[1] - 1, 1)
+        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * size.max(initial=0.0)
+        tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
+        np.put_along_axis(unsure, order, tied, axis=1)
+    drawn = uniform(seed, n.seed, count).reshape(change.shape)
+    return np.where(drawn < chance, 1 / chance, 0.0), unsure
+
+
+def uniform(name: str, seed: int, count: int) -> Array:
+    """Return the draws of a name and a seed: SplitMix64 of a counter, of which the upper 24 bits are the number."""
+    start = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:8], "little") ^ seed
+    with np.errstate(over="ignore"):
+        z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64((start - 2**63) % 2**64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray((z >> np.uint64(40)).astype(np.float64) / 2**24)
+
+
+def _elected(scaled: Sequence[Array], strengths: Sequence[float], n: Numbers) -> list[Array]:
+    """Return the entries that have the elected sign, divided."""
+    votes = np.sum(scaled if n.elect == "sum" else np.sign(scaled), axis=0)
+    up = votes >= 0
+    agree = [(s > 0) & up | (s < 0) & ~up for s in scaled]
+    if n.normalise == "none":
+        return [np.where(a, s, 0.0) for a, s in zip(agree, scaled, strict=True)]
+    weights = [1.0 if n.normalise == "count" else abs(s) for s in strengths]
+    divisor = sum((w * a for w, a in zip(weights, agree, strict=True)), np.zeros(scaled[0].shape))
+    divisor[divisor == 0] = 1.0
+    return [np.where(a, s / divisor, 0.0) for a, s in zip(agree, scaled, strict=True)]
+
+
+def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
+    """Return Σ|sᵢtᵢ| where the elected sign, or whether an entry is zero, hangs on rounding or on an unsure entry."""
+    size = np.sum(np.abs(scaled), axis=0)
+    near = np.abs(np.sum(scaled, axis=0)) <= NEAR * size
+    tiny = np.zeros(size.shape, dtype=bool)
+    for s in scaled:
+        tiny |= (s != 0) & (np.abs(s) <= NEAR * np.abs(s).max(initial=0.0))
+    return np.where(near | tiny | unsure, size, 0.0)
+
+
+def _weights(method: str, changes: Sequence[Array], strengths: Sequence[float], n: Numbers) -> list[float]:
+    """Return wᵢ with Δ = Σ wᵢτᵢ, from the cosines of all pairs."""
+    count = len(changes)
+    if method == "mean":
+        return [s / sum(strengths) for s in strengths]
+    flat = [s * t.ravel() for s, t in zip(strengths, changes, strict=True)]
+    norms = [float(np.linalg.norm(f)) for f in flat]
+    cosines = np.array([[np.dot(a, b) / (p * q) if p and q else 0.0 for b, q in zip(flat, norms, strict=True)]
+                        for a, p in zip(flat, norms, strict=True)]).clip(-1, 1)  # fmt: skip
+    if method == "karcher":
+        along = _karcher(cosines, norms)
+        return [s * a / size if size else 0.0 for s, a, size in zip(strengths, along, norms, strict=True)]
+    if count == 1:
+        return list(strengths)
+    if method == "model_stock":
+        signs = np.sign(strengths)
+        pairs = (cosines * np.outer(signs, signs))[np.triu_indices(count, 1)]
+        below = 1 + (count - 1) * pairs.mean()
+        stock = min(max(count * pairs.mean() / below, 0.0), 1.0) if below > 0 else 0.0
+        return [stock * sum(strengths) / count / count] * count
+    one, other = 1 - (n.t or 0.0), n.t or 0.0
+    cosine = float(cosines[0, 1])
+    if abs(cosine) <= 0.9995 and all(norms):
+        angle = math.acos(cosine)
+        one, other = (math.sin(x * angle) / math.sin(angle) for x in (one, other))
+    return [one * strengths[0], other * strengths[1]]
+
+
+def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
+    """Return the Karcher mean of unit vectors with these cosines, times the mean of the norms, as multiples of them."""
+    there = np.array([float(size > 0) for size in norms])
+    if not there.any():
+        return [0.0] * len(norms)
+    at = there.copy()
+    length = math.sqrt(max(float(at @ cosines @ at), 0.0))
+    at = at / length if length > 1e-12 else np.eye(len(norms))[int(np.argmax(there))]
+    for _ in range(STEPS):
+        seen = (cosines @ at).clip(-1, 1)
+        angles = np.arccos(seen)
+        sines = np.sin(angles)
+        turn = np.divide(angles, sines, out=np.zeros_like(angles), where=(angles > 1e-12) & (sines > 1e-12)) * there
+        step = (turn - at * float(turn @ seen)) / there.sum()
+        size = math.sqrt(max(float(step @ cosines @ step), 0.0))
+        if size < 1e-10:
+            break
+        at = math.cos(size) * at + math.sin(size) * step / size
+    return list(at * float(np.mean(norms)))
