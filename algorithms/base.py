@@ -195,6 +195,12 @@ class Algorithm:
         """Function (fitted shapes) → rank r, if the scale is α / r; else None."""
         return self.scalars_from.rank if isinstance(self.scalars_from, AlphaOverRank) else None
 
+    @property
+    def takes_one_number(self) -> bool:
+        """Whether `accumulate` multiplies a factor by the scalars and the strength: each may then be one number for all
+        layers, without axes, on the host, whatever the device."""
+        return self.accumulate is not None and self.low_rank is not None and not self.reads_base
+
     @cached_property
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, from the annotations of `tensors`."""

@@ -261,8 +261,9 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
     made_on = {"device": "meta"} if "device" in kwargs else {}
     shaped = func(*shapes(args), **shapes(on), **made_on)
     view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-    into = [a for a, i in zip(args, func._schema.arguments, strict=False) if i.alias_info and i.alias_info.is_write]
-    written = tree_leaves(into)
+    writes = {i.name for i in func._schema.arguments if i.alias_info and i.alias_info.is_write}
+    named = {i.name: a for a, i in zip(args, func._schema.arguments, strict=False)} | kwargs
+    written = tree_leaves([a for name, a in named.items() if name in writes])
     known = {id(t.shaped): t for t in there}
 
     def wrapped(t: Any) -> Any:

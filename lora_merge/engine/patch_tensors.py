@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,13 +19,17 @@ from .blocks import BLOCK_ELEMENTS, Block, BlockPart, blocks
 from .device.adapters import AdaptersOnDevice
 from .devices import precise
 from .fold import RULES, StackedPatch
-from .placement import DeviceStream, Placement, move, numbers, stage, stage_indices, whole
+from .placement import DeviceStream, Placement, move, numbers, one_number, stage, stage_indices, whole
 from .rebuilding import Kin, from_base
 from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 KEPT_WHOLE: Final = BLOCK_ELEMENTS // 2
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
+
+
+Stack: TypeAlias = Callable[[list[Tensor]], Tensor]
+"""Function that returns n tensors of equal shape as one [n, …]."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ class PatchTensors:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
-    def stacks(self, blocks: Sequence[Block], at: Placement, lane: DeviceStream) -> list[StackedPatch]:
+    def stacks(
+        self, blocks: Sequence[Block], at: Placement, lane: DeviceStream, stacked: Stack = torch.stack
+    ) -> list[StackedPatch]:
         """Return the patches of blocks of one kind, stacked, in the order of the adapters."""
-        return [self.stack([b.slices[k] for b in blocks], at, lane) for k in range(len(blocks[0].slices))]
+        return [self.stack([b.slices[k] for b in blocks], at, lane, stacked) for k in range(len(blocks[0].slices))]
 
-    def stack(self, slices: Sequence[BlockPart], at: Placement, lane: DeviceStream) -> StackedPatch:
-        """Return the same slice of n blocks as one StackedPatch."""
+    def stack(
+        self, slices: Sequence[BlockPart], at: Placement, lane: DeviceStream, stacked: Stack = torch.stack
+    ) -> StackedPatch:
+        """Return the same slice of n blocks as one StackedPatch. `stacked` may leave the values for later."""
         first = slices[0]
         patch = first.use.patch
         row = ALGORITHMS[patch.algorithm]
@@ -57,9 +65,13 @@ class PatchTensors:
             self._check(s.use.patch)
         for slot in patch.shapes:
             parts = [self._factor(s, slot, to, lane) for s in slices]
-            fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+            later = stacked if row.prepare is None else torch.stack
+            fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
+        added = first.taken is None and patch.magnitude is None and first.target.combining is None  # by `accumulate`
+        alike = row.takes_one_number and added
         for name in row.scalars:
-            fields[name] = self._numbers([s.use.patch.numbers.get(name, 1.0) for s in slices], to, lane)
+            values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
+            fields[name] = self._numbers(values, to, lane, alike=alike)
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.kin)} for s in slices]
         for slot in made[0]:
@@ -68,7 +80,7 @@ class PatchTensors:
         return StackedPatch(
             row,
             tensors if to == at else move(tensors, at),
-            self._numbers([s.use.strength for s in slices], at, lane),
+            self._numbers([s.use.strength for s in slices], at, lane, alike=alike),
             slice(first.low, first.high),
             patch.adapter,
             first.use.piece.transposed,
@@ -113,7 +125,10 @@ class PatchTensors:
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
         return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
 
-    def _numbers(self, values: Sequence[float], at: Placement, lane: DeviceStream) -> Tensor:
+    def _numbers(self, values: Sequence[float], at: Placement, lane: DeviceStream, *, alike: bool) -> Tensor:
+        """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
+        if alike and at.device.type != "cpu" and len(set(values)) == 1:
+            return one_number(values[0], at)
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:

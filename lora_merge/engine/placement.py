@@ -178,6 +178,11 @@ def numbers(values: Sequence[float], at: Placement) -> Tensor:
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
 
+def one_number(value: float, at: Placement) -> Tensor:
+    """Return a number without axes on the host, which tensors of any device can be multiplied by."""
+    return torch.tensor(value, dtype=at.dtype)
+
+
 def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = None) -> bool:
     """Write merged [n, …] into n tensors, with one transfer for all and one cast, on the device if it can.
 

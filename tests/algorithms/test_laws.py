@@ -122,6 +122,9 @@ def test_everything_stays_on_the_device_of_its_inputs(name: str, example: Exampl
         if s.row.accumulate:
             strength = torch.empty(2, 1, 1, device=AWAY)
             s.row.accumulate(torch.empty_like(moved.base), moved.tensors, strength)
+        if s.row.accumulate and s.row.takes_one_number:
+            numbers = {k: torch.tensor(0.5) for k in s.row.scalars & tensors_of(s).keys()}
+            s.row.accumulate(torch.empty_like(moved.base), with_tensors(moved, numbers).tensors, torch.tensor(0.5))
 
 
 @every
@@ -146,6 +149,20 @@ def test_accumulate_is_delta(name: str, example: Example) -> None:
     want = acc + strength * s.delta()
     s.row.accumulate(acc, s.tensors, strength)
     torch.testing.assert_close(acc, want, **CLOSE)
+
+
+@every
+def test_one_number_for_all_layers_is_that_number_for_each(name: str, example: Example) -> None:
+    """Where a device holds the tensors, such a number stays on the host: nothing is uploaded or multiplied for it."""
+    s = stacked(name, example)
+    if s.row.accumulate is None or not s.row.takes_one_number:
+        pytest.skip("its numbers have axes")
+    number = {k: v.flatten()[0] for k, v in tensors_of(s).items() if k in s.row.scalars}
+    acc = torch.randn_like(s.base)
+    alone, whole = acc.clone(), {k: v.expand(2, 1, 1) for k, v in number.items()}
+    s.row.accumulate(alone, with_tensors(s, number).tensors, torch.tensor(0.3, dtype=torch.float64))
+    s.row.accumulate(acc, with_tensors(s, whole).tensors, torch.full((2, 1, 1), 0.3, dtype=torch.float64))
+    torch.testing.assert_close(alone, acc, rtol=0, atol=0)
 
 
 @every

@@ -52,6 +52,30 @@ def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
                 target.copy_(source)
 
 
+class Gather:
+    """Copies on a device that are made together."""
+
+    def __init__(self) -> None:
+        self._sources: list[Tensor] = []
+        self._into: list[Tensor] = []
+
+    def add(self, source: Tensor, into: Tensor) -> None:
+        """Plan a copy, with a cast if the dtypes differ."""
+        self._sources.append(source)
+        self._into.append(into)
+
+    def stacked(self, parts: list[Tensor]) -> Tensor:
+        """Return n tensors of equal shape as one [n, …], which has its values after `run`."""
+        out = parts[0].new_empty((len(parts), *parts[0].shape))
+        for part, slot in zip(parts, out.unbind(), strict=True):
+            self.add(part, slot)
+        return out
+
+    def run(self) -> None:
+        """Make the copies."""
+        cast_all(self._sources, self._into)
+
+
 def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers in a dtype from which a cast rounds correctly."""
     return _ready(work, dtype)
@@ -60,7 +84,8 @@ def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
 def extremes(work: Tensor, lane: DeviceStream) -> Tensor:
     """Return the smallest and the largest number, NaN if there is a NaN, in memory of the host that holds them once the
     lane is settled."""
-    found = torch.stack(torch.aminmax(work))
+    found = work.new_empty(2)
+    torch.aminmax(work, out=(found[0], found[1]))
     if lane.stream is None:
         return found.cpu()
     return lane.host(f"extremes {work.dtype}", (2,), work.dtype).copy_(found, non_blocking=True)

@@ -22,12 +22,8 @@ from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item, groups, precise_at
 from ..placement import TORCH_DTYPES, DeviceStream, holds
 from ..windows import Fold
-from .placement import cast_all, download, extremes, fit, rounded, upload
+from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
 from .registered import RegisteredBuffers
-
-SMALL: Final = 2**20
-"""Numbers of a block from which on it is folded by itself, as it keeps a device busy: nothing is stacked for it."""
-
 
 ALIGNED: Final = 8
 """Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
@@ -142,23 +138,20 @@ class DeviceWindows:
         """Return blocks of one placement and dtype in another order, their merged numbers in that order, flat, and how
         many there are of each."""
         at = precise_at(lane.at, folds[0].block)
-        stacks = [
-            *groups(folds, lambda f: f.block, lambda b: max(1, (SMALL if b.elements < SMALL else 0) // b.elements))
-        ]
+        stacks = [*groups(folds, lambda f: f.block, lambda b: max(1, self.most // b.elements))]
         ordered = [f for stack in stacks for f in stack]
         sizes = [f.block.elements for f in ordered]
-        work = torch.empty(sum(sizes), dtype=at.dtype, device=at.device)
-        stored = [TORCH_DTYPES[f.block.target.weight.stored.dtype] for f in ordered]
-        numbers = [
-            _numbers(there, f.source - low, f.source_bytes, dtype) for f, dtype in zip(ordered, stored, strict=True)
-        ]
-        cast_all(numbers, work.split_with_sizes(sizes))
+        work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
+        for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
+            dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
+            gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
+        patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
+        gather.run()
         done = 0
-        for stack in stacks:
+        for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            blocks = [f.block for f in stack]
-            merged = new_weights(blocks, base, self.blocks.tensors.stacks(blocks, at, lane))
+            merged = new_weights([f.block for f in stack], base, own)
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
