@@ -197,8 +197,7 @@ def test_lanes_share_factors_without_races(
         "lora_merge.engine.fold_window.PatchTensors",
         lambda *given, **more: PatchTensors(*given, kept=DeviceCache(), **more),
     )
-    for module in ("fold_blocks", "device.windows"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.RULES", {"sum": late})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )
@@ -229,8 +228,7 @@ def test_what_no_gpu_has_room_for_auto_folds_on_the_cpu(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
-    for module in ("fold_blocks", "device.windows"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.RULES", {"sum": full})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
     assert load(tmp_path / "o").keys() == load(tmp_path / "want").keys()

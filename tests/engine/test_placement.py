@@ -415,7 +415,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
             raise error
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 1)
     assert _merge(tmp_path, "parts") == whole
     assert len(failed) == 1, "the size that fits is found once"
@@ -426,7 +426,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     def never(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise error
 
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": never})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": never})
     with pytest.raises(lora_merge.MergeError, match="out of memory") as caught:
         lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
     assert caught.value.exit_code == 5
@@ -448,7 +448,7 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
         finally:
             used.release()
 
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
     monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 4)
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
@@ -460,7 +460,7 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
     def broken(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("lora_merge.engine.fold_blocks.RULES", {"sum": broken})
+    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": broken})
     with pytest.raises(RuntimeError, match="illegal"):
         lora_merge.merge_state_dict(model(torch.float32), linear(torch.float32))
 
