@@ -73,6 +73,12 @@ class ShapeMismatch(FitError):
     """The shape of an adapter tensor fits neither its module's other tensors nor the base tensor that it names."""
 
 
+def misfit(where: str, why: Exception) -> ShapeMismatch:
+    """Return the error for tensors whose values do not fit, though their shapes do: indices outside the weight …"""
+    fix = "use the checkpoint that the adapter was trained on"
+    return ShapeMismatch("adapter tensors do not fit the base", f"{where}: {why}", fix)
+
+
 class AmbiguousName(FitError):
     """A name matches two tensors, and nothing tells which one is right."""
 

@@ -401,7 +401,8 @@ def looked_at(folder: Path) -> int:
         (folder / "a").write_bytes(tensors(pair()))
     base = folder / ("m" if (folder / "m").exists() else "base")
     codes = [] if options else [command("inspect", folder / "a"), command("inspect", base), command("parts", base)]
-    codes.append(command(base, folder / "a", "-o", folder / "out", "--device", "cpu", "--unmatched", "skip", *options))
+    out = folder / ("out.gguf" if base.is_file() and base.read_bytes()[:4] == b"GGUF" else "out")
+    codes.append(command(base, folder / "a", "-o", out, "--device", "cpu", "--unmatched", "skip", *options))
     return max(codes)
 
 
@@ -457,7 +458,9 @@ GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
 
 def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
     """(name, files, what to do with their folder) of one group, or of all."""
-    for group, (made, act) in GROUPS.items():
+    from .hostile_commands import GROUPS as MORE
+
+    for group, (made, act) in {**GROUPS, **MORE}.items():
         if group.startswith(word):
             for name, files in made(limit):
                 yield f"{group}: {name}", files, act

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import InputError, VerificationFailed
+from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter
 from ..planning.recipe import KEY, parsed, sha256
 from ..proof.find_inputs import find_all
-from ..proof.read_recipe import Input
-from .job import AdapterJob, make_adapter_job
+from ..proof.read_recipe import damaged, input_of, number_of, text_of
+from .job import OWN, AdapterJob, make_adapter_job
 from .report import AdapterReport
 
 COMMANDS: Final = ("combine", "resize")
-AGAIN: Final = "make it again from its adapters"
+RECORDED: Final = frozenset((*OWN, "dtype", "unmatched", "setting"))
+"""The options that a recipe states; others that it names are ignored, as whose file it is does not decide them."""
 
 
 def is_ours(made: Path) -> bool:
@@ -30,24 +31,24 @@ def job_of(made: Path, output: str | Path, folders: Sequence[Path], **options: A
     """Return the job that made a file; InputError for a damaged recipe, or for an input that is not found."""
     told = parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}
     try:
-        adapters = [(_input(a), float(a["strength"]), tuple((str(p), float(f)) for p, f in a["parts"]))
-                    for a in told["adapters"]]  # fmt: skip
-        base = _input(told["base"]) if "base" in told else None
-        given = {str(name): value for name, value in told["options"].items()}
-        command = str(told["command"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise InputError("the recipe is damaged", f"{made}: {KEY}", AGAIN) from e
-    around = [*folders, made.absolute().parent, Path.cwd()]
-    paths = find_all([*(a for a, _, _ in adapters), *([base] if base else [])], around)
-    refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
-    return make_adapter_job(command, refs, output, paths[-1] if base else None, {**given, **options})
+        adapters = [
+            (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
+            for a in told["adapters"]
+        ]
+        base = input_of(told["base"]) if "base" in told else None
+        given = {name: value for name, value in told["options"].items() if name in RECORDED}
 
+        def job(paths: Sequence[Path], **more: Any) -> AdapterJob:
+            refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
+            return make_adapter_job(told["command"], refs, output, paths[-1] if base else None, {**given, **more})
 
-def _input(told: Any) -> Input:
-    files = tuple((str(f["name"]), int(f["size"]), str(f["sha256"])) for f in told["files"])
-    if not files:
-        raise ValueError("an input without files")
-    return Input(str(told["name"]), files, bool(told.get("folder")), "")
+        inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
+        job([made] * len(inputs))  # checks its values before a user adds others
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise damaged(made, str(e)) from e
+    except (UsageError, FitError) as e:
+        raise damaged(made, f"{e.what} ({e.where})") from e
+    return job(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
 
 
 def replay(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> AdapterReport:

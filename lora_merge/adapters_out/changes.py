@@ -15,7 +15,7 @@ from ..engine.fold import change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
-from ..errors import ShapeMismatch
+from ..errors import misfit
 from ..matching.patch import PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
@@ -56,9 +56,8 @@ class Evaluator:
         """Return one change for each adapter that changes the weight, in the order of the adapters."""
         try:
             parts = [self._of_use(target, use) for use in target.uses]
-        except DoesNotFit as e:  # found in values, not in shapes, such as indices outside the weight
-            fix = "use the checkpoint that the adapter was trained on"
-            raise ShapeMismatch("adapter tensors do not fit the base", f"{target.label}: {e}", fix) from e
+        except DoesNotFit as e:
+            raise misfit(target.label, e) from e
         parts += [self._of_value(target, number, info, s) for number, info, s in target.values]
         found = []
         for number in sorted({p.adapter for p in parts}):

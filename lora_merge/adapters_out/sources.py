@@ -80,7 +80,7 @@ def open_sources(job: AdapterJob) -> Sources:
 
 def _with_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
     """Join by the weights of the base: every dialect, fused or split names, and formulas that read the base."""
-    matched = match(open_inputs(job.inputs, opened))
+    matched = match(open_inputs(job.inputs, opened, merged=False))
     base, found = matched.inputs.base, matched.adapters
     if grown := sorted({key for one in found for key in one.grown}):
         raise FitError("an adapter enlarges a weight, which a file of an adapter cannot say", grown[0],

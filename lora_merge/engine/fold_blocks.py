@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
-from ..errors import FULL, ResourceError, ShapeMismatch, device_failure, device_full
+from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
@@ -133,9 +133,8 @@ class BlockMerger:
         """Fold blocks in one call; return the device's message if it is out of memory."""
         try:
             merged = self.turn(lambda lane: self._fold_at(group, precise_at(lane.at, group[0].block), lane), lane)
-        except DoesNotFit as e:  # found in values, not in shapes, such as indices outside the weight
-            raise ShapeMismatch("adapter tensors do not fit the base", f"{group[0].block.target.name}: {e}",
-                                "merge into the checkpoint that the adapter was trained on") from e  # fmt: skip
+        except DoesNotFit as e:
+            raise misfit(group[0].block.target.name, e) from e
         if merged is None:
             return Outcome()
         if isinstance(merged, str):

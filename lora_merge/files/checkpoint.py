@@ -73,7 +73,7 @@ class Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
         if entries := _of_first(header.fields for header in self.headers.values()):
             if is_adapter(entries):
-                return replace(self, tensors=adapter_tensors(self.tensors, entries))
+                return replace(self, tensors=adapter_tensors(self.path, self.tensors, entries))
             view = viewed(self.tensors, entries)
             config = self.config or view.config
             return replace(self, tensors=view.tensors, packed=view.packed, config=config, gguf=view.model)

@@ -30,6 +30,13 @@ def in_gguf(job: Job, base: Index) -> bool:
     return base.gguf is not None and (job.dtype == "keep" or base.gguf.language)
 
 
+def check_names(job: Job, base: Index) -> None:
+    """Raise InputError for a model in GGUF files whose names are not understood."""
+    if base.gguf is not None and base.gguf.refusal and job.map is None:
+        raise InputError(f"the model cannot be merged: {base.gguf.refusal}", str(base.path),
+                         "merge into its original .safetensors checkpoint, or give the names by --map")  # fmt: skip
+
+
 def check_container(job: Job, base: Index) -> Job:
     """Return the job with the name that its output has by default; InputError or UsageError for what cannot be written.
 
@@ -39,9 +46,6 @@ def check_container(job: Job, base: Index) -> Job:
         if job.output.suffix.lower() == GGUF:
             raise UsageError("a GGUF file is made of a GGUF base only", str(job.output), "name it .safetensors")
         return job
-    if base.gguf.refusal and job.map is None:
-        raise InputError(f"the model cannot be merged: {base.gguf.refusal}", str(base.path),
-                         "merge into its original .safetensors checkpoint, or give the names by --map")  # fmt: skip
     gguf = in_gguf(job, base)
     if gguf and job.dtype not in GGUF_DTYPES:
         raise UsageError("GGUF has no such type", f"--dtype {job.dtype}", f"use one of {', '.join(GGUF_DTYPES)}")

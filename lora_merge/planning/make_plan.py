@@ -42,7 +42,7 @@ from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
 from .combining import Combining
-from .containers import check_container, check_tensors, header_of, in_order, stored_as
+from .containers import check_container, check_names, check_tensors, header_of, in_order, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
 from .recipe import blanks, entries
@@ -75,10 +75,14 @@ def plan_job(job: Job, opened: CheckpointCache) -> Plan:
     return make_plan(match(open_inputs(job, opened)))
 
 
-def open_inputs(job: Job, opened: CheckpointCache) -> Inputs:
-    """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used."""
+def open_inputs(job: Job, opened: CheckpointCache, *, merged: bool = True) -> Inputs:
+    """Return the inputs of a job, opened or taken from `opened`; InputError for a file that cannot be used.
+
+    `merged`: whether the output is a checkpoint like the base, and not an adapter.
+    """
     base, lookup = opened.base(job.base, job.map)
-    job = check_container(job, base)
+    check_names(job, base)
+    job = check_container(job, base) if merged else job
     adapters = tuple(in_order(opened.adapter(ref.path), base) for ref in job.adapters)
     return Inputs(job, base, lookup, adapters)
 

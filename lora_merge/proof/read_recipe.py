@@ -81,36 +81,38 @@ def damaged(path: Path, why: str) -> InputError:
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     adapters = tuple(
-        (_input_of(a), _number(a["strength"]), tuple((_text(p), _number(f)) for p, f in a["parts"]))
+        (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
         for a in value["adapters"]
     )
     if not adapters:
         raise ValueError("it names no adapter")
     options: dict[str, Any] = {
-        o.name: _text(value[o.name] if o.recorded == "always" else value.get(o.name, o.default))
+        o.name: text_of(value[o.name] if o.recorded == "always" else value.get(o.name, o.default))
         for o in OPTIONS.values()
         if o.recorded in ("always", "given") and o.words
     }
     if "setting" in value:
         options["setting"] = dict(value["setting"])
-    kinds: dict[str, Callable[[Any], Any]] = {"whole": _count, "number": _number}
+    kinds: dict[str, Callable[[Any], Any]] = {"whole": _count, "number": number_of}
     options |= {o.name: kinds[o.kind](value[o.name]) for o in OPTIONS.values() if o.kind in kinds and o.name in value}
-    options |= {"title": _text(value["title"])} if "title" in value else {}
+    options |= {"title": text_of(value["title"])} if "title" in value else {}
     options |= {"metadata": dict(value["metadata"])} if "metadata" in value else {}
     table = value.get("map", {"name": "", "text": None})
-    map_text = None if table["text"] is None else _text(table["text"])
+    map_text = None if table["text"] is None else text_of(table["text"])
     name = "" if map_text is None else _file_name(table["name"])
-    return Recipe(_text(value["version"]), _input_of(value["base"]), adapters, options, name, map_text)
+    return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text)
 
 
-def _input_of(value: Mapping[str, Any]) -> Input:
-    files = tuple((_inside(f["name"]), _count(f["size"]), _text(f["sha256"])) for f in value["files"])
+def input_of(value: Mapping[str, Any]) -> Input:
+    """Return an input that a recipe names; LookupError, TypeError or ValueError for what is none."""
+    files = tuple((_inside(f["name"]), _count(f["size"]), text_of(f["sha256"])) for f in value["files"])
     if not files:
         raise ValueError("an input without files")
-    return Input(_text(value["name"]), files, bool(value.get("folder")), _text(value.get("config", "")))
+    return Input(text_of(value["name"]), files, bool(value.get("folder")), text_of(value.get("config", "")))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text of a recipe; TypeError or ValueError for what is none."""
     if not isinstance(value, str):
         raise TypeError(f"{quoted(str(value))} is no text")
     value.encode()  # ValueError for an unpaired surrogate
@@ -123,7 +125,8 @@ def _count(value: Any) -> int:
     return found
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
+    """Return a number of a recipe; TypeError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{quoted(str(value))} is no number")
     return float(value)
@@ -131,7 +134,7 @@ def _number(value: Any) -> float:
 
 def _inside(value: Any) -> str:
     """Return a name of a file inside its input; ValueError for one that leads out of it."""
-    path = PurePosixPath(_text(value))
+    path = PurePosixPath(text_of(value))
     if path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value or not path.parts:
         raise ValueError(f"{quoted(value)} is no file of an input")
     return str(path)

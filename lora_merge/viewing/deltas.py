@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..adapters.file import AdapterFile, FileValues, Module
 from ..adapters.peft.rules import rules
-from ..algorithms import ALGORITHMS, Shape, flat
+from ..algorithms import ALGORITHMS, DoesNotFit, Shape, flat
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.blocks import BlockPart
@@ -24,7 +24,7 @@ from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import DeviceStream
 from ..engine.tensors import TensorCache
-from ..errors import MergeError
+from ..errors import MergeError, TooLarge, misfit
 from ..matching.choose import choose
 from ..matching.context import AdapterContext
 from ..matching.orientation import Base, Place
@@ -34,6 +34,7 @@ from ..planning.plan import OutputTensor
 from .adapter import algorithm_of
 
 SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
+LARGEST: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
 STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
 
 
@@ -53,6 +54,12 @@ class Delta:
         assert self.left is not None
         assert self.right is not None
         return len(self.left), self.right.shape[1]
+
+    @property
+    def size(self) -> float:
+        """An upper bound of the norm; NaN or infinite where a number is."""
+        parts = [part for part in (self.left, self.right, self.full) if part is not None]
+        return prod(float(part.double().norm()) for part in parts)
 
     def inner(self, other: Delta) -> float:
         """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((A₁ A₂ᵀ)ᵀ (B₁ᵀ B₂)), without a matrix of ΔW's size."""
@@ -136,11 +143,17 @@ class Deltas:
         piece = patch.view.pieces[0]
         part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, shape[0], (0, piece.rows), None, alone)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
-        with torch.no_grad():
-            stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-            nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
-            found = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
+        try:
+            with torch.no_grad():
+                stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
+                nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
+                found = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
+        except DoesNotFit as e:
+            raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
+        if not found.size < LARGEST:
+            fix = "the training diverged; use an earlier checkpoint of the adapter"
+            raise TooLarge("a change is too large to be measured", f"{self.file.path}: {module.where}", fix)
         return found
 
 

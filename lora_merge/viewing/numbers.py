@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.file import AdapterFile
-from ..algorithms import ALGORITHMS
+from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..engine.blocks import Block
 from ..engine.blocks import blocks as cut_into_blocks
@@ -22,6 +22,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.placement import TORCH_DTYPES, DeviceStream, convert, stage
 from ..engine.tensors import TensorCache, weight_values
 from ..engine.torch_state import undisturbed
+from ..errors import misfit
 from ..models.blocks import blocks
 from ..models.names import names
 from ..planning.plan import OutputTensor, Plan
@@ -154,10 +155,13 @@ def _merged(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)
     base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
-    for block in cut_into_blocks(target):
-        if block.slices:
-            rows = stage([base[block.first : block.last]], at)
-            yield block, rows, new_weights([block], rows.clone(), tensors.stacks([block], at, lane))
+    for block in (b for b in cut_into_blocks(target) if b.slices):
+        rows = stage([base[block.first : block.last]], at)
+        try:
+            merged = new_weights([block], rows.clone(), tensors.stacks([block], at, lane))
+        except DoesNotFit as e:
+            raise misfit(target.name, e) from e
+        yield block, rows, merged
 
 
 def _measured(target: OutputTensor, tensors: PatchTensors) -> Sums:

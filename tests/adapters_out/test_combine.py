@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import lora_merge
 from lora_merge.cli.main import app
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
+from tests.hostile_commands import ADAPTER, LLAMA, gguf
 from tests.support import metadata, strays
 
 LINEAR, CONV = "down_blocks_0_attentions_0_proj_in", "mid_block_resnets_0_conv1"
@@ -222,3 +223,50 @@ def test_a_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[
     failed = called("verify", out).exception
     assert isinstance(failed, MergeError)
     assert failed.exit_code == 6
+
+
+@pytest.mark.parametrize("change", [
+    {"adapters": []}, {"adapters": [1]}, {"options": {"rank": {}}}, {"options": {"density": "x"}}, {"command": "average"}, {"base": {"name": "b", "files": []}},
+    {"options": {"method": "slerp"}}, {"options": {"method": "mean", "density": 0.5}},
+])  # fmt: skip
+def test_a_recipe_that_cannot_be_followed_is_damaged(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Also where a user who types the same would be told of a wrong option: this file is no choice of theirs."""
+    out = tmp_path / "ab.safetensors"
+    lora_merge.combine(list(pair), out)
+    told = json.loads(metadata(out)["lora_merge.recipe"])
+    changed = {**told, **change}
+    for step in ("replay", "verify"):
+        save_file(load_file(out), out, {"lora_merge.recipe": json.dumps(changed)})
+        more = ["-o", tmp_path / "again.safetensors"] if step == "replay" else []
+        found = called(step, out, *more)
+        assert isinstance(found.exception, InputError), found.exception
+
+
+def test_a_recipe_does_not_decide_what_is_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out, there = tmp_path / "ab.safetensors", tmp_path / "there.safetensors"
+    lora_merge.combine(list(pair), out)
+    told = json.loads(metadata(out)["lora_merge.recipe"])
+    told["options"] |= {"overwrite": True, "no_such": 1, "output": str(there), "map": str(pair[0])}
+    save_file(load_file(out), out, {"lora_merge.recipe": json.dumps(told)})
+    there.write_bytes(b"mine")
+    assert isinstance(called("replay", out, "-o", there).exception, UsageError)
+    assert there.read_bytes() == b"mine"
+    assert called("replay", out, "-o", tmp_path / "again.safetensors").exit_code == 0
+
+
+def test_a_base_in_gguf_gives_shapes_and_the_output_is_an_adapter(tmp_path: Path) -> None:
+    layer = "blk.0.ffn_up.weight"
+    base, adapter = tmp_path / "m.gguf", tmp_path / "a.gguf"
+    base.write_bytes(gguf(LLAMA, [layer], (4, 6)))
+    adapter.write_bytes(gguf(ADAPTER, [f"{layer}.lora_{x}" for x in "ab"], (4, 6)))
+    for command in (
+        ["combine", adapter, adapter],
+        ["resize", adapter, "--rank", "1"],
+        ["convert", adapter, "--to", "peft"],
+    ):
+        out = tmp_path / (command[0] if command[0] == "convert" else f"{command[0]}.safetensors")
+        assert called(*command, "--base", base, "-o", out).exit_code == 0
+        found = load_file(next(out.glob("*.safetensors")) if out.is_dir() else out)
+        assert sorted(tuple(t.shape) for t in found.values() if t.ndim == 2) == [(1, 6), (4, 1)]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.engine.merge import run
-from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
+from lora_merge.errors import FitError, InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.gguf import container
 from lora_merge.files.gguf.types import READ
@@ -25,6 +25,8 @@ from lora_merge.viewing.inspect import inspect
 
 from .. import gguf_files as by_library
 from ..gguf_files import Array
+from ..hostile_commands import ADAPTER, LLAMA
+from ..hostile_commands import gguf as container_of
 from ..support import Tensors, load, rand
 
 LAYERS = [f"double_blocks.{i}.{s}_attn.qkv" for i in range(2) for s in ("img", "txt")]
@@ -318,3 +320,26 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for entries in ({}, {"llama.attention.head_count": 3}, {"llama.attention.head_count": 8}):
         with pytest.raises(InputError, match="heads"):
             open_checkpoint(by_library.write(tmp_path / "m.gguf", "llama", tensors, entries))
+
+
+@pytest.mark.parametrize(("entries", "names", "shape"), [
+    ({}, [], (2, 2)), ({"adapter.lora.alpha": "many"}, ["ffn_up"], (2, 2)), ({"adapter.lora.alpha": [1]}, ["ffn_up"], (2, 2)),
+    ({"general.alignment": []}, ["ffn_up"], (2, 2)), ({"general.alignment": "8"}, ["ffn_up"], (2, 2)), ({"general.architecture": []}, ["ffn_up"], (2, 2)),
+    ({}, ["attn_q"], ()), ({}, ["attn_q"], (0, 2)), ({}, ["attn_q"], (3, 2)),
+])  # fmt: skip
+def test_entries_and_shapes_of_a_stranger_are_refused(
+    tmp_path: Path, entries: dict[str, Any], names: list[str], shape: tuple[int, ...]
+) -> None:
+    weights = [f"blk.0.{name}.weight" for name in names]
+    base, adapter = tmp_path / "m.gguf", tmp_path / "a.gguf"
+    base.write_bytes(container_of(LLAMA, ["blk.0.ffn_up.weight", "blk.0.attn_q.weight"]))
+    adapter.write_bytes(
+        container_of({**ADAPTER, **entries}, [f"{name}.lora_{x}" for name in weights for x in "ab"], shape)
+    )
+    with pytest.raises((InputError, FitError)):
+        lora_merge.merge(base, adapter, tmp_path / "out.gguf")
+    if entries.keys() - {"adapter.lora.alpha", "general.architecture"} or names == ["attn_q"]:
+        base.write_bytes(container_of({**LLAMA, **entries}, weights, shape))
+        adapter.write_bytes(container_of(ADAPTER, [f"{name}.lora_{x}" for name in weights for x in "ab"]))
+        with pytest.raises((InputError, FitError)):
+            lora_merge.merge(base, adapter, tmp_path / "out.gguf")

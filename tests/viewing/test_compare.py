@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.errors import UsageError
+from lora_merge.errors import InputError, ShapeMismatch, UsageError
 from lora_merge.viewing.compare import compare, compare_lines
+from lora_merge.viewing.inspect import inspect
 
 from ..support import kohya, kohya_names, load, lora_delta, rand, save, sd1
 from .conftest import Scene
@@ -117,3 +118,27 @@ def test_an_adapter_is_not_compared_with_a_model(scene: Scene) -> None:
     with pytest.raises(UsageError, match="base is given"):
         compare(scene.base, scene.base, scene.base)
     assert kohya
+
+
+@pytest.mark.parametrize("indices", [[[0.5], [1.0]], [[9.0], [1.0]]])
+def test_indices_that_no_formula_can_use_are_refused(tmp_path: Path, indices: list[list[float]]) -> None:
+    sparse = {"x.bias_indices": torch.tensor(indices), "x.bias_values": rand(1), "x.bias_size": torch.tensor([4, 4])}
+    a = save({"x.lora_up.weight": rand(4, 2), "x.lora_down.weight": rand(2, 4), **sparse}, tmp_path / "a.safetensors")
+    base = save({"x.weight": rand(4, 4)}, tmp_path / "base.safetensors")
+    for act in (
+        lambda: compare(a, a),
+        lambda: compare(a, a, base),
+        lambda: inspect(a, weights=True),
+        lambda: inspect(base, a, weights=True),
+    ):
+        with pytest.raises(ShapeMismatch, match="do not fit"):
+            act()
+
+
+def test_a_change_too_large_to_be_measured_is_refused(tmp_path: Path) -> None:
+    """Also where every factor is finite: singular values of infinite numbers do not exist."""
+    huge = torch.full((2, 4), 3e38)
+    a = save({"x.lora_up.weight": huge.t(), "x.lora_down.weight": huge}, tmp_path / "a.safetensors")
+    for act in (lambda: compare(a, a), lambda: inspect(a, weights=True)):
+        with pytest.raises(InputError, match="too large"):
+            act()

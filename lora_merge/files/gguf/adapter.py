@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
 from ...disk.files import Memory, StoredTensor
@@ -33,11 +34,13 @@ def is_adapter(values: Mapping[str, Any]) -> bool:
     return values.get(TYPE) == "adapter"
 
 
-def adapter_tensors(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def adapter_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
     """Return the tensors of an adapter with names that are read as LoRA; InputError for those of another kind."""
     arch, kind, alpha = (values.get(key, "") for key in ("general.architecture", "adapter.type", ALPHA))
-    family, path = FAMILIES.get(str(arch)), next(iter(tensors.values())).file
-    if family is None or ALPHA not in values:
+    family = FAMILIES.get(str(arch))
+    if family is None or not isinstance(alpha, int | float):
         what = f"a GGUF adapter of the kind {quoted(str(kind))} for {quoted(str(arch))}"
         raise InputError(f"{what} is not read", str(path), f"known is LoRA for {', '.join(FAMILIES)}")
     found = {info.name: info for t in tensors.values() for info in _named(t, family)}
@@ -82,7 +85,8 @@ def _in_order(info: StoredTensor, config: Mapping[str, Any]) -> StoredTensor:
         return info
     own = config.get("num_attention_heads")
     heads = own if info.source.rotated == "q" else config.get("num_key_value_heads", own)
-    if not isinstance(heads, int) or heads < 1 or info.shape[0] % (2 * heads):
+    rows = info.shape[0] if info.shape else 0
+    if not isinstance(heads, int) or heads < 1 or not rows or rows % (2 * heads):
         what = "the base does not tell how many heads it has, and the rows of the adapter depend on it"
         where = f"{info.file}: {info.stored}"
         raise InputError(what, where, "give the base as a folder with config.json, or as GGUF")

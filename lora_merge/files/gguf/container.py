@@ -183,7 +183,7 @@ def _content(cursor: _Cursor) -> Content:
     entries = tuple(_entries(cursor, kvs))
     start, values = cursor.at, {e.key: e.value for e in entries}
     alignment = values.get(ALIGNMENT, 32)
-    if alignment not in ALIGNMENTS:
+    if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         raise _Malformed(f"its alignment is {quoted(str(alignment))}")
     infos = tuple(_infos(cursor, count))
     return Content(bytes(cursor.raw[: cursor.at]), entries, infos, start, alignment)

@@ -71,8 +71,8 @@ def _claimed(
     readable = info.dtype in READ or info.dtype in PLAIN
     if family and family.permuted and readable and (found := ROTATED.fullmatch(info.name)):
         heads = config.get("num_attention_heads" if found[1] == "q" else "num_key_value_heads", 0)
-        rows, cols = shape[0], prod(shape[1:])
-        if not heads or rows % (2 * heads):
+        rows, cols = shape[0] if shape else 0, prod(shape[1:])
+        if not heads or not rows or rows % (2 * heads):
             where = f"{info.file}: {info.name} has {rows} rows for {heads} heads"
             raise InputError("the heads of the model do not fit its weights", where, "convert the model again")
         packing = Packing(permuted(info.dtype, rows // heads, cols), info)
