@@ -32,7 +32,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(
             ("--models", "--lora", "--loras", "--lora-path", "--adapter", "--adapters", "--peft"), _ADAPTERS
         ),
-        **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha", "--scale"), _STRENGTH),
+        **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
         **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale", "--lora_scale"), _STRENGTH),
         **dict.fromkeys(("--save_to", "--save-to", "--out", "--out-path", "--output-path", "--output_dir"), _OUTPUT),
         **dict.fromkeys(("--precision", "--save_precision", "--save-precision", "--half", "--type"), _DTYPE),

@@ -75,7 +75,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fil
     ("base.safetensors", 2, "no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
-    ("base.safetensors lora.safetensors --dtpye bf16", 2, "no such option: --dtpye (Possible options: --dtype)", "help merge"),
+    ("base.safetensors lora.safetensors --dtpye bf16", 2, "no such option: --dtpye (Possible options: --dtype, --t)", "help merge"),
     ("batch kit.yaml", 2, "mistakes in the jobs file", "looks like a mergekit configuration"),
     ("batch short.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("batch jobs.csv", 2, "in YAML or JSON", "lora-merge schema jobs"),
