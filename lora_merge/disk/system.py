@@ -175,3 +175,8 @@ def peak_memory() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def has_gpu() -> bool:
+    """Return whether a driver for GPUs is loaded, as far as Linux shows it; nothing is started for that."""
+    return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"))

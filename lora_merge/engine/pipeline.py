@@ -28,7 +28,7 @@ from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import Progress, Step
 from .buffers import Outcome, Pool, WindowBuffers, WindowTask, drive
-from .windows import SLOTS, Window, sharable, window_bytes, windows
+from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
     from .fold_window import WindowMerger
@@ -58,7 +58,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.plans, self.parts, self.digests, self.progress = plans, parts, digests, progress
         self.reader, self.opened = digests.reader, ExitStack()
-        self.pool = Pool(WindowBuffers() for _ in range(SLOTS))
+        self.pool = Pool(WindowBuffers() for _ in range(min(slots(p.job) for p in plans)))
         self.writers: dict[tuple[int, int], Writer] = {}
         self.headers: dict[int, tuple[bytes, ...]] = {}  # plan → the final headers of its files
         self.clock = Lock()

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ..disk.files import Memory, Source, StoredTensor
 from ..disk.pages import PAGE
+from ..disk.system import has_gpu
 from ..errors import ResourceError
 from ..files.codecs.base import Encoding
 from ..job import Job
@@ -24,6 +25,8 @@ from .blocks import Block, blocks
 WINDOW_BYTES: Final = 32 * 2**20  # reaches full disk speed; larger windows measured no faster, and take more memory
 SMALLEST_WINDOW: Final = 2**20
 SLOTS: Final = 4  # windows in memory: one is read, one hashed, one folded, one written
+DEVICE_WINDOW_BYTES: Final = 64 * 2**20  # on a GPU few operations cost less than many: 16 windows for each GB
+DEVICE_SLOTS: Final = 8  # three are folded by the lanes of one GPU, and two wait for them
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
 
 
@@ -132,11 +135,17 @@ class Window:
 
 def window_room(job: Job) -> int:
     """Return the most bytes of a window's output, and of its input; ResourceError if the job's limit is too low."""
-    room = job.max_memory // (2 * SLOTS)
+    room = job.max_memory // (2 * slots(job))
     if room < SMALLEST_WINDOW:
         raise ResourceError("the memory limit is too low", f"--max-memory {job.max_memory}",
                             f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
-    return min(room, WINDOW_BYTES)
+    return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
+
+
+def slots(job: Job) -> int:
+    """Return how many windows are in memory at once: more where a GPU may fold them, and memory allows it."""
+    enough = job.max_memory >= 2 * DEVICE_SLOTS * SMALLEST_WINDOW
+    return DEVICE_SLOTS if enough and job.device != "cpu" and (job.device != "auto" or has_gpu()) else SLOTS
 
 
 def window_bytes(plan: Plan) -> int:
@@ -152,8 +161,8 @@ def unshared_bytes(plan: Plan) -> int:
 
 def buffer_bytes(plan: Plan) -> int:
     """Return how much host memory the buffers of all windows take at most."""
-    slots = min(SLOTS * window_bytes(plan), plan.size)
-    return int(slots * (1 + _widening(plan)))
+    held = min(slots(plan.job) * window_bytes(plan), plan.size)
+    return int(held * (1 + _widening(plan)))
 
 
 def _widening(plan: Plan) -> float:

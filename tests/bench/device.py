@@ -23,14 +23,13 @@ from lora_merge.dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.buffers import WindowBuffers, WindowTask
 from lora_merge.engine.fold_window import WindowMerger
-from lora_merge.engine.windows import Fold, window_bytes, windows
+from lora_merge.engine.windows import Fold, slots, window_bytes, windows
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
 GB: Final = 1e9
 COPIED: Final = 2**30  # bytes of a copy whose rate is taken
 COPIES: Final = 8  # one after the other, so that waiting for the end does not count
-AT_ONCE: Final = 16  # windows in memory while they are folded: half a gigabyte, and lanes that are idle at its end only
 WAYS: Final = {"batched": None, "one by one": 1}  # → bytes of --max-vram; with one byte every block goes alone
 
 Interval = tuple[float, float]
@@ -78,7 +77,7 @@ class Folding:
         self.plan, self.reader = plan, reader
         self.making = WindowMerger([plan], [plan.job.output], reader)
         self.work = [w for w in windows([plan], window_bytes(plan)) if w.changes[0].folds]
-        self.slots = [WindowBuffers() for _ in range(AT_ONCE)]
+        self.slots = [WindowBuffers() for _ in range(slots(plan.job))]
 
     @property
     def folds(self) -> list[Fold]:
@@ -88,8 +87,8 @@ class Folding:
     def seconds(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """How long one pass takes; what is read for it does not count."""
         total = 0.0
-        for first in range(0, len(self.work), AT_ONCE):
-            some = self.work[first : first + AT_ONCE]
+        for first in range(0, len(self.work), len(self.slots)):
+            some = self.work[first : first + len(self.slots)]
             turns = [WindowTask(w, 0, s, s, first=True, last=True) for w, s in zip(some, self.slots, strict=False)]
             for task in turns:
                 self._read(task)
