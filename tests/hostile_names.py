@@ -216,7 +216,7 @@ def configured(config: Any, stored: bytes) -> Files:
 
 def quantised(limit: int) -> Iterator[tuple[str, Files]]:
     """Tensors that stand beside quantised weights, and what a header says of them."""
-    for last, _ in SIGNS:
+    for last in SIGNS:
         for others in (("weight",), ("weight", "scale"), ()):
             names = (f"layers.{i}.q.{x}" for i in itertools.count() for x in (last, *others))
             yield f"{last} beside {others}", {"base": flat(some(names, limit)), "a": tensors(pair("layers.0.q"))}

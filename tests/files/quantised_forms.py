@@ -311,6 +311,36 @@ def _read_awq(t: Tensors) -> Tensor:
     return ((unpacked(t["qweight"]) - unpacked(t["qzeros"])[group]) * t["scales"].float()[group]).t()
 
 
+def mlx(bits: int, dtype: torch.dtype, size: int = 64) -> Form:
+    """mlx's mode affine, by its formula; the codes of a row as one whole number of Python."""
+    most = 2**bits - 1
+
+    def make(w: Tensor) -> Tensors:
+        groups = w.view(SHAPE[0], -1, size)
+        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = ((high - low) / most).clamp(min=1e-7)
+        below = low.abs() > high.abs()
+        edge, scale = torch.where(below, low, high), torch.where(below, scale, -scale)
+        zero = (edge / scale).round()
+        scale = torch.where(zero != 0, edge / zero, scale)
+        bias = torch.where(zero != 0, edge, 0)
+        codes = ((groups - bias) / scale).round().clamp(0, most).int().view(SHAPE)
+        rows = [sum(code << bits * i for i, code in enumerate(row)) for row in codes.tolist()]
+        raw = b"".join(row.to_bytes(SHAPE[1] * bits // 8, "little") for row in rows)
+        words = torch.frombuffer(bytearray(raw), dtype=torch.uint32).view(SHAPE[0], -1)
+        return {"weight": words, "scales": scale.to(dtype).squeeze(2), "biases": bias.to(dtype).squeeze(2)}
+
+    def read(t: Tensors) -> Tensor:
+        rows = [int.from_bytes(bytes(row.numpy().tobytes()), "little") for row in t["weight"]]
+        codes = torch.tensor([[row >> bits * i & most for i in range(SHAPE[1])] for row in rows])
+        return codes.float() * spread(t["scales"]).float() + spread(t["biases"]).float()
+
+    config = {"group_size": size, "bits": bits}
+    return Form(
+        make, read, lambda t, _: spread(t["scales"]).abs() / 2, config, scale="scales", bad=(float("nan"), float("inf"))
+    )
+
+
 FP8 = torch.float8_e4m3fn
 FORMS: dict[str, Form] = {
     "ComfyUI fp8 rows": Form(rows(FP8, 448, "weight_scale"), _times("weight_scale"), _fp8(), note={"format": "float8_e4m3fn"}),
@@ -361,6 +391,9 @@ FORMS: dict[str, Form] = {
         _bnb8, lambda t: t["weight"].float() * spread(t["SCB"]).float() / 127, lambda t, _: spread(t["SCB"]) / 254,
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, scale="SCB",
     ),
+    "mlx 4 bit": mlx(4, torch.bfloat16),
+    "mlx 8 bit": mlx(8, torch.bfloat16),
+    "mlx 3 bit": mlx(3, torch.float16, 32),
     "GPTQ": Form(_gptq, _read_gptq, _int, {"quant_method": "gptq", "bits": 4}, scale="scales", decode_only=True),
     "AWQ": Form(_awq, _read_awq, _int, {"quant_method": "awq", "bits": 4, "version": "gemm"}, scale="scales", decode_only=True),
 }  # fmt: skip

@@ -181,3 +181,26 @@ def test_the_proof_finds_changed_scales_and_codes(name: str, tmp_path: Path) -> 
         file.write_bytes(raw)
         with pytest.raises(VerificationFailed):
             lora_merge.verify(out, full=True)
+
+
+def test_mlx_layers_may_have_other_bits_than_the_model(tmp_path: Path) -> None:
+    """config.json has an entry for each such layer, `false` for those that are not quantised (mlx-lm)."""
+    few, many = FORMS["mlx 4 bit"], FORMS["mlx 8 bit"]
+    weights = [rand(*SHAPE, seed=number, scale=0.02) for number in range(3)]
+    found = {f"{NAMES[0]}.{last}": value for last, value in few.make(weights[0]).items()}
+    found |= {f"{NAMES[1]}.{last}": value for last, value in many.make(weights[1]).items()}
+    found |= {f"{NAMES[2]}.weight": weights[2].bfloat16()}
+    config = {**few.config, NAMES[1]: many.config, NAMES[2]: False}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization": config, "quantization_config": config}))
+    lora_merge.merge(folder, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
+    made = load(tmp_path / "out" / "model.safetensors")
+    for layer, form in zip(NAMES[:2], (few, many), strict=True):
+        want, got = exact(form, found, layer), form.read(parts(made, layer)).double()
+        assert ((got - want).abs() / form.half_step(parts(made, layer), want)).max() <= 1.001
+    assert same(made[f"{NAMES[2]}.weight"], found[f"{NAMES[2]}.weight"])
+    with pytest.raises(InputError, match="quantised: mlx"):
+        (folder / "config.json").write_text(json.dumps({"quantization": {**config, "mode": "mxfp4"}}))
+        lora_merge.merge(folder, tmp_path / "lora.safetensors", tmp_path / "out2")

@@ -145,7 +145,7 @@ def test_what_is_quantised_is_said_and_nothing_else_is(tmp_path: Path) -> None:
     """For every sign of every storage format: in the facts, and in the line of the text."""
     weights = {"blocks.0.lin.weight": rand(8, 8), "norm.weight": rand(8)}
     cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]] = {
-        **{name: (weights | {f"blocks.0.lin.{name}": torch.ones(2)}, {}) for name, _ in SIGNS},
+        **{name: (weights | {f"blocks.0.lin.{name}": torch.ones(2)}, {}) for name in SIGNS},
         **{entry: (weights, {entry: "{}"}) for entry in METADATA},
         "codes": (weights | {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.scale": torch.ones(4, 1)}, {}),
     }

@@ -197,6 +197,24 @@ def in_bits(numbers: Tensor, bits: int) -> Tensor:
     return small if bits == 8 else small[..., 0::2] | small[..., 1::2] << 4
 
 
+def from_stream(raw: Tensor, bits: int) -> Tensor:
+    """Return the whole numbers of 2 to 8 bits in a stream of bytes, lowest bits first; eight take `bits` bytes."""
+    if bits in (4, 8):
+        return from_bits(raw, bits)
+    places = torch.arange(8)
+    words = (raw.view(-1, bits).to(torch.int64) << 8 * places[:bits]).sum(1, keepdim=True)
+    return (words >> bits * places).bitwise_and_(2**bits - 1).view(-1)
+
+
+def in_stream(numbers: Tensor, bits: int) -> Tensor:
+    """Return the stream of bytes that holds whole numbers of 2 to 8 bits."""
+    if bits in (4, 8):
+        return in_bits(numbers, bits).view(-1)
+    places = torch.arange(8)
+    words = (numbers.reshape(-1, 8).to(torch.int64) << bits * places).sum(1, keepdim=True)
+    return (words >> 8 * places[:bits]).bitwise_and_(255).to(torch.uint8).view(-1)
+
+
 def by_group(groups: Tensor, size: int) -> Tensor | None:
     """Return the columns in the order of their groups; None unless every group has `size` columns."""
     counts = torch.bincount(groups.clamp(min=0)) if groups.numel() and int(groups.min()) >= 0 else None

@@ -12,43 +12,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
 from ...errors import FitError, InputError
 from ..gguf.types import UNREAD
 from . import CODECS
 from .base import Checkpoint, Claim, Packing, Tensors
 
-SIGNS: Final = (
+SIGNS: Final = {
     # a tensor's last name    format that has it
-    ("scaled_fp8",            "scaled fp8 (ComfyUI)"),
-    ("scale_weight",          "scaled fp8 (ComfyUI, musubi)"),
-    ("comfy_quant",           "ComfyUI's per-layer quantisation"),
-    ("weight_scale_inv",      "block-scaled fp8 (DeepSeek, Qwen)"),
-    ("weight_packed",         "compressed-tensors"),
-    ("weight_zero_point",     "compressed-tensors"),
-    ("weight_scale",          "scaled weights (compressed-tensors, FBGEMM, ModelOpt)"),
-    ("SCB",                   "bitsandbytes int8"),
-    ("absmax",                "bitsandbytes 4-bit"),
-    ("bitsandbytes__nf4",     "bitsandbytes nf4"),
-    ("bitsandbytes__fp4",     "bitsandbytes fp4"),
-    ("wscales",               "SVDQuant (nunchaku)"),
-    ("qweight",               "GPTQ or AWQ"),
-    ("W_q",                   "HQQ"),
-    ("codebooks",             "AQLM"),
-    ("gate_up_proj_blocks",   "MXFP4"),
-    ("weight_qdata",          "torchao"),
-    ("_data",                 "optimum-quanto"),
-    ("_packed_params",        "torch.ao quantised modules"),
-)  # fmt: skip
+    "scaled_fp8":            "scaled fp8 (ComfyUI)",
+    "scale_weight":          "scaled fp8 (ComfyUI, musubi)",
+    "comfy_quant":           "ComfyUI's per-layer quantisation",
+    "weight_scale_inv":      "block-scaled fp8 (DeepSeek, Qwen)",
+    "weight_packed":         "compressed-tensors",
+    "weight_zero_point":     "compressed-tensors",
+    "weight_scale":          "scaled weights (compressed-tensors, FBGEMM, ModelOpt)",
+    "SCB":                   "bitsandbytes int8",
+    "absmax":                "bitsandbytes 4-bit",
+    "bitsandbytes__nf4":     "bitsandbytes nf4",
+    "bitsandbytes__fp4":     "bitsandbytes fp4",
+    "wscales":               "SVDQuant (nunchaku)",
+    "qweight":               "GPTQ or AWQ",
+    "W_q":                   "HQQ",
+    "codebooks":             "AQLM",
+    "gate_up_proj_blocks":   "MXFP4",
+    "weight_qdata":          "torchao",
+    "_data":                 "optimum-quanto",
+    "_packed_params":        "torch.ao quantised modules",
+}  # fmt: skip
 """Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Entries of a config.json on quantisation: of transformers, of older compressed-tensors, of mlx."""
 
-CODES: Final = frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))
-SCALE: Final = "scale"
-"""SDNQ's name of the scales beside a `weight` of these dtypes (https://github.com/Disty0/sdnq); norms use it too."""
+BESIDE_WEIGHTS: Final = {
+    "scale": ("SDNQ", frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))),
+    "scales": ("mlx", frozenset(("U32",))),
+}
+"""Last name of the scales beside a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
 
 METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
@@ -143,22 +146,12 @@ def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
-    signs = dict(SIGNS)
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
     read |= {name for packing in packed.values() for name in packing.names}
     found: dict[str, str] = {}
     for name, info in tensors.items():
-        path, _, last = name.rpartition(".")
-        if name in read:
-            continue
-        if last in signs:
-            module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
-            found.setdefault(module, f"{signs[last]}, it has {name}")
-        elif info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
-            part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
-            found.setdefault(part, f"{info.dtype} numbers, as in {name}")
-        elif last == SCALE and (weight := tensors.get(f"{path}.weight")) and weight.dtype in CODES:
-            found.setdefault(path, f"SDNQ, it has {name}")
+        if name not in read and (part := _sign(name, info, tensors)):
+            found.setdefault(*part)
     if found:
         return Quantised(next(iter(found.values())), frozenset(found))
     for key, what in METADATA.items():
@@ -167,3 +160,17 @@ def quantised(
     if (how := section(config)) and not packed:
         return Quantised(f"{how.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
+
+
+def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | None:
+    """Return (the part of the checkpoint that a tensor shows to be quantised, how); None if it shows nothing."""
+    path, _, last = name.rpartition(".")
+    if how := SIGNS.get(last):
+        module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
+        return module, f"{how}, it has {name}"
+    if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
+        part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
+        return part, f"{info.dtype} numbers, as in {name}"
+    weight = tensors.get(f"{path}.weight")
+    how, dtypes = BESIDE_WEIGHTS.get(last, ("", frozenset()))
+    return (path, f"{how}, it has {name}") if weight and weight.dtype in dtypes else None

@@ -12,6 +12,7 @@ from .fp4 import fp4, packed_ints
 from .ggml import blocks
 from .numbers import BadPart
 from .scaled import scaled
+from .streams import streams
 from .tables import bnb4
 from .transposed import transposed
 
@@ -22,6 +23,7 @@ DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[
     "packed_ints": packed_ints,
     "scaled": scaled,
     "ggml": blocks,
+    "mlx": streams,
 })  # fmt: skip
 """Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
 

@@ -1,0 +1,142 @@
+"""Quantised weights of mlx: whole numbers of 2 to 8 bits in a bit stream, W = q · s + b, with s and b for each group.
+
+A row of `L.weight` is a stream of words: element i of the row begins at bit i · bits. `L.scales` and `L.biases` have
+one number for each group of columns. A config.json states `bits` and `group_size`, also for single layers.
+https://github.com/ml-explore/mlx mlx/backend/cpu/quantized.cpp (mode affine); mlx-lm mlx_lm/utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from ...dtypes import ITEM_BYTES
+from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
+from .packed_ints import WORD
+from .scaled import COARSE, SCALE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BIAS: Final = "bias"
+BITS: Final = (2, 3, 4, 5, 6, 8)
+SIZES: Final = (32, 64, 128)
+"""Columns of a group."""
+DTYPES: Final = ("F32", "F16", "BF16")
+"""Dtypes of scales and biases."""
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Encoding):
+    """Whole numbers in a bit stream: q · s + b. A scale may be negative."""
+
+    bits: int = 4
+    numbers: str = "BF16"  # dtype of scales and biases
+    name: ClassVar[str] = "mlx"
+    stochastic: ClassVar[bool] = True
+
+    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+        """Return q · s + b in fp32."""
+        from . import arithmetic
+
+        levels = arithmetic.from_stream(parts[CODES], self.bits).view(-1, self.group).float()
+        scale, bias = self._line(parts)
+        return levels.mul_(scale).add_(bias)
+
+    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+        """Return codes, scales and biases; those of a group are kept where they cover the new numbers."""
+        from . import arithmetic, draws
+
+        groups = values.view(-1, self.group)
+        scale, bias = self._fitted(groups.amin(1, keepdim=True), groups.amax(1, keepdim=True), *self._line(parts))
+        levels = (groups - bias) / scale.to(values.dtype).where(scale != 0, inf)
+        if DRAW in parts:
+            levels = draws.to_integers(levels, parts[DRAW].view(levels.shape))
+        codes = arithmetic.in_stream(levels.round().clamp(0, self._most), self.bits)
+        stored = {role: made.to(parts[role].dtype).reshape(-1) for role, made in ((SCALE, scale), (BIAS, bias))}
+        return {CODES: codes, **stored}
+
+    @property
+    def _most(self) -> int:
+        """The largest code."""
+        return int(2**self.bits - 1)
+
+    def _line(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is no finite number."""
+        scale, bias = (parts[role].float().view(-1, 1) for role in (SCALE, BIAS))
+        if not bool((scale.isfinite() & bias.isfinite()).all()):
+            raise InvalidPart("a scale or a bias is no finite number")
+        return scale, bias
+
+    def _fitted(self, low: Tensor, high: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
+        their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
+
+        mlx's rule: one end of the range is the bias, the end that lies farther from zero, and zero is a whole code.
+        """
+        import torch
+
+        ends = bias - scale / 2, bias + scale * (self._most + 0.5)
+        over = (low < torch.minimum(*ends)) | (high > torch.maximum(*ends))
+        over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)
+        step = ((high - low) / self._most).clamp(min=1e-7)
+        below = low.abs() > high.abs()
+        edge, other = low.where(below, high), high.where(below, low)
+        step = step.where(below, -step)
+        zero = (edge / step).round()
+        step = torch.where(zero != 0, edge / zero.where(zero != 0, 1), step)
+        made = self._rounded(torch.where(zero != 0, edge, 0.0), up=~below), self._rounded(step)
+        short = (other - made[0]) / made[1] > self._most + 0.25
+        step = torch.where(short, self._rounded((other - made[0]) / self._most, up=below), made[1])
+        over &= step.isfinite() & made[0].isfinite() & (step != 0)
+        return torch.where(over, step, scale), torch.where(over, made[0], bias)
+
+    def _rounded(self, numbers: Tensor, up: Tensor | None = None) -> Tensor:
+        """Return numbers as the file can hold them, in fp32: the nearest, or the next one above or below."""
+        import torch
+
+        from . import arithmetic
+
+        dtype = arithmetic.FLOAT_DTYPES[self.numbers]
+        near = numbers.to(dtype)
+        if up is not None:
+            toward = torch.where(up, inf, -inf).to(dtype)
+            inside = torch.where(up, near.to(numbers.dtype) >= numbers, near.to(numbers.dtype) <= numbers)
+            near = near.where(inside, torch.nextafter(near, toward))
+        return near.float()
+
+
+def claim(found: Checkpoint) -> Iterator[Claim]:
+    """Yield the weights of mlx folders in its mode `affine`."""
+    config = found.config
+    if "quant_method" in config or not isinstance(config.get("group_size"), int):
+        return
+    for stem in found.stems("scales"):
+        own = config.get(stem)
+        made = _weight(found, stem, {**config, **(own if isinstance(own, Mapping) else {})})
+        if made is not None:
+            yield made
+
+
+def _weight(found: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | None:
+    codes, scale, bias = found.get(stem, "weight"), found.tensors[f"{stem}.scales"], found.get(stem, "biases")
+    bits, size = config.get("bits"), config.get("group_size")
+    if bits not in BITS or size not in SIZES or config.get("mode", "affine") != "affine" or codes is None:
+        return None
+    if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in DTYPES:
+        return None
+    shape = (*scale.shape[:-1], scale.shape[-1] * size) if scale.shape else ()
+    if codes.dtype != "U32" or len(shape) < 2 or codes.shape != (*shape[:-1], shape[-1] * bits // WORD):
+        return None
+    each = ITEM_BYTES[scale.dtype]
+    parts = {role: Part(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
+    encoding = _encoding(size, bits=bits, numbers=scale.dtype, label=f"mlx {bits} bit")
+    return claimed(codes, codes.name, shape, Packing(encoding, codes, parts))
+
+
+@cache
+def _encoding(size: int, *, bits: int, **settings: Any) -> Affine:
+    return Affine((size, size * bits // 8), size, bits=bits, **settings)
