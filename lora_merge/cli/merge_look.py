@@ -72,6 +72,8 @@ def conclude(
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     rows.append(("lies in", text(nearest(done.output), "bold cyan")))
     rows.append(("", f"{size(done.written)}, dtype {done.dtype}, in {done.seconds:.1f} s ({rate}/s) on {done.device}"))
+    if verbose and done.device_choice:
+        rows.append(("device", done.device_choice))
     rows += [("note", text(note, "yellow")) for note in done.notes if note not in said]
     if done.saturated:
         rows.append(("cut", saturated(done.saturated).removeprefix("cut").strip()))

@@ -109,6 +109,8 @@ def conclude(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verb
         echo(remark, err=True)
     rate = size(int(done.written / max(done.seconds, 1e-9)))
     say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
+    if verbose and done.device_choice:
+        say(f"device   {done.device}: {done.device_choice}")
     for note in [n for n in done.notes if n not in said]:
         say(f"note     {note}")
     if done.saturated:

@@ -75,6 +75,16 @@ def device_failed(where: torch.device, text: str) -> DeviceFailed:
     return DeviceFailed(str(where), text)
 
 
+def fast_kinds() -> list[str]:
+    """Return the kinds of GPU that this machine has, in the order in which `auto` takes them."""
+    return [kind for kind in FAST if _count(kind)]
+
+
+def started(kind: str) -> bool:
+    """Return whether this process has used a kind of GPU before."""
+    return kind in ("cuda", "xpu") and bool(torch.get_device_module(kind).is_initialized())
+
+
 def passed_over(device: str, dtype: str) -> list[str]:
     """Return a note for each faster device that `auto` did not take, with the reason."""
     return [f"{kind} is not used: {why}" for kind, why in _tried(dtype)[:-1]] if device == "auto" else []

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import local
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .devices import DeviceMemory, device_failed, fallback_device, passed_over, 
 from .fold import new_weights
 from .patch_tensors import PatchTensors
 from .placement import (
+    HOST,
     DeviceStream,
     Placement,
     finite,
@@ -40,8 +41,6 @@ from .torch_state import exact_products
 
 Result = TypeVar("Result")
 Work = TypeVar("Work")
-
-HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan
 from .buffers import Outcome, WindowTask
 from .device.adapters import AdaptersOnDevice
+from .device.choice import choose
 from .device.windows import DeviceWindows
 from .devices import device_bytes, one_core, places, release, stack_size, threads
 from .fold_blocks import BlockMerger, Item, made_again, settled
@@ -28,7 +29,8 @@ class WindowMerger:
 
     def __init__(self, plans: Sequence[Plan], parts: Sequence[Path], reader: Reader) -> None:
         """`parts`: the unfinished output of each plan, a file or a folder."""
-        self.plans, job = plans, plans[0].job
+        self.plans, self.choice = plans, choose(plans)
+        job = replace(plans[0].job, device=self.choice.device)
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
         self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))

@@ -203,7 +203,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
-        seconds=seconds, device=written.device,
+        seconds=seconds, device=written.device, device_choice=written.choice,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
         saturated=written.saturated, notes=(*plan.base.notes, *written.notes, *notes),

@@ -48,6 +48,7 @@ class Written:
     stages: Mapping[str, float]  # seconds busy
     saturated: Mapping[str, int]  # tensor → numbers that were cut
     notes: tuple[str, ...]
+    choice: str  # why `auto` took the device
 
 
 class Pipeline:
@@ -98,6 +99,7 @@ class Pipeline:
         return Written(
             plan, self.parts[number], self.headers[number], tuple(self.digests.of(plan.inputs)), merger.device,
             self.seconds, dict(sorted(merger.outcomes[number].cut.items())), tuple(merger.blocks.notes),
+            merger.choice.why,
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

@@ -59,6 +59,9 @@ class Placement:
     dtype: torch.dtype
 
 
+HOST: Final = Placement(torch.device("cpu"), torch.float64)
+
+
 def _queues(device: torch.device) -> bool:
     """Return whether a device has streams; fake tensors may be on cuda on a machine without it."""
     return device.type == "cuda" and torch.cuda.is_available()

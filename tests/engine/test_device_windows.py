@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,14 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.cli.text import conclude
+from lora_merge.engine.admission import plan_merge
+from lora_merge.engine.device import choice
 from lora_merge.engine.placement import _stream
+from lora_merge.job import make_job
+from lora_merge.planning.plan import Plan
 
+from ..bench import inputs
 from ..pretended_cuda import Pretended, pretended_cuda
 from ..support import Tensors, load, rand, save
 
@@ -28,6 +34,23 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     with pretended_cuda(monkeypatch, 1) as found:
         yield found
     _stream.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
+    """Plans for SDXL and a LoRA of full size, as holes."""
+    folder = tmp_path_factory.mktemp("sdxl")
+    base = inputs.hole(folder / "base.safetensors", inputs.weights("sdxl", "F16"))
+    tensors: inputs.Table = {
+        f"{layer.name}.{slot}": ("F16", size)
+        for layer in inputs.layers("sdxl") for slot, size in inputs.SLOTS["lora"](layer.shape, 32).items()
+    }  # fmt: skip
+    loras = [inputs.hole(folder / f"{n}.safetensors", tensors) for n in range(2)]
+
+    def plan(adapters: int = 1, **options: Any) -> Plan:
+        return plan_merge(make_job(base, [(a, 0.7) for a in loras[:adapters]], folder / "out", **options))
+
+    return plan
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +133,31 @@ def test_an_adapter_with_nan_is_named(files: tuple[Path, Path], tmp_path: Path, 
     with pytest.raises(lora_merge.MergeError, match=r"NaN or infinite values(?s:.*)m\.7\.lora_up\.weight"):
         lora_merge.merge(files[0], save(adapter, tmp_path / "a"), tmp_path / "got", device="cuda")
     assert not (tmp_path / "got").exists() and not cuda.registered
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(16, {}, "cpu"), (4, {}, "cpu"), (1, {}, "auto"), (16, {"device": "cuda:0"}, "cuda:0"),
+     (16, {"adapters": 2, "method": "ties", "density": 0.2}, "auto")],
+)  # fmt: skip
+def test_auto_takes_a_gpu_only_where_it_is_faster(
+    case: tuple[int, dict[str, Any], str], sdxl: Any, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores, options, device = case
+    monkeypatch.setattr(choice, "threads", lambda _: cores)
+    plan = sdxl(**options)
+    found = choice.choose([plan])
+    assert found.device == device
+    assert bool(found.why) is ("device" not in options)
+    monkeypatch.setattr(choice, "started", lambda _: True)
+    assert choice.choose([plan]).device == device
+    assert not cuda.counts, "nothing is started to choose"
+
+
+def test_the_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: Path, cuda: Pretended) -> None:
+    report = lora_merge.merge(*files, tmp_path / "o")
+    assert report.device == "cpu" and "on cuda with its start" in report.device_choice
+    assert not cuda.counts
+    told: list[str] = []
+    conclude(report, told.append, [], as_json=False, verbose=True)
+    assert any(line.startswith("device   cpu: about 0.0 s on the CPU") for line in told)

@@ -1,4 +1,4 @@
-"""On a machine with CUDA: `python -m pytest -m gpu`. (`auto` is cuda there, so all other tests of merges run on it too.)"""
+"""On a machine with CUDA: `python -m pytest -m gpu`."""
 
 from __future__ import annotations
 
