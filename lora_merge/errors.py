@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any, Final
 
-from .lines import Lines, shown
+from .text import Lines, shown
 
 LONGEST: Final = 2000
 """Characters of a line of a message; names and values from untrusted files may be as long as the file."""

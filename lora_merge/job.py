@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
+from .limits import Refused, Steps
 from .method_numbers import Numbers, numbers_of
 from .methods import SUM
 from .options import (
@@ -34,7 +35,6 @@ from .options import (
     text,
 )
 from .paths import absolute, exists, expand
-from .patterns import Refused, Steps
 
 PARTS: Final = (
     *("unet", "transformer", "transformer_2", "prior", "decoder", "te", "te1", "te2", "te3", "te4"),

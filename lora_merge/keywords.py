@@ -12,13 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-class MergeOptions(TypedDict, total=False):
-    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+class VerifyOptions(TypedDict, total=False):
+    """The options of `verify`, for outputs without a recipe."""
 
-    dtype: str | torch.dtype
-    compute_dtype: str | torch.dtype
-    device: str | torch.device
-    strength: Sequence[float] | None
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
     unmatched: Unmatched
     on_overflow: OnOverflow
@@ -35,12 +31,21 @@ class MergeOptions(TypedDict, total=False):
     scale: float
     setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
     map: str | Path | None
+    title: str | None
+    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+class MergeOptions(VerifyOptions, total=False):
+    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+
+    dtype: str | torch.dtype
+    compute_dtype: str | torch.dtype
+    device: str | torch.device
+    strength: Sequence[float] | None
     overwrite: bool
     max_memory: int | str
     max_vram: int | str | None
     verify: bool
-    title: str | None
-    metadata: Mapping[str, str] | Sequence[tuple[str, str]]
     no_metadata: bool
     card: bool | None
 
@@ -93,26 +98,3 @@ class ResizeOptions(AdapterOptions, total=False):
 
     algorithm: str
     alpha: str | float
-
-
-class VerifyOptions(TypedDict, total=False):
-    """The options of `verify`, for outputs without a recipe."""
-
-    strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
-    unmatched: Unmatched
-    on_overflow: OnOverflow
-    rounding: Rounding
-    seed: int
-    method: MethodName
-    density: float | None
-    gamma: float | None
-    epsilon: float | None
-    t: float | None
-    elect: Literal["sum", "count"]
-    normalise: Literal["count", "weight", "none"]
-    agree: int | None
-    scale: float
-    setting: Mapping[str, Any] | Sequence[tuple[str, Any]]
-    map: str | Path | None
-    title: str | None
-    metadata: Mapping[str, str] | Sequence[tuple[str, str]]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from .patterns import STEPS_A_NAME, Steps
+from .limits import STEPS_A_NAME, Steps
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END: Final = r"(.*\.)?(%s)$"

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .tables import html_table
-from .text import size
+from .text import html_table, size
 
 
 @dataclass(frozen=True, repr=False)

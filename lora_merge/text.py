@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from html import escape
+from typing import Any, Final
 
 NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
@@ -61,3 +62,48 @@ def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def quoted(name: str) -> str:
     """Return a name from a file, safe to print: quoted, in ASCII with escapes, cut to 120 characters."""
     return ascii(name) if len(name) <= 120 else ascii(name[:120]) + "…"
+
+
+def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+    """Return a table of names and values as HTML, all of it escaped."""
+    cells = "".join(
+        f"<tr><th style='text-align:left;vertical-align:top'>{_plain(name)}</th>"
+        f"<td style='text-align:left'>{_plain(value)}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table><caption style='text-align:left'><b>{_plain(title)}</b></caption>{cells}</table>"
+
+
+def _plain(value: Any) -> str:
+    return escape(one_line(str(value)))
+
+
+LINE_ENDS: Final = "\n\r"
+CONTROLS: Final = {
+    c: f"\\u{c:04x}"
+    for c in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(c) not in LINE_ENDS + "\t"
+}
+"""Character that a terminal or an editor takes for a command, a line end or a change of direction → its JSON escape.
+Line feeds, which end our own lines, and carriage returns, which progress bars need, are not among them."""
+
+_ALL: Final = CONTROLS | {ord(c): f"\\u{ord(c):04x}" for c in LINE_ENDS}
+
+
+def one_line(text: str) -> str:
+    """Return the text with control characters and line ends escaped."""
+    return text.translate(_ALL)
+
+
+class Lines(str):
+    """Text of several lines, each of which is escaped: the line feeds between them are ours."""
+
+    @classmethod
+    def of(cls, lines: Iterable[str]) -> Lines:
+        """Return the lines, each escaped, joined by line feeds."""
+        return cls("\n".join(map(one_line, lines)))
+
+
+def shown(text: str) -> str:
+    """Return the text escaped to one line; `Lines` stay as they are."""
+    return text if isinstance(text, Lines) else one_line(text)

@@ -50,7 +50,7 @@ def inputs_for(option: Option) -> list[str]:
 
 
 def test_type_checkers_know_the_same_options() -> None:
-    assert [*MergeOptions.__annotations__] == [*OPTIONS]
+    assert sorted(MergeOptions.__annotations__) == sorted(OPTIONS)
     for name, option in OPTIONS.items():
         if option.kind == "word":
             assert get_args(eval(MergeOptions.__annotations__[name].__forward_arg__, vars(keywords))) == option.words

@@ -21,7 +21,7 @@ from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
-from ..json_text import from_json
+from ..limits import from_json
 from ..options import shown
 
 READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

@@ -15,8 +15,8 @@ from typing import Final
 
 from ..errors import UsageError
 from ..job import parse_size
+from ..limits import Pattern, Refused, Steps
 from ..options import REGEX
-from ..patterns import Pattern, Refused, Steps
 
 EXACT, SAME, COUNT, SIZE = "exact", "same", "count", "size"
 

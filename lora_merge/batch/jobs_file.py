@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
 from ..job import Adapter, Job, make_job, validated
-from ..lines import Lines
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import exists, expand, home, split_strength
+from ..text import Lines
 from .paths import Search
 from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, advice, problems
 from .templates import NoSuchName, render, render_output

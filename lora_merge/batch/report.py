@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..errors import MergeError, as_resource_error, error_dict
-from ..lines import Lines
 from ..process import here
 from ..report import Report
-from ..tables import html_table
+from ..text import Lines, html_table
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]

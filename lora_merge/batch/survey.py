@@ -17,11 +17,11 @@ from ..disk.writer import require_space
 from ..engine.windows import layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, ResourceError, UsageError
 from ..job import Adapter, Job
-from ..lines import Lines
 from ..options import OPTIONS
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
+from ..text import Lines
 from .jobs_file import BatchJob
 from .resume import Hashes, done
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
-from ..lines import Lines
 from ..process import check_room
 from ..progress import unwatched
+from ..text import Lines
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
 from .stages import paused, watching

@@ -9,8 +9,7 @@ from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import BatchFailed, error_dict
-from ..lines import Lines, one_line
-from ..text import by_component, plural, size
+from ..text import Lines, by_component, one_line, plural, size
 from .text import applied, echo, remarks
 
 if TYPE_CHECKING:

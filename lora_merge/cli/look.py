@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 from ..errors import UsageError
-from ..lines import one_line
+from ..text import one_line
 from .streams import commanding
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import BatchFailed, MergeError, UsageError, as_resource_error, error_dict
-from ..lines import one_line
 from ..options import OPTIONS
 from ..paths import exists
 from ..process import LimitCheck, collect_rarely, on_stop, signals_first
+from ..text import one_line
 from . import proof, tables, viewing
 from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending

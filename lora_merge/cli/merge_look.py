@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..lines import one_line
-from ..text import by_pattern, by_reason, counted, plural, size
+from ..text import by_pattern, by_reason, counted, one_line, plural, size
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
 from .text import applied, matched, retained, saturated, silent

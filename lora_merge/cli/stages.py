@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..lines import one_line
 from ..progress import Stage, Step
+from ..text import one_line
 from ..text import size as in_units
 from .streams import commanding
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..disk.volumes import same
 from ..errors import UsageError, as_resource_error, error_dict
-from ..lines import CONTROLS, one_line
+from ..text import CONTROLS, one_line
 
 ELSEWHERE: Final = "choose another file"
 ESCAPED: Final = "lora_merge.escaped"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..lines import Lines
+from ..text import Lines
 from .habits import completed
 from .helping import examples
 from .look import show, styled, table

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..lines import shown
-from ..text import by_pattern, by_reason, counted, listed, size
+from ..text import by_pattern, by_reason, counted, listed, shown, size
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan

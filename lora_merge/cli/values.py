@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import UsageError
-from ..json_text import from_json
+from ..limits import from_json
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import exists, split_strength
 from .habits import check_adapter, completed

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, UsageError
-from ..lines import Lines
 from ..paths import exists, expand
+from ..text import Lines
 from .habits import completed, expanded
 from .helping import examples
 from .text import echo

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import MergeError
-from ..json_text import from_json
+from ..limits import from_json
 from .files import open_regular
 from .pages import PAGE
 from .system import is_read_only, user_id

@@ -14,8 +14,7 @@ from typing import Final, Protocol
 from ..errors import InputError
 from . import volumes
 from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
-from .page_cache import Unknown, holds
-from .pages import PAGE, address, aligned_buffer
+from .pages import PAGE, Unknown, address, aligned_buffer, holds
 from .system import (
     CAN_ADVISE,
     CAN_READ_DIRECT,

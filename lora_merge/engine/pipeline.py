@@ -23,7 +23,7 @@ from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
-from ..planning.headings import headings
+from ..planning.metadata import headings
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import Progress, Step

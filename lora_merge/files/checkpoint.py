@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..disk.files import FileState, Header, StoredTensor, open_regular
 from ..errors import InputError
-from ..json_text import from_json
+from ..limits import from_json
 from ..options import shown
 from ..text import listed, quoted
 from .codecs.base import Packing

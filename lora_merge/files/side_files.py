@@ -16,7 +16,7 @@ from ..disk.destination import WEIGHTS
 from ..disk.files import StoredTensor
 from ..dtypes import TABLE
 from ..errors import InputError
-from ..json_text import from_json
+from ..limits import from_json
 from ..text import listed
 from .checkpoint import Index, json_value, read_json
 from .codecs.recognise import SECTIONS

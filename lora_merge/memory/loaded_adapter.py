@@ -32,7 +32,7 @@ from ..models.weights import Weight, whole
 from ..options import unlike
 from ..paths import expand
 from ..planning.plan import OutputTensor
-from ..tables import html_table
+from ..text import html_table
 from .state_index import check_values, index_of
 
 if TYPE_CHECKING:

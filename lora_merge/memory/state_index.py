@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from ..files.pickles import raw_bytes
 from ..models.names import Names
 from ..models.tied_weights import tied
 from ..options import unlike
-
-if TYPE_CHECKING:
-    pass
 
 TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """The configuration of a model whose head shares the tensor of its embeddings."""

@@ -22,10 +22,9 @@ from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .fused import Split, splits
 from .guess import architectures, described, seen
-from .prefixes import DENOISERS, PREFIXES, TRAINING, numbers, prefixed
+from .prefixes import DENOISERS, PREFIXES, TRAINING, numbers, prefixed, unwrapped, wrapper_notes
 from .spellings import Component
 from .weights import WeightView, transposed, whole
-from .wrappers import unwrapped, wrapper_notes
 
 OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "

@@ -1,4 +1,5 @@
-"""Prefixes of an adapter's module names, and the network that each prefix means. Tables; no torch.
+"""Prefixes of an adapter's module names, the network that each prefix means, and the levels that training leaves in a
+base's names (wrappers). Tables; no torch.
 
 Every tool has its own prefix, and some tools add theirs to another's, so prefixes are removed in any order.
 """
@@ -6,11 +7,11 @@ Every tool has its own prefix, and some tools add theirs to another's, so prefix
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ..files.layouts import PEFT
-from ..text import NUMBER
+from ..text import NUMBER, listed
 
 TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
 """Levels of wrappers around layers (DeepSpeed, torch.compile, FSDP), left in states that were gathered by hand."""
@@ -101,3 +102,47 @@ def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
         for m in NUMBER.finditer(prefix)
     }
     return re.compile("".join(sorted(kept)) + NUMBER.pattern)
+
+
+LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)
+"""Texts of which every name with a wrapper contains one: a fast first test."""
+
+_LEVEL: Final = re.compile(rf"^{re.escape(PEFT)}|(?:(?<=\.)|^)(?:{TRAINING}|module|base_layer)\.")
+
+KEPT: Final = (
+    "its names contain levels that training leaves ({levels}): modules are found without them, and they stay; a "
+    "program that cannot load the base for its names (from_pretrained) cannot load the result either"
+)
+ATTACHED: Final = (
+    "it was saved with an adapter attached: {count} tensors of that adapter ({names}) are copied and not merged; a "
+    "program that loads them adds their effect"
+)
+
+
+def unwrapped(keys: Iterable[str]) -> dict[str, str]:
+    """Return name without wrappers → key; empty if no key has a wrapper, or if two keys would get the same name."""
+    every = list(keys)
+    text = "\n".join(every)
+    if not any(level in text for level in LEVELS):
+        return {}
+    inner = {_LEVEL.sub("", key): key for key in every}
+    return inner if len(inner) == len(every) and any(name != key for name, key in inner.items()) else {}
+
+
+def wrapper_notes(stored: Mapping[str, str]) -> Sequence[str]:
+    """Return notes for the user on a base with wrappers. `stored`: name without wrappers → key."""
+    levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
+    notes = [KEPT.format(levels=listed(sorted(levels)))]
+    if "base_layer" in levels:
+        layers = {key.partition(".base_layer.")[0] for key in stored.values() if ".base_layer." in key}
+        left = [key for key in stored.values() if _is_attached(key, layers)]
+        if left:
+            notes.append(ATTACHED.format(count=len(left), names=listed(left, 2)))
+    return notes
+
+
+def _is_attached(key: str, layers: Collection[str]) -> bool:
+    """Return whether a tensor lies in a wrapped layer beside the layer itself, as an attached adapter does."""
+    parts = key.split(".")
+    inside = any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
+    return inside and ".base_layer." not in key

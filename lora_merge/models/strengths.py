@@ -9,8 +9,8 @@ from typing import Final
 
 from ..errors import UsageError
 from ..job import BLOCK_PATH, PARTS, Adapter
+from ..limits import STEPS_A_NAME, Refused, Steps
 from ..options import BLOCK_LIST, REGEX
-from ..patterns import STEPS_A_NAME, Refused, Steps
 from ..text import listed
 from .blocks import Blocks, blocks
 from .names import Names

@@ -27,6 +27,7 @@ from ..files.side_files import (
     stored_name,
 )
 from ..job import Job
+from ..limits import Steps
 from ..matching.conflicts import with_meetings
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
@@ -38,7 +39,6 @@ from ..models.names import Names
 from ..models.strengths import Strengths
 from ..models.tied_weights import tied
 from ..models.weights import Weight
-from ..patterns import Steps
 from ..text import listed
 from .cache import CheckpointCache
 from .combining import Combining

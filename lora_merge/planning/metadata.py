@@ -1,16 +1,20 @@
-"""The metadata entries of an output beside our own: which of the base's stay, and what the user adds."""
+"""The metadata of an output: the entries of the base that stay, those that the user adds, and the final headers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.recognise import METADATA
+from ..files.headers import with_metadata
+from ..files.seal import SEAL, sealed
 from ..job import Job
 from .containers import in_gguf
-from .recipe import OURS, STALE
+from .plan import Plan
+from .recipe import OURS, STALE, entries
 
 TITLE: Final = "modelspec.title"
 
@@ -39,3 +43,16 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     if job.no_metadata:  # programs read all entries of GGUF files
         found = {key: text for key, text in found.items() if key in NEEDED or (gguf and key not in OURS)}
     return found | given
+
+
+def headings(plan: Plan, digests: Sequence[str]) -> Iterator[bytes]:
+    """Yield the final header of every file of the plan, as long as the planned header.
+
+    A header is planned before any weight is read; the digests of the inputs are known after. No placeholder is searched
+    in the planned header, because the base's names and texts may look like one: our own entries are made a second time.
+    `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order.
+    """
+    found = entries(plan.job, plan.base, [m.adapter.index for m in plan.adapters], digests)
+    for file, own in zip(plan.files, found, strict=True):
+        header = with_metadata(file.header, {**file.kept, **own})
+        yield sealed(header) if SEAL in own else header

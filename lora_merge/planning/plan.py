@@ -19,8 +19,7 @@ from ..job import Job
 from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
-from ..tables import html_table
-from ..text import by_component, by_pattern, size
+from ..text import by_component, by_pattern, html_table, size
 
 if TYPE_CHECKING:
     from .combining import Combining
@@ -104,7 +103,7 @@ class OutputFile:
     """One output file. `name` is relative to the output folder, "" if the output is a single file."""
 
     name: str
-    header: bytes  # planned: `headings.py` makes the final one, of the same length
+    header: bytes  # planned: `headings` (metadata.py) makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
     kept: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
     alignment: int = 1  # every tensor begins at a multiple of it, and the file ends at one

@@ -15,7 +15,7 @@ from ..files.checkpoint import Index, configuration
 from ..files.seal import SEAL, ZEROS
 from ..files.side_files import output_name
 from ..job import Job
-from ..json_text import from_json
+from ..limits import from_json
 from ..options import OPTIONS, Kind
 
 KEY: Final = "lora_merge.recipe"

@@ -13,7 +13,7 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.headers import metadata_of, with_metadata
 from ..files.seal import SEAL, ZEROS, intact, sealed
-from ..json_text import from_json
+from ..limits import from_json
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..text import listed, quoted

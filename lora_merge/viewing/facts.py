@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from ..lines import Lines
-from ..tables import html_table
+from ..text import Lines, html_table
 
 SCHEMA: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""

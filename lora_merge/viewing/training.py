@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..files.checkpoint import Index
-from ..json_text import from_json
+from ..limits import from_json
 from ..options import is_finite
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lora_merge import patterns
+from lora_merge import limits
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.errors import InputError, UsageError
 from lora_merge.job import Adapter
+from lora_merge.limits import Refused, Steps, pattern
 from lora_merge.models.names import Names
 from lora_merge.models.strengths import Strengths
 from lora_merge.module_patterns import Ends
-from lora_merge.patterns import Refused, Steps, pattern
 
 from ..support import in_process
 
@@ -62,7 +62,7 @@ def test_it_is_what_pythons_engine_says(text: str, searched: list[str], how: str
         want = (compiled.search if anywhere else compiled.match)(name) is not None
         assert mine.matches(name, Steps(), anywhere=anywhere) == want
         start = (2 << len(name)) - 1 if anywhere else 1
-        walked = patterns._Walk(name, Steps(), {}).through(mine.tree, start, mine.flags)
+        walked = limits._Walk(name, Steps(), {}).through(mine.tree, start, mine.flags)
         assert (walked != 0) == want
 
 
@@ -125,7 +125,7 @@ def test_no_pattern_takes_long(name: str) -> None:
         assert not pattern(text).matches(path, steps, anywhere=anywhere)
         assert Ends([text]).first(path, steps) is None
     assert time.process_time() - started < 2
-    assert steps.left > 0.5 * patterns.STEPS
+    assert steps.left > 0.5 * limits.STEPS
 
 
 @given(expressions, st.lists(loops, min_size=1, max_size=5), st.integers(1, 300))
@@ -202,8 +202,8 @@ def test_a_table_of_thousands_of_keys_is_asked_about_in_seconds_or_refused(kind:
 
 def test_a_pattern_is_parsed_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    parse = patterns.pattern
-    monkeypatch.setattr(patterns, "pattern", lambda text: asked.append(text) or parse(text))
+    parse = limits.pattern
+    monkeypatch.setattr(limits, "pattern", lambda text: asked.append(text) or parse(text))
     table = Ends([rf"layers\.{i}\.(q|k)" for i in range(3000)])
     steps = Steps()
     for i in range(20):

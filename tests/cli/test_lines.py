@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lora_merge.cli.main import app
 from lora_merge.cli.streams import SafeStream
 from lora_merge.errors import InputError, MergeError
-from lora_merge.lines import CONTROLS, Lines, one_line
+from lora_merge.text import CONTROLS, Lines, one_line
 
 from ..support import rand, save
 

@@ -21,10 +21,10 @@ import lora_merge
 from lora_merge.batch import survey
 from lora_merge.disk import known_hashes, volumes
 from lora_merge.disk import writer as disk
-from lora_merge.disk.cloning import clone_range
 from lora_merge.disk.pages import PAGE
 from lora_merge.disk.reader import Reader
 from lora_merge.disk.volumes import file_system
+from lora_merge.disk.writer import clone_range
 from lora_merge.engine import admission, windows
 from lora_merge.engine import pipeline as writing
 from lora_merge.engine.admission import disk_bytes, plan_merge

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.disk import page_cache
-from lora_merge.disk.page_cache import Unknown, holds
-from lora_merge.disk.pages import PAGE, aligned_buffer
+from lora_merge.disk import pages
+from lora_merge.disk.pages import PAGE, Unknown, aligned_buffer, holds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what its page cache holds")
 
@@ -32,7 +31,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 def needs_the_newer_call(fd: int) -> None:
-    if page_cache._pages(fd, PAGES // 2 * PAGE, PAGE) != 1 or page_cache._pages(fd, 0, PAGE):
+    if pages._pages(fd, PAGES // 2 * PAGE, PAGE) != 1 or pages._pages(fd, 0, PAGE):
         pytest.skip("this system counts no pages, or keeps its own cache")
 
 
@@ -49,27 +48,27 @@ def test_asking_reads_nothing(fd: int) -> None:
     needs_the_newer_call(fd)
     for _ in range(100):
         assert not holds(fd, 0, aligned_buffer(PAGES // 2 * PAGE))
-    assert page_cache._pages(fd, 0, PAGES * PAGE) == PAGES // 2
+    assert pages._pages(fd, 0, PAGES * PAGE) == PAGES // 2
 
 
 def test_what_is_still_on_its_way_is_not_held(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocking(*_: object) -> int:
         raise BlockingIOError
 
-    monkeypatch.setattr(page_cache, "_pages", lambda _fd, _offset, size: size // PAGE)
+    monkeypatch.setattr(pages, "_pages", lambda _fd, _offset, size: size // PAGE)
     monkeypatch.setattr(os, "preadv", blocking)
     assert not holds(fd, 0, aligned_buffer(PAGES * PAGE))
 
 
 def test_an_older_system_is_asked_by_reading(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_CACHESTAT", 4095)  # no kernel has a call of this number
-    monkeypatch.setattr(page_cache, "_counted", True)
+    monkeypatch.setattr(pages, "_CACHESTAT", 4095)  # no kernel has a call of this number
+    monkeypatch.setattr(pages, "_counted", True)
     assert holds(fd, PAGES // 2 * PAGE, aligned_buffer(PAGES // 2 * PAGE))
-    assert not page_cache._counted  # not asked a second time
+    assert not pages._counted  # not asked a second time
 
 
 def test_a_system_that_says_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_counted", False)
-    monkeypatch.setattr(page_cache, "NO_WAIT", 0)
+    monkeypatch.setattr(pages, "_counted", False)
+    monkeypatch.setattr(pages, "NO_WAIT", 0)
     with pytest.raises(Unknown):
         holds(fd, 0, aligned_buffer(PAGE))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from lora_merge.disk import page_cache, system, volumes
+from lora_merge.disk import pages, system, volumes
 from lora_merge.disk import reader as reader_module
 from lora_merge.disk.files import FileState, Header, Memory
 from lora_merge.disk.pages import PAGE, aligned_buffer
@@ -653,7 +653,7 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
             pytest.skip("this file system keeps its own cache")
         if mode == "buffered" and volumes.file_system(path) == "overlay":
             pytest.skip("nothing is dropped there")
-        if page_cache._pages(f, 0, half) is None:
+        if pages._pages(f, 0, half) is None:
             pytest.skip("an older Linux says it wrongly now and then, on a busy machine")
         if mode == "buffered":  # decided for the file as a whole
             os.posix_fadvise(f, 0, half, os.POSIX_FADV_DONTNEED)
@@ -673,7 +673,7 @@ def test_nothing_is_dropped_where_the_system_does_not_tell_what_is_held(
     """Of a file on overlayfs Linux says that nothing is held, and drops the pages of the file below it all the same."""
 
     def unknown(*_: object) -> bool:
-        raise page_cache.Unknown
+        raise pages.Unknown
 
     if silent == "overlay":
         monkeypatch.setattr(volumes, "file_system", lambda _: "overlay")
@@ -697,14 +697,14 @@ def test_what_is_on_its_way_into_the_page_cache_is_not_waited_for(tmp_path: Path
     try:
         os.fsync(f)
         os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)
-        if page_cache._pages(f, 0, size) != 0:
+        if pages._pages(f, 0, size) != 0:
             pytest.skip("this system counts no pages, or keeps its own cache")
         os.pread(f, 4096, 0)  # as a header is read: the system reads on
         with Reader([indexed(path)], "direct") as reader:
             reader.read_into(memoryview(bytearray(8 << 20)), path, 0)  # through the cache, as a hasher reads
             for at in range(0, size, 16 << 20):
                 reader.read_into(aligned_buffer(16 << 20), path, at)
-        held = page_cache._pages(f, 0, size)
+        held = pages._pages(f, 0, size)
         assert held is not None
         assert held * PAGE < size // 2
     finally:

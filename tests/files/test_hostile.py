@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import lora_merge
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.json_text import from_json
+from lora_merge.limits import from_json
 from lora_merge.planning.recipe import parsed
 
 from ..support import blob

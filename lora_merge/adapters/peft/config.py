@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
+from ...limits import STEPS_A_NAME, Refused
 from ...module_patterns import Ends, Matching
 from ...options import beginning
-from ...patterns import STEPS_A_NAME, Refused
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"

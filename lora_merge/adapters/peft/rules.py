@@ -34,7 +34,7 @@ from ...algorithms.lora import LORA
 from ...algorithms.whole import SET
 from ...errors import InputError
 from ...files.layouts import PEFT
-from ...json_text import from_json
+from ...limits import from_json
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...json_text import from_json
+from ...limits import from_json
 from .base import CODES, DRAW, Checkpoint, Claim, Encoding, InvalidPart, Packing, Part, Parts, claimed
 from .comfy import NOTE_LIMIT
 from .scaled import Stored, scaled

@@ -8,13 +8,9 @@ from typing import Any, Final
 
 from ..grids import Grid
 from ..reference.floats import Array
-from .fp4 import fp4, packed_ints
+from .codes import BadPart, bnb4, fp4, packed_ints, scaled, transposed
 from .ggml import blocks
-from .numbers import BadPart
-from .scaled import scaled
 from .streams import streams
-from .tables import bnb4
-from .transposed import transposed
 
 DECODERS: Final[Mapping[str, Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]]] = MappingProxyType({
     "bnb4": bnb4,

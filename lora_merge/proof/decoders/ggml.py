@@ -11,7 +11,7 @@ import numpy as np
 
 from ..grids import Floats, Grid, Table
 from ..reference.floats import Array, decode
-from .numbers import BadPart
+from .codes import BadPart
 
 NOTHING: Final = 1e-300
 """Stands for a scale of zero: no number but zero lies within half a step of its levels."""

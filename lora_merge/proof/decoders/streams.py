@@ -9,7 +9,7 @@ import numpy as np
 
 from ..grids import Grid, Table
 from ..reference.floats import Array, decode
-from .numbers import BadPart
+from .codes import BadPart
 
 
 def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:

@@ -1,5 +1,5 @@
-"""Matches regular expressions from untrusted files (PEFT configurations, recipes, jobs files) in a bounded number of
-steps.
+"""Limits for untrusted files (PEFT configurations, recipes, jobs files): the depth of JSON, and the number of steps in
+which regular expressions are matched.
 
 Python's engine tries all ways to divide a text among the loops, options and alternatives of a pattern, one after the
 other: `(?:a|a)` forty-five times takes 2^45 tries. This module follows all ways at once. A set of positions in the text
@@ -8,33 +8,30 @@ it may begin into the positions where it may end:
 
 * a character or a class of characters is an `and` and a shift;
 * alternatives are an `or` of their results; nodes of a sequence are applied one after the other;
-* a loop is applied to the new positions until there are none. Each round adds a position, and a text of n characters
-  has n + 1 of them, so the loop ends after n + 1 rounds, whatever the numbers in its braces are: further repetitions
-  can only match the empty text, and can do so any number of times.
+* a loop is applied to the new positions until there are none. Each round adds a position, so the loop ends after n + 1
+  rounds for a text of n characters: further repetitions can only match the empty text.
 
 So a pattern of m nodes with d nested loops takes at most m · (n + 1)^d steps, and usually some dozens. `Steps` counts
 them over all names that the patterns of one file are matched with, and refuses patterns that would take seconds. The
-result is whether there is a match, and PEFT needs no more. It is not known which text a group has matched:
-backreferences and possessive loops need that, so Python's engine runs them if few ways are possible (`_ways`), and
-they are refused otherwise.
-
-Python's parser makes the tree, so the syntax is Python's. Python's engine also runs simple patterns on short texts: the
-product of the choices in a pattern, counted by `_ways`, limits how long that takes.
+result is whether there is a match, not which text a group matched: backreferences and possessive loops need that.
+Python's parser makes the tree. Python's engine runs a pattern itself if few ways are possible (`_ways`).
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial, reduce
 from typing import Any, Final, TypeAlias
 
 PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
+DEEPEST: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
 LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
 STEPS: Final = 1_000_000  # for all patterns of one file; one step takes two to four microseconds
@@ -45,9 +42,25 @@ FEW: Final = 20_000  # ways to match such a name that Python's engine may try: 0
 LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
 LOOPS: Final = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
-
 Node: TypeAlias = tuple[str, Any]
 """Name of an operation of Python's engine, and its arguments."""
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply.
+
+    The library's own limit depends on the version of Python: 990 levels in 3.11, thousands from 3.12 on.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as e:
+        raise ValueError("nested too deeply") from e
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for v in level if isinstance(v, dict | list) for item in (v.values() if type(v) is dict else v)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 class Refused(ValueError):
@@ -86,16 +99,12 @@ class Pattern:
     text: str
     tree: Sequence[Node]
     flags: int
+    known: dict[Any, bool] = field(default_factory=dict, compare=False)  # (leaf, flags, character) → whether it matches
 
     @cached_property
     def ways(self) -> int:
         """The number of ways of matching a short name that Python's engine may have to try."""
         return _ways(self.tree)
-
-    @cached_property
-    def _known(self) -> dict[Any, bool]:
-        """(leaf, flags, character) → whether the leaf matches the character, for those looked up so far."""
-        return {}
 
     @cached_property
     def _quick(self) -> re.Pattern[str]:
@@ -110,7 +119,7 @@ class Pattern:
         if len(name) > LONGEST_NAME:
             raise Refused(f"not run on a name of {len(name)} characters")
         start = (2 << len(name)) - 1 if anywhere else 1
-        return _Walk(name, steps, self._known).through(self.tree, start, self.flags) != 0
+        return _Walk(name, steps, self.known).through(self.tree, start, self.flags) != 0
 
 
 def pattern(text: str) -> Pattern:
@@ -155,10 +164,7 @@ def _inside(op: str, value: Any) -> Any:
 
 def _ways(nodes: Sequence[Node]) -> int:
     """Return the product of all choices on a short name; more than FEW if the body of a loop has choices itself."""
-    found = 1
-    for op, value in nodes:
-        found = min(found * _choices(op, value), FEW + 1)
-    return found
+    return reduce(lambda found, node: min(found * _choices(*node), FEW + 1), nodes, 1)
 
 
 def _choices(op: str, value: Any) -> int:
@@ -270,10 +276,6 @@ class _Walk:
                 kept |= (found == wanted) << at
         return kept
 
-    def look_not(self, value: Any, places: int, flags: int) -> int:
-        """Return the places at which a lookahead, or a lookbehind, does not match."""
-        return self.look(value, places, flags, wanted=False)
-
     def at(self, value: Any, places: int, flags: int) -> int:
         """Return the places that are a start, an end, or the edge of a word."""
         key = (str(value), flags)
@@ -296,15 +298,12 @@ class _Walk:
         }
         return table[kind]
 
-    def nowhere(self, _value: Any, _places: int, _flags: int) -> int:
-        """Return no place: `(?!)` never matches."""
-        return 0
-
 
 STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
     "TEXT": _Walk.word,
     "MAX_REPEAT": _Walk.loop, "MIN_REPEAT": _Walk.loop, "BRANCH": _Walk.either, "SUBPATTERN": _Walk.group,
-    "ASSERT": _Walk.look, "ASSERT_NOT": _Walk.look_not, "AT": _Walk.at, "FAILURE": _Walk.nowhere,
+    "ASSERT": _Walk.look, "ASSERT_NOT": partial(_Walk.look, wanted=False), "AT": _Walk.at,
+    "FAILURE": lambda *_: 0,  # `(?!)` never matches
 }  # fmt: skip
 
 

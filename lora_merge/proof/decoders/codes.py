@@ -1,0 +1,154 @@
+"""Decoders in numpy: codes of one byte, 4-bit codes in halves of bytes, whole numbers packed into words, GPTQ and AWQ,
+and bitsandbytes' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..grids import Floats, Grid, Table
+from ..reference.floats import Array, decode
+
+
+class BadPart(ValueError):
+    """The error for a scale that is not a number, or not a possible one."""
+
+
+def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
+    """Return the scales as float64; BadPart unless all are positive, or 0 where a row of zeros has that."""
+    found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
+    if not (np.isfinite(found) & ((found > 0) | (zero & (found == 0)))).all():
+        raise BadPart("a scale is no positive number")
+    return nonzero(found)
+
+
+def places(shape: tuple[int, int], block: tuple[int, int], count: int, *, tiles: bool = False) -> Array:
+    """Return, for each of `count` numbers from the first row of a block on, the place of its scale.
+
+    `shape` is that of one matrix, `block` are the rows and columns with one scale. In tiles of 128 rows and 4 columns,
+    the scale (r, c) lies at ((r // 128) * C + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4.
+    """
+    (rows, cols), (high, wide) = shape, block
+    row, column = np.divmod(np.arange(count), cols)
+    across, c = -(-cols // wide), column // wide
+    if tiles:
+        return np.asarray((row // 128 * -(-across // 4) + c // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + c % 4)
+    matrix, inside = (row // rows, row % rows) if rows % high else (0, row)
+    return np.asarray((matrix * -(-rows // high) + inside // high) * across + c)
+
+
+def turned(size: int) -> Any:
+    """Return the function that rotates the rows of a matrix in groups of columns; None for no rotation."""
+    if not size:
+        return None
+    four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
+    matrix: Array = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.kron(matrix, four)
+    return lambda values: (values.reshape(-1, size) @ matrix).reshape(values.shape)
+
+
+def nonzero(scale: Array) -> Array:
+    """Return scales; a block with the scale 0 can hold nothing but 0."""
+    return np.where(scale > 0, scale, np.finfo(np.float64).tiny)
+
+
+def scaled(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return fp8 numbers or whole numbers, with scales for the weight, its rows or its blocks."""
+    levels = decode(raw["codes"], encoding.dtype).astype(np.float64)
+    grid = Table(np.arange(encoding.lowest, 128)) if encoding.dtype == "I8" else Floats(encoding.dtype)
+    scale = scales(raw["scale"], encoding.kind, zero=encoding.zero_rows) * encoding.factor
+    if not encoding.block[0]:
+        return levels, Grid(grid, float(scale[0]))
+    at = places(encoding.shape, encoding.block, count, tiles=encoding.swizzled)
+    shift: Any = 0.0
+    if encoding.zeros:
+        shift = -decode(raw["zero"], encoding.zeros)[at] * scale[at]
+    return levels, Grid(grid, scale[at], shift, turned(encoding.rotation))
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nibbles(raw: Any, *, high_first: bool) -> Array:
+    """Return the 4-bit codes of bytes, in the order of the columns."""
+    pairs = np.frombuffer(raw, np.uint8)[:, None] >> np.array([4, 0] if high_first else [0, 4], np.uint8)
+    return np.asarray(pairs & np.uint8(15)).reshape(-1)
+
+
+def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return e2m1 numbers with scales of blocks and of the whole weight."""
+    levels = E2M1[nibbles(raw["codes"], high_first=encoding.high_first)]
+    found = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
+    if not (np.isfinite(found) & (found >= 0)).all():
+        raise BadPart("a scale is negative or no number")
+    if "whole" in raw:
+        (whole,) = scales(raw["whole"], "F32")
+        found = found / whole if encoding.divided else found * whole
+    if encoding.swizzled:
+        shape = count // encoding.cols, encoding.cols
+        return levels, Grid(Table(E2M1), nonzero(found[places(shape, (1, encoding.size), count, tiles=True)]))
+    scale = np.repeat(nonzero(found), encoding.size)
+    if encoding.turned:
+        levels, scale = (v.reshape(-1, encoding.turned, encoding.cols).swapaxes(1, 2).ravel() for v in (levels, scale))
+    return levels, Grid(Table(E2M1), scale)
+
+
+def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return whole numbers of 4 or 8 bits, with scales and zero points of groups."""
+    bits, cols, half = encoding.bits, encoding.cols, 2 ** (encoding.bits - 1)
+    rows, across = count // cols, cols // encoding.size
+    levels = _unpacked(raw["codes"], bits).reshape(rows, -1)[:, :cols] - half
+    column = np.arange(cols) // encoding.size
+    if "order" in raw:
+        column = np.frombuffer(raw["order"], "<i4")
+    scale = scales(raw["scale"], encoding.scales).reshape(rows, across)[:, column]
+    shift: Any = 0.0
+    if encoding.zeros:
+        words = _unpacked(raw["zero"], bits).reshape(-1, across, 32 // bits)
+        zero = words.transpose(0, 2, 1).reshape(-1, across)[:rows, column] - half
+        shift = (-zero * scale).reshape(-1)
+    return levels.reshape(-1).astype(np.float64), Grid(Table(np.arange(-half, half)), scale.reshape(-1), shift)
+
+
+def _unpacked(raw: Any, bits: int) -> Array:
+    """Return the whole numbers of words, from the lowest bits on."""
+    words = np.frombuffer(raw, "<u4").astype(np.int64)
+    return np.asarray(words[:, None] >> np.arange(0, 32, bits) & (2**bits - 1)).reshape(-1)
+
+
+def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+    """Return numbers of a table of 16, with scales of blocks of the flat weight, which may be codes themselves."""
+    table = decode(raw["map"], "F32")
+    scale = decode(raw["absmax"], "U8" if encoding.nested else "F32")
+    if encoding.nested:
+        outer = decode(raw["nested"], "F32")[np.arange(len(scale)) // encoding.nested]
+        scale = decode(raw["nested_map"], "F32")[scale] * outer + encoding.offset
+    if not np.isfinite(scale).all() or (not encoding.nested and (scale < 0).any()):
+        raise BadPart("a scale is negative or no finite number")
+    levels = table[nibbles(raw["codes"], high_first=True)[:count]]
+    return levels, Grid(Table(table), np.copysign(nonzero(np.abs(scale)), scale)[np.arange(count) // encoding.size])
+
+
+def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+    """Return the numbers of rows of the weight, which are columns of what is stored."""
+    bits, (rows, cols) = encoding.bits, encoding.shape
+    each, mask = 32 // bits, 2**bits - 1
+    codes, zeros = (np.frombuffer(raw[role], "<u4").astype(np.int64) for role in ("codes", "zero"))
+    scale = decode(raw["scale"], encoding.scales).reshape(-1, rows)
+    row, column = np.arange(first // cols, (first + count) // cols)[:, None], np.arange(cols)[None, :]
+    group = np.frombuffer(raw["order"], "<i4")[column] if "order" in raw else column // (cols // len(scale))
+    if not np.isfinite(scale).all() or (group < 0).any() or (group >= len(scale)).any():
+        raise BadPart("a scale is no finite number, or a column belongs to no group")
+    if encoding.along_rows:
+        shift = bits * np.array([0, 4, 1, 5, 2, 6, 3, 7])[row % each]
+        level = codes[column * (rows // each) + row // each] >> shift & mask
+        zero = zeros[group * (rows // each) + row // each] >> shift & mask
+    else:
+        level = codes[column // each * rows + row] >> bits * (column % each) & mask
+        zero = (zeros[group * (rows // each) + row // each] >> bits * (row % each) & mask) + int(encoding.plus_one)
+    spread = np.broadcast_to(scale[group, row], level.shape).reshape(-1)
+    levels = (level - zero).reshape(-1).astype(np.float64)
+    return levels, Grid(Table(np.arange(-mask - 1, mask + 1)), spread)
