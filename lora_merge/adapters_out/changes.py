@@ -130,10 +130,11 @@ def _placed(rows: Tensor, start: int, out: int) -> Tensor:
 
 def joined(parts: Sequence[Change]) -> Change:
     """Return the sum of the parts of one adapter's change, such as those of q, k and v of a fused weight."""
+    parts = [p for p in parts if p.strength] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
     one = parts[0]
-    ratios = [p.strength / one.strength if one.strength else 1.0 for p in parts]
+    ratios = [p.strength / one.strength for p in parts]
     if all(p.left is not None for p in parts):
         left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
         return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))

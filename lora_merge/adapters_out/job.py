@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,6 +71,7 @@ def make_adapter_job(
     job = make_job(base if base is not None else "no base", adapters, output, **common)
     if output is None:
         job = _named(job, command, str(own["rank"]))
+    job = replace(job, method=method)
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     if own["algorithm"] not in STORED_AS:
         raise UsageError(f"{shown(own['algorithm'])!r} is no way to store a layer", "--algorithm",
@@ -90,8 +91,6 @@ def make_adapter_job(
 
 
 def _named(job: Job, command: str, rule: str) -> Job:
-    from dataclasses import replace
-
     stems = [a.path.name if a.path.is_dir() else a.path.stem for a in job.adapters]
     name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
     return replace(job, output=absolute(Path()) / f"{name}.safetensors")

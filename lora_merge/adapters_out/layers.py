@@ -75,8 +75,8 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     factored = row.linear and not vector and all(c.left is not None for c in changes)
     before = max((c.rank or 0) for c in changes)
     if not factored:
-        whole = combined(job.method, [c.dense() for c in changes], [c.strength for c in changes], job.numbers,
-                         seeds, vector=vector)  # fmt: skip
+        owned = [c.dense().clone(memory_format=torch.contiguous_format) for c in changes]  # `combined` overwrites them
+        whole = combined(job.method, owned, [c.strength for c in changes], job.numbers, seeds, vector=vector)
         return Wanted(None, None, whole, before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip

@@ -11,6 +11,8 @@ from ..job import Job
 from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
+from ..text import size
+from .blocks import blocks
 from .windows import unshared_bytes, window_room
 
 
@@ -27,11 +29,24 @@ def admit(plan: Plan) -> Plan:
         job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
         spared=plan.spared,
     )  # fmt: skip
+    _require_room(plan)
     try:
         require_space(job.output, plan.size)
     except ResourceError:  # it may still fit if it shares blocks with the base; their sum takes a while
         require_space(job.output, disk_bytes(plan))
     return plan
+
+
+def _require_room(plan: Plan) -> None:
+    """Raise ResourceError if the changes of one weight, which become one change, take more than the memory limit."""
+    met = [t for f in plan.files for t in f.targets if t.combining is not None]
+    largest = max((b for t in met for b in blocks(t)), key=lambda b: b.room, default=None)
+    if largest is not None and largest.room > plan.job.max_memory:
+        needed = f"give --max-memory {-(-largest.room >> 20)}MiB"
+        raise ResourceError(
+            f"{plan.job.method} needs all changes of a weight at once, which take {size(largest.room)}",
+            f"{largest.target.name}: --max-memory {plan.job.max_memory}", needed,
+        )  # fmt: skip
 
 
 def plan_merge(job: Job) -> Plan:

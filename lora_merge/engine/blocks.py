@@ -16,6 +16,9 @@ from typing import Any, Final
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 
+FURTHER: Final = 4
+"""Arrays of a block's size beside one for each adapter: base, result, magnitudes, and a temporary."""
+
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
 
@@ -83,6 +86,14 @@ class Block:
         patches = [s.use.patch for s in self.slices]
         views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
         return {piece.key for view in views for piece in view.pieces}
+
+    @property
+    def room(self) -> int:
+        """The bytes that the changes of this block take at once, with temporaries, where they become one change; 0 for
+        other blocks, which are small."""
+        if self.target.combining is None:
+            return 0
+        return 8 * self.elements * (len({s.use.patch.adapter for s in self.slices}) + FURTHER)
 
     @property
     def elements(self) -> int:

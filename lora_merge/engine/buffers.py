@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from threading import Condition
 from typing import Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
@@ -82,6 +84,27 @@ class WindowTask:
     def change(self) -> Change:
         """The conversions and folds of the plan in this window."""
         return self.window.changes[self.plan]
+
+
+class Room:
+    """A number of bytes of memory that threads hold parts of."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free, self._whole, self._changed = nbytes, nbytes, Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Hold so many bytes; waits until they are free. More than all of them are held alone."""
+        wanted = min(nbytes, self._whole)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
 
 
 class Pool(Generic[Item]):

@@ -18,14 +18,17 @@ from torch import Tensor
 from ..errors import UsageError
 from ..files.codecs.draws import draws
 from ..method_numbers import SMALLEST, Numbers
-from ..methods import COMBINATIONS
+from ..methods import COMBINATIONS, SUM
 from .placement import Placement, stage
 
 STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
 
-DRAWN: Final = 2**20
-"""How many random numbers are drawn at once."""
+PART: Final = 2**20
+"""How many entries are looked at together, where that needs further memory."""
+
+SAMPLE: Final = 2**14
+"""How many of the numbers tell about where the n-th largest one lies."""
 
 PARALLEL: Final = 0.9995
 """The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
@@ -34,7 +37,7 @@ PARALLEL: Final = 0.9995
 def coefficients(
     method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: Numbers
 ) -> list[float]:
-    """Return cᵢ with Δ = Σ cᵢτᵢ, for a linear method. `products[i][j]`: ⟨τᵢ, τⱼ⟩; strengths are not in them."""
+    """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
     count = len(strengths)
     if method == "mean":
         if abs(total := sum(strengths)) < SMALLEST:
@@ -42,6 +45,8 @@ def coefficients(
         own = [s / total for s in strengths]
     elif method == "slerp" and count == 2:
         own = _slerp(products, strengths, n.t or 0.0)
+    elif method == "karcher":
+        own = _karcher(products, strengths)
     elif method == "model_stock" and count > 1:
         stock = _stock(products)
         own = [stock * sum(strengths) / count / count] * count
@@ -83,51 +88,64 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     *,
     vector: bool = False,
 ) -> Tensor:
-    """Return Δ of one weight from τᵢ [out, cols], one of each adapter that changes it.
+    """Return Δ of one weight from τᵢ [out, cols] in fp64, one of each adapter that changes it; they are overwritten.
 
     `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which
-    slerp and karcher add.
+    slerp and karcher add, and which are one row for della.
     """
     row = COMBINATIONS[method]
-    if row.linear or (vector and method == "karcher") or (len(changes) == 1 and not row.keeps):
-        if vector and method in ("slerp", "karcher"):
-            weights = [n.scale * s for s in strengths]
+    if row.linear or method == "karcher" or (len(changes) == 1 and not row.keeps):
+        added = vector and method in ("slerp", "karcher")
+        weights = coefficients(SUM if added else method, () if added else gram(changes), strengths, n)
+        for weight, t in zip(weights, changes, strict=True):
+            t.mul_(weight)
+        return total(changes)
+    for t, strength, seed in zip(changes, strengths, seeds, strict=True):
+        if row.keeps:
+            thin(row.keeps, t.view(1, -1) if vector else t, n, seed)
+        t.mul_(strength)
+    found = torch.empty_like(changes[0])
+    step = max(1, PART // max(found.shape[-1], 1))
+    for first in range(0, len(found), step):
+        scaled = torch.stack([t[first : first + step] for t in changes])
+        if method == "consensus":
+            made = _consensus(scaled, n.agree)
         else:
-            weights = coefficients(method, gram(changes), strengths, n)
-        return sum((c * t for c, t in zip(weights, changes, strict=True)), torch.zeros_like(changes[0]))
-    if method == "karcher":
-        return n.scale * _karcher([s * t for s, t in zip(strengths, changes, strict=True)])
-    if row.keeps:
-        changes = [thinned(row.keeps, t, n, seed) for t, seed in zip(changes, seeds, strict=True)]
-    scaled = torch.stack([s * t for s, t in zip(strengths, changes, strict=True)])
-    if method == "consensus":
-        return n.scale * _consensus(scaled, n.agree)
-    return n.scale * (_elected(scaled, strengths, n) if row.elects else scaled.sum(0))
+            made = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
+        found[first : first + step] = n.scale * made
+    return found
+
+
+def total(changes: Sequence[Tensor]) -> Tensor:
+    """Return the sum; the first of the changes is overwritten."""
+    for t in changes[1:]:
+        changes[0].add_(t)
+    return changes[0]
 
 
 def gram(changes: Sequence[Tensor]) -> list[list[float]]:
-    """Return ⟨τᵢ, τⱼ⟩ in fp64."""
-    flat = [_wide(t).flatten() for t in changes]
+    """Return ⟨τᵢ, τⱼ⟩."""
+    flat = [t.flatten() for t in changes]
     return [[float(a @ b) for b in flat] for a in flat]
 
 
-def thinned(how: str, change: Tensor, n: Numbers, seed: str) -> Tensor:
-    """Return a change with some of its entries set to 0, and for random choices the others scaled up."""
-    count = change.numel()
+def thin(how: str, change: Tensor, n: Numbers, seed: str) -> None:
+    """Set some entries of a change to 0, and for random choices scale the others up."""
+    count, flat = change.numel(), change.view(-1)
     kept = math.floor(n.density * count)
     if how == "largest":
-        return change * largest(change, kept)
+        change.mul_(largest(change, kept))
+        return
     if how == "middle":
         top = math.floor(n.gamma * count)
-        return change * (largest(change, min(count, top + kept)) & ~largest(change, top))
-    found, draw = change.clone(), draws(n.seed)
-    flat, chances = found.view(-1), None if how == "random" else _by_rank(change, n.density, n.epsilon).view(-1)
-    for first in range(0, count, DRAWN):
-        part = flat[first : first + DRAWN]
+        change.mul_(largest(change, min(count, top + kept)).logical_and_(largest(change, top).logical_not_()))
+        return
+    draw, chances = draws(n.seed), None if how == "random" else _by_rank(change, n.density, n.epsilon).view(-1)
+    for first in range(0, count, PART):
+        part = flat[first : first + PART]
         drawn = _like(draw(seed, first, len(part)), part)
-        chance = torch.full_like(part, n.density) if chances is None else chances[first : first + DRAWN]
+        chance = torch.full_like(part, n.density) if chances is None else chances[first : first + PART]
         part.mul_(torch.where(drawn < chance, 1 / chance, torch.zeros_like(part)))
-    return found
 
 
 def largest(change: Tensor, count: int) -> Tensor:
@@ -135,7 +153,7 @@ def largest(change: Tensor, count: int) -> Tensor:
     if count <= 0 or count >= change.numel():
         return torch.full_like(change, count > 0, dtype=torch.bool)
     size = change.abs()
-    least = size.view(-1).kthvalue(size.numel() - count + 1).values
+    least = nth(size.view(-1), size.numel() - count)
     kept = size >= least
     surplus = int(kept.sum()) - count
     if surplus:
@@ -144,9 +162,22 @@ def largest(change: Tensor, count: int) -> Tensor:
     return kept
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in fp64 on the host, where sums are made."""
-    return stage([tensor], Placement(torch.device("cpu"), torch.float64))[0]
+def nth(values: Tensor, place: int) -> Tensor:
+    """Return the number at a place of the numbers in rising order, from 0 on.
+
+    A sample of the numbers tells two bounds; only numbers between them are sorted. Where the number is not between
+    them, all are.
+    """
+    count = len(values)
+    if count > 16 * SAMPLE:
+        sample = values[:: count // SAMPLE].sort().values
+        near, margin = place * len(sample) // count, len(sample) // 64
+        low, high = sample[max(0, near - margin)], sample[min(len(sample) - 1, near + margin)]
+        below = int((values < low).sum())
+        inside = values[(values >= low) & (values <= high)]
+        if below <= place < below + len(inside):
+            return inside.kthvalue(place - below + 1).values
+    return values.kthvalue(place + 1).values
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -156,9 +187,10 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
     """Return the chance of each entry to be kept: within a row from density − ε for the smallest to density + ε."""
-    ranks = change.abs().argsort(dim=-1, stable=True).argsort(dim=-1)
-    width = max(change.shape[-1] - 1, 1)
-    return density - epsilon + 2 * epsilon * _like(ranks, change) / width
+    width = change.shape[-1]
+    chance = torch.linspace(-epsilon, epsilon, width, dtype=change.dtype, device=change.device).add_(density)
+    order = change.abs().argsort(dim=-1, stable=True)
+    return torch.empty_like(change).scatter_(-1, order, chance.expand_as(change))
 
 
 def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
@@ -182,24 +214,33 @@ def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
     return torch.where(most >= wanted, scaled.sum(0), torch.zeros_like(scaled[0]))
 
 
-def _karcher(changes: Sequence[Tensor]) -> Tensor:
-    """Return the Karcher mean of the directions, times the mean of the norms; changes of zeros have no direction."""
-    norms = [float(_wide(t).norm()) for t in changes]
-    units = [_wide(t) / size for t, size in zip(changes, norms, strict=True) if size > 0]
-    if not units:
-        return torch.zeros_like(changes[0])
-    mean = sum(units[1:], units[0])
-    mean = mean / mean.norm() if float(mean.norm()) > 1e-12 else units[0]
+def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) -> list[float]:
+    """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
+
+    The mean, and every tangent at it, is a sum of the changes, so that products of pairs tell everything.
+    """
+    norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
+    there = [i for i, size in enumerate(norms) if size > 0]
+    if not there:
+        return [0.0] * len(strengths)
+    scale = [strengths[i] / norms[i] for i in there]
+    cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(there, scale, strict=True)]
+                            for i, p in zip(there, scale, strict=True)], dtype=torch.float64)  # fmt: skip
+    at = torch.ones(len(there), dtype=torch.float64)
+    if float(at @ cosines @ at) < 1e-24:
+        at = torch.eye(len(there), dtype=torch.float64)[0]
     for _ in range(STEPS):
-        tangent = torch.zeros_like(mean)
-        for u in units:
-            cosine = float((mean * u).sum().clamp(-1, 1))
-            angle = math.acos(cosine)
-            if angle > 1e-12:
-                tangent += (u - cosine * mean) * (angle / math.sin(angle) if math.sin(angle) > 1e-12 else 0.0)
-        tangent /= len(units)
-        size = float(tangent.norm())
+        at /= (at @ cosines @ at).clamp_min(0).sqrt()
+        seen = (cosines @ at).clamp(-1, 1)
+        angles = seen.acos()
+        sines = angles.sin()
+        turn = torch.where(
+            (angles > 1e-12) & (sines > 1e-12), angles / sines.clamp_min(1e-12), torch.zeros_like(angles)
+        )
+        step = (turn - at * (turn @ seen)) / len(there)
+        size = float((step @ cosines @ step).clamp_min(0).sqrt())
         if size < 1e-10:
             break
-        mean = math.cos(size) * mean + math.sin(size) * tangent / size
-    return _like(mean * (sum(norms) / len(norms)), changes[0])
+        at = math.cos(size) * at + math.sin(size) / size * step
+    found = dict(zip(there, (at * (sum(norms) / len(norms))).tolist(), strict=True))
+    return [found.get(i, 0.0) * s / norms[i] if i in found else 0.0 for i, s in enumerate(strengths)]

@@ -20,7 +20,7 @@ from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
-from .buffers import Outcome
+from .buffers import Outcome, Room
 from .devices import DeviceMemory, device_failed, fallback_device, passed_over, precise, release, stack_size
 from .fold import new_weights
 from .patch_tensors import PatchTensors
@@ -65,6 +65,7 @@ class BlockMerger:
     draw: Draw | None = None  # for stochastic rounding
     fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
+    host: Room = field(default_factory=lambda: Room(2**30))  # for changes of whole weights
     _own: local = field(default_factory=local)  # each thread's lane
     _lanes: Iterator[int] = field(default_factory=count)
 
@@ -76,7 +77,7 @@ class BlockMerger:
         return BlockMerger(
             at, tensors, pool, job.max_vram, passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype]),
             saturate=job.on_overflow == "saturate", draw=draws(job.seed) if job.rounding == "stochastic" else None,
-            fallback_device=fallback_device(job.device, at),
+            fallback_device=fallback_device(job.device, at), host=Room(job.max_memory),
         )  # fmt: skip
 
     def fold(self, items: Sequence[Item]) -> Outcome:
@@ -108,7 +109,7 @@ class BlockMerger:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
         name, numbers = group[0].block.target.name, sum(i.into.numel() for i in group)
         if len(group) == 1 or numbers <= self.room.most:
-            with self.room.shared():
+            with self.room.shared(), self.host.hold(sum(i.block.room for i in group)):
                 found = self._attempt(group)
             if isinstance(found, str) and len(group) == 1:
                 with self.room.alone():

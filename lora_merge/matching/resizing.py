@@ -132,6 +132,22 @@ def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) 
     return made
 
 
+def values_as_changes(matched: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
+    """Return the matches for a method that makes one change of all changes of a weight: a value V is the change V − W.
+
+    `alone`: also where no other adapter changes the parameter.
+    """
+    made = []
+    for number, one in enumerate(matched):
+        uses, replaced = dict(one.uses), dict(one.replaced)
+        for key, info in one.replaced.items():
+            met = alone or any(key in m.uses or key in m.replaced for n, m in enumerate(matched) if n != number)
+            if met and key in base and info.shape == base[key].shape and info.dtype not in WHOLE:
+                uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
+        made.append(replace(one, uses=uses, replaced=replaced))
+    return made
+
+
 def _beside(one: Match) -> Iterator[str]:
     """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
     views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())

@@ -32,7 +32,7 @@ from ..matching.conflicts import with_meetings
 from ..matching.context import AdapterContext
 from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
-from ..matching.resizing import clashes, replace_in_turn
+from ..matching.resizing import clashes, replace_in_turn, values_as_changes
 from ..matching.tied_heads import check_alone
 from ..methods import METHODS
 from ..models.names import Names
@@ -127,8 +127,11 @@ def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
         peft_rules = rules(adapter.index.config, str(ref.path), adapter.index.metadata)
         context = AdapterContext(number, adapter, peft_rules, values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, ref, job.unmatched))
-    if METHODS[job.method].in_turn:
+    method = METHODS[job.method]
+    if method.in_turn:
         matched = replace_in_turn(matched, base.tensors)
+    if method.combines:
+        matched = values_as_changes(matched, base.tensors, alone=bool(method.keeps))
     clashes(job.adapters, matched, values)
     check_alone(job.adapters, matched)
     used = {name for one in matched for name in one.settings}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +30,7 @@ STEPS: Final = 100
 
 @dataclass
 class Combined:
-    """Δ [out, cols] of one weight as one part for each adapter, and by how much rounding may change each entry."""
+    """Rows of Δ as one part for each adapter, and by how much rounding may change each entry."""
 
     parts: dict[int, Array]
     slack: Array
@@ -41,83 +41,100 @@ class Combined:
         return np.asarray(np.sum([*self.parts.values()], axis=0))
 
 
-def of_weight(target: OutputTensor, change: Callable[[PatchPart], Array | None]) -> Combined:
-    """Return Δ of a whole weight by the method of its job. `change`: returns s ΔW of one use on all its rows."""
+def of_weight(target: OutputTensor, rows: Array, change: Callable[[PatchPart], Array | None]) -> Combined:
+    """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one use on all rows."""
     how, by = target.combining, dict[int, list[PatchPart]]()
     assert how is not None, "the changes of this weight become one"
     for use in target.uses:
         by.setdefault(use.patch.adapter, []).append(use)
-    changes = []
-    for uses in by.values():
+
+    def whole(uses: Sequence[PatchPart]) -> Array:
         found = [part for part in map(change, uses) if part is not None]
-        changes.append(np.sum(found, axis=0) / uses[0].strength)
+        return np.asarray(np.sum(found, axis=0) / uses[0].strength)
+
     strengths, seeds = [u[0].strength for u in by.values()], [how.seed(n, u) for n, u in by.items()]
-    parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, vector=len(target.shape) < 2)
+    parts, slack = combined(
+        how.method, map(whole, by.values()), strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2
+    )
     return Combined(dict(zip(by, parts, strict=True)), slack)
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
-    method: Method, changes: Sequence[Array], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
-    vector: bool,
+    method: Method, changes: Iterable[Array], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
+    rows: Array, vector: bool,
 ) -> tuple[list[Array], Array]:  # fmt: skip
-    """Return the parts and the slack of Δ from τᵢ [out, cols] at strength 1. `vector`: for biases and norms, which
-    slerp and karcher add."""
-    slack = np.zeros(changes[0].shape)
-    spherical = method.name in ("slerp", "karcher")
+    """Return the parts and the slack of rows of Δ from τᵢ [out, cols] at strength 1, one by one where that is possible.
+
+    `vector`: for biases and norms, which slerp and karcher add.
+    """
     if method.linear or method.name == "karcher":
-        weights = list(strengths) if spherical and vector else _weights(method.name, changes, strengths, n)
-        if spherical:
-            slack += 1e-9 * max(float(np.abs(s * t).max(initial=0.0)) for s, t in zip(strengths, changes, strict=True))
-        return _scaled([w * t for w, t in zip(weights, changes, strict=True)], slack, n.scale)
-    scaled = []
+        return _weighted(method.name, [*changes], strengths, n, rows, added=vector)
+    scaled: list[Array] = []
+    slack: Array = np.zeros(())
     for change, strength, seed in zip(changes, strengths, seeds, strict=True):
-        factor, unsure = _factors(method, change, n, seed)
-        scaled.append(strength * change * factor)
-        slack[unsure] += abs(strength) * np.abs(change[unsure]) * max(1.0, float(factor.max(initial=1.0)))
+        ranked = change.reshape(1, -1) if vector else change  # della ranks within rows: a vector is one
+        factor, unsure = (f.reshape(change.shape)[rows] for f in _factors(method, ranked, n, seed))
+        scaled.append(strength * change[rows])
+        slack = slack + np.where(unsure, np.abs(scaled[-1]) * max(1.0, float(factor.max(initial=1.0))), 0.0)
+        scaled[-1] *= factor
     if method.elects or method.name == "consensus":
         slack = 2 * slack + _doubtful(scaled, slack > 0)
     if method.elects:
-        scaled = _elected(scaled, strengths, n)
+        _elect(scaled, strengths, n)
     elif method.name == "consensus":
         needed = len(scaled) if n.agree is None else min(n.agree, len(scaled))
-        signs = np.sign(scaled)
-        one = np.maximum((signs > 0).sum(axis=0), (signs < 0).sum(axis=0)) >= needed
-        scaled = [np.where(one, s, 0.0) for s in scaled]
-    return _scaled(scaled, slack, n.scale)
+        up, down = (sum(s > 0 for s in some) for some in (scaled, [-s for s in scaled]))
+        for s in scaled:
+            s[np.maximum(up, down) < needed] = 0.0
+    for s in scaled:
+        s *= n.scale
+    return scaled, abs(n.scale) * slack
 
 
-def _scaled(parts: Sequence[Array], slack: Array, scale: float) -> tuple[list[Array], Array]:
-    return [scale * p for p in parts], abs(scale) * slack
+def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
+    name: str, changes: Sequence[Array], strengths: Sequence[float], n: Numbers, rows: Array, *, added: bool
+) -> tuple[list[Array], Array]:
+    """Return the parts wᵢτᵢ, and their slack."""
+    curved = name in ("slerp", "karcher")
+    weights = list(strengths) if curved and added else _weights(name, changes, strengths, n)
+    largest = max(float(np.abs(s * t).max(initial=0.0)) for s, t in zip(strengths, changes, strict=True))
+    parts = [n.scale * w * t[rows] for w, t in zip(weights, changes, strict=True)]
+    return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale) if curved else 0.0)
 
 
 def _factors(method: Method, change: Array, n: Numbers, seed: str) -> tuple[Array, Array]:
     """Return what each entry of a change is multiplied by, and where rounding may decide otherwise."""
     count, size = change.size, np.abs(change)
-    kept = math.floor(n.density * count)
     unsure = np.zeros(change.shape, dtype=bool)
-    if method.keeps in ("largest", "middle"):
-        top = math.floor(n.gamma * count) if method.keeps == "middle" else 0
-        order = np.argsort(-size, axis=None, kind="stable")  # of equal ones the earlier first
-        factor = np.zeros(count)
-        factor[order[top : top + kept]] = 1.0
-        for edge in (top, top + kept):
-            if 0 < edge < count:
-                between = (size.flat[order[edge - 1]] + size.flat[order[edge]]) / 2
-                unsure |= np.abs(size - between) <= NEAR * size.max(initial=0.0)
-        return factor.reshape(change.shape), unsure
     if not method.keeps:
         return np.ones(change.shape), unsure
-    chance = np.full(change.shape, n.density)
+    if method.keeps in ("largest", "middle"):
+        top = math.floor(n.gamma * count) if method.keeps == "middle" else 0
+        inner = _first(size, min(count, top + math.floor(n.density * count)), unsure)
+        return np.asarray((inner & ~_first(size, top, unsure)).astype(np.float64)), unsure
+    chance: Array = np.full(change.shape, n.density)
     if method.keeps == "ranked":
         order = np.argsort(size, axis=1, kind="stable")
-        ranks = np.empty(order.shape)
-        np.put_along_axis(ranks, order, np.arange(change.shape[1], dtype=np.float64)[None, :], axis=1)
-        chance = n.density - n.epsilon + 2 * n.epsilon * ranks / max(change.shape[1] - 1, 1)
+        width = max(change.shape[1] - 1, 1)
+        steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(change.shape[1]) / width
+        np.put_along_axis(chance, order, steps[None, :], axis=1)
         close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * size.max(initial=0.0)
         tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
         np.put_along_axis(unsure, order, tied, axis=1)
     drawn = uniform(seed, n.seed, count).reshape(change.shape)
     return np.where(drawn < chance, 1 / chance, 0.0), unsure
+
+
+def _first(size: Array, count: int, unsure: Array) -> Array:
+    """Return the largest `count` magnitudes, of equal ones the earlier; mark those that are near the last of them."""
+    if not 0 < count < size.size:
+        return np.full(size.shape, count > 0)
+    at = size.size - count
+    edges = np.partition(size, (at - 1, at), axis=None)[at - 1 : at + 1]
+    kept, equal = size > edges[1], np.flatnonzero(size == edges[1])
+    kept.flat[equal[: count - int(kept.sum())]] = True
+    unsure |= np.abs(size - edges.mean()) <= NEAR * size.max()
+    return np.asarray(kept)
 
 
 def uniform(name: str, seed: int, count: int) -> Array:
@@ -130,23 +147,23 @@ def uniform(name: str, seed: int, count: int) -> Array:
     return np.asarray((z >> np.uint64(40)).astype(np.float64) / 2**24)
 
 
-def _elected(scaled: Sequence[Array], strengths: Sequence[float], n: Numbers) -> list[Array]:
-    """Return the entries that have the elected sign, divided."""
-    votes = np.sum(scaled if n.elect == "sum" else np.sign(scaled), axis=0)
-    up = votes >= 0
-    agree = [(s > 0) & up | (s < 0) & ~up for s in scaled]
-    if n.normalise == "none":
-        return [np.where(a, s, 0.0) for a, s in zip(agree, scaled, strict=True)]
-    weights = [1.0 if n.normalise == "count" else abs(s) for s in strengths]
-    divisor = sum((w * a for w, a in zip(weights, agree, strict=True)), np.zeros(scaled[0].shape))
-    divisor[divisor == 0] = 1.0
-    return [np.where(a, s / divisor, 0.0) for a, s in zip(agree, scaled, strict=True)]
+def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: Numbers) -> None:
+    """Set the entries that lack the elected sign to 0, and divide the others."""
+    up = sum(scaled if n.elect == "sum" else map(np.sign, scaled), np.zeros(())) >= 0
+    divisor = np.zeros(up.shape)
+    for s, strength in zip(scaled, strengths, strict=True):
+        s[(s > 0) & ~up | (s < 0) & up] = 0.0
+        divisor += (s != 0) * (1.0 if n.normalise == "count" else abs(strength))
+    if n.normalise != "none":
+        divisor[divisor == 0] = 1.0
+        for s in scaled:
+            s /= divisor
 
 
 def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     """Return Σ|sᵢtᵢ| where the elected sign, or whether an entry is zero, hangs on rounding or on an unsure entry."""
-    size = np.sum(np.abs(scaled), axis=0)
-    near = np.abs(np.sum(scaled, axis=0)) <= NEAR * size
+    size = sum(map(np.abs, scaled), np.zeros(()))
+    near = np.abs(sum(scaled, np.zeros(()))) <= NEAR * size
     tiny = np.zeros(size.shape, dtype=bool)
     for s in scaled:
         tiny |= (s != 0) & (np.abs(s) <= NEAR * np.abs(s).max(initial=0.0))

@@ -161,10 +161,10 @@ class Recomputation:
 
     def _combined(self, target: OutputTensor, rows: Array, exact: Exact) -> Exact:
         """Add to rows of the base the one change that all changes of the weight become."""
-        everything, made = np.arange(target.matrix[0]), Made(target)
-        one = of_weight(target, lambda use: self._change(use, everything, made))
-        exact.slack, exact.changes = one.slack[rows], {n: part[rows] for n, part in one.parts.items()}
-        exact.value += one.total[rows]
+        everything = np.arange(target.matrix[0])
+        one = of_weight(target, rows, lambda use: self._change(use, everything, Made(target)))
+        exact.slack, exact.changes = one.slack, one.parts
+        exact.value += one.total
         for part in (exact.value, *exact.changes.values()):
             exact.terms = np.maximum(exact.terms, np.abs(part))
         exact.loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)

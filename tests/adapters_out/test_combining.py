@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.engine.combining import Numbers, combined, gram, thinned
+from lora_merge.engine.combining import combined, gram, nth, thin
+from lora_merge.method_numbers import Numbers
 from lora_merge.methods import COMBINATIONS
 
 SHAPE = (12, 20)
@@ -20,7 +21,16 @@ def changes(count: int = 3) -> list[torch.Tensor]:
 
 
 def run(method: str, given: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
-    return combined(method, given, strengths, Numbers(**numbers), [f"seed {n}" for n in range(len(given))])  # type: ignore[arg-type]
+    return combined(
+        method, [t.clone() for t in given], strengths, Numbers(**numbers), [f"seed {n}" for n in range(len(given))]
+    )  # type: ignore[arg-type]
+
+
+def thinned(how: str, change: torch.Tensor, n: Numbers, seed: str) -> torch.Tensor:
+    """A thinned copy of a change."""
+    found = change.clone()
+    thin(how, found, n, seed)
+    return found
 
 
 @pytest.mark.parametrize("elect", ["total", "frequency"])
@@ -119,6 +129,22 @@ def test_the_order_of_adapters_does_not_matter(method: str) -> None:
     seeds = ["a", "b", "c"]
     strengths = [1.0, 0.5, -0.7]
     order = [2, 0, 1]
-    one = combined(method, given, strengths, n, seeds)
-    other = combined(method, [given[i] for i in order], [strengths[i] for i in order], n, [seeds[i] for i in order])
+    one = combined(method, [t.clone() for t in given], strengths, n, seeds)
+    turned = [given[i].clone() for i in order]
+    other = combined(method, turned, [strengths[i] for i in order], n, [seeds[i] for i in order])
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "rising", "one far out"])
+def test_the_nth_number_is_that_of_the_sorted_numbers(kind: str) -> None:
+    """Also where a sample misleads."""
+    values = torch.randn(2**18 + 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if kind == "few values":
+        values = values.mul(2).round()
+    if kind == "rising":
+        values = values.sort().values
+    if kind == "one far out":
+        values[:: len(values) // 2**14] = 1e9
+    right = values.sort().values
+    for place in (0, 1, 1000, len(values) // 2, len(values) - 1):
+        assert float(nth(values, place)) == float(right[place])

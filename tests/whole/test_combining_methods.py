@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.engine import blocks, combining
-from lora_merge.errors import VerificationFailed
+from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.method_numbers import Numbers
-from lora_merge.methods import COMBINATIONS, SUM
+from lora_merge.methods import COMBINATIONS, DIVISORS, SUM
 from lora_merge.proof import combined
 from lora_merge.proof.replay import prove
 
+from ..engine.test_methods import FUSED, KINDS, MODULES, flux, module
 from ..support import in_process, kohya, load, rand, save, sd1
 
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -27,6 +30,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "model_stock": {},
 }
 """Method → its numbers, where they are not those below."""
+
+PARTS = [name for name in MODULES if name != FUSED]
+"""Modules for q, k or v alone."""
 
 METHODS = sorted(set(COMBINATIONS) - {SUM})
 
@@ -119,9 +125,85 @@ def test_both_implementations_agree(method: str) -> None:
     strengths, seeds = [1.0, 0.5, -0.7][: len(given)], ["a", "b", "c"]
     for more in ({}, {"elect": "count", "normalise": "weight"}, {"normalise": "none", "scale": 0.5}):
         n = Numbers(**{**numbers(method), **more})
-        one = combining.combined(method, given, strengths, n, seeds)
+        one = combining.combined(method, [g.clone() for g in given], strengths, n, seeds)
         parts, slack = combined.combined(
-            COMBINATIONS[method], [g.numpy() for g in given], strengths, n, seeds, vector=False
+            COMBINATIONS[method], [g.numpy() for g in given], strengths, n, seeds, rows=np.arange(12), vector=False
         )
         assert (slack <= 1e-6).all()
         np.testing.assert_allclose(one.numpy(), np.sum(parts, axis=0), atol=1e-11)
+
+
+ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from([FUSED, *PARTS]), st.sampled_from([1.0, 0.6, -0.5, 0.0]))
+CERTAIN = sorted(m for m in METHODS if not COMBINATIONS[m].draws and m not in ("slerp", "mean"))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    chosen=st.lists(ONE, min_size=2, max_size=3), whole=st.booleans(), method=st.sampled_from(CERTAIN),
+    normalise=st.sampled_from(DIVISORS),
+)  # fmt: skip
+def test_the_changes_of_one_weight_meet_whatever_makes_them(
+    chosen: list[Any],
+    whole: bool,  # noqa: FBT001
+    method: str,
+    normalise: str,
+) -> None:
+    """Thresholds, norms and cosines are those of a whole weight of the base; formulas read the unchanged base."""
+    base = flux(fused=whole)
+    adapters = [(module(kind, name, seed=10 * n), s) for n, (kind, name, s) in enumerate(chosen)]
+    options: Any = numbers(method) | ({"normalise": normalise} if COMBINATIONS[method].elects else {})
+    got = lora_merge.merge_state_dict(base, adapters, method=method, **options)
+    alone = [lora_merge.merge_state_dict(base, [(a, 1.0)], compute_dtype="fp64") for a, _ in adapters]
+    for key, before in base.items():
+        own = [
+            (s, a[key] - before) for a, (_, s) in zip(alone, adapters, strict=True) if s and (a[key] != before).any()
+        ]
+        right = before.clone()
+        if own:
+            given = [t.flatten(1).numpy() for _, t in own]
+            parts, _ = combined.combined(COMBINATIONS[method], given, [s for s, _ in own], Numbers(**options),
+                                         [""] * len(own), rows=np.arange(len(given[0])), vector=False)  # fmt: skip
+            right += torch.from_numpy(np.sum(parts, axis=0)).view(before.shape)
+        torch.testing.assert_close(got[key], right, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("method", ["ties", "della", "karcher"])
+def test_every_kind_of_change_is_proven(method: str, whole: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    base = {k: v.float() for k, v in flux(fused=whole).items()}
+    some = [{k: v.float() for k, v in module(kind, FUSED, seed=n).items()} for n, kind in enumerate(KINDS)]
+    files = [save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate([base, *some])]
+    lora_merge.merge(files[0], files[1:], tmp_path / "o.safetensors", method=method, dtype="bf16", **numbers(method))  # type: ignore[arg-type]
+    assert prove(tmp_path / "o.safetensors", full=True)["tensors"] == (1 if whole else 3)
+
+
+def test_a_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> None:
+    base = {"a.weight": rand(6, 8, seed=1), "a.bias": rand(6, seed=2), "b.weight": rand(6, 8, seed=3)}
+    other = {"b.lora_up.weight": rand(6, 2, seed=5), "b.lora_down.weight": rand(2, 8, seed=6)}
+    values = [{"a.weight": rand(6, 8, seed=7 + n), "a.bias": rand(6, seed=9 + n), **other} for n in range(2)]
+    files = [save(tensors, tmp_path / f"{n}.safetensors") for n, tensors in enumerate((base, *values))]
+    lora_merge.merge(files[0], files[1:], tmp_path / "o.safetensors", method="ties", density=0.5)
+    got = load(tmp_path / "o.safetensors")
+    for key in ("a.weight", "a.bias"):
+        given = [(v[key] - base[key]).double().view(len(base[key]), -1) for v in values]
+        right = combining.combined("ties", given, [1.0, 1.0], Numbers(density=0.5), ["", ""], vector=False)
+        torch.testing.assert_close(got[key], (base[key] + right.view_as(base[key])).float())
+    assert prove(tmp_path / "o.safetensors", full=True)["tensors"] == 3
+    lora_merge.combine(files[1:], tmp_path / "c.safetensors", base=files[0], method="ties", density=0.5,
+                       algorithm="full", dtype="fp32")  # fmt: skip
+    lora_merge.merge(files[0], tmp_path / "c.safetensors", tmp_path / "two.safetensors")
+    for key, value in load(tmp_path / "two.safetensors").items():
+        torch.testing.assert_close(got[key], value)
+
+
+def test_a_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers(tmp_path: Path) -> None:
+    """The message names the limit that is enough."""
+    weight = {"a.weight": rand(512, 512, seed=1)}
+    module = {"a.lora_up.weight": rand(512, 2, seed=2), "a.lora_down.weight": rand(2, 512, seed=3)}
+    files = [save(weight, tmp_path / "base.safetensors"), save(module, tmp_path / "a.safetensors")]
+    options: Any = {"method": "ties", "density": 0.5, "overwrite": True}
+    with pytest.raises(ResourceError, match="all changes of a weight at once") as told:
+        lora_merge.plan(files[0], [files[1]] * 2, tmp_path / "o.safetensors", max_memory="8MiB", **options)
+    enough = told.value.fix.removeprefix("give --max-memory ")
+    assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "o.safetensors", max_memory=enough, **options)
+    assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "p.safetensors", max_memory="8MiB")
