@@ -9,6 +9,7 @@ from typing import Final
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.recognise import METADATA
+from ..files.codecs.torchao import NAMES as TORCHAO_NAMES
 from ..files.headers import with_metadata
 from ..files.seal import SEAL, sealed
 from ..job import Job
@@ -19,7 +20,7 @@ from .recipe import OURS, STALE, entries
 TITLE: Final = "modelspec.title"
 
 NEEDED: Final = frozenset(
-    {"format", "config", *METADATA, *(f"modelspec.{name}" for name in (
+    {"format", "config", *(f"modelspec.{name}" for name in (
         "sai_model_spec", "architecture", "implementation", "prediction_type", "predict_key", "resolution",
         "encoder_layer", "timestep_range",
     ))}
@@ -34,14 +35,16 @@ def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
     if wrong := next((key for key in given if key in (*OURS, *STALE)), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out; --no-metadata leaves out the entries of the merge")  # fmt: skip
-    stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *METADATA}
+    on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
+    stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
     gguf = in_gguf(job, base)
     earlier = base.headers[path].metadata if base.gguf is None or gguf else {}
     found = {key: text for key, text in earlier.items() if key not in stale}
     if not gguf and (path.suffix != ".safetensors" or job.no_metadata):
         found = {"format": "pt"} | found  # transformers requires this entry
     if job.no_metadata:  # programs read all entries of GGUF files
-        found = {key: text for key, text in found.items() if key in NEEDED or (gguf and key not in OURS)}
+        needed = NEEDED.union(on_weights)
+        found = {key: text for key, text in found.items() if key in needed or (gguf and key not in OURS)}
     return found | given
 
 

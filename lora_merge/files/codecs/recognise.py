@@ -37,7 +37,7 @@ SIGNS: Final = {
     "W_q":                   "HQQ",
     "codebooks":             "AQLM",
     "gate_up_proj_blocks":   "MXFP4",
-    "weight_qdata":          "torchao",
+    "_weight_qdata":         "torchao",
     "_data":                 "optimum-quanto",
     "_packed_params":        "torch.ao quantised modules",
 }  # fmt: skip

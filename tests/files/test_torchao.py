@@ -1,0 +1,98 @@
+"""Bases that torchao quantised, as transformers saves them: the class of each weight stands in the metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import lora_merge
+from lora_merge.errors import InputError
+
+from ..support import Tensors, load, rand, save
+
+NAME = "model.layers.0.self_attn.q_proj"
+ROWS, COLS = 24, 32
+
+
+def entry(kind: str, block: tuple[int, int]) -> str:
+    """The metadata of one weight, as torchao 0.18 writes them; `kind` is the class."""
+    dtype = {"_type": "torch.dtype", "_data": "bfloat16"}
+    return json.dumps({"_type": kind, "_data": {"block_size": block, "dtype": dtype}, "_tensor_data_names": ["qdata"]})
+
+
+def base(folder: Path, kind: str, block: tuple[int, int], zero: int | None = None) -> tuple[Path, Tensors]:
+    """A folder with one quantised layer, and its tensors."""
+    weight, limit = rand(ROWS, COLS, scale=0.02), 100.0
+    blocks = weight.view(ROWS // block[0], block[0], COLS // block[1], block[1])
+    scale = blocks.abs().amax((1, 3)) / limit
+    levels = weight / spread(scale, block) + (zero or 0)
+    codes = levels.round().to(torch.int8) if kind == "Int8Tensor" else levels.to(torch.float8_e4m3fn)
+    parts = {"qdata": codes, "scale": scale}
+    if zero is not None:
+        parts["zero_point"] = torch.full(scale.shape, zero, dtype=torch.int8)
+    found = {f"{NAME}._weight_{part}": value for part, value in parts.items()} | {"model.norm.weight": torch.ones(8)}
+    folder.mkdir()
+    plain = {"model.norm.weight": json.dumps({"_type": "Tensor"})}
+    names = {"tensor_names": json.dumps([f"{NAME}.weight", *plain])}
+    save_file(found, folder / "model.safetensors", {f"{NAME}.weight": entry(kind, block), **plain, **names})
+    config = {"model_type": "x", "quantization_config": {"quant_method": "torchao"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, found
+
+
+def spread(scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+
+
+def decoded(found: Tensors, block: tuple[int, int]) -> torch.Tensor:
+    """(q − z) · s, as torchao's dequantize_affine."""
+    codes, scale = found[f"{NAME}._weight_qdata"].float(), found[f"{NAME}._weight_scale"]
+    zero = found.get(f"{NAME}._weight_zero_point", torch.zeros(scale.shape))
+    return (codes - spread(zero.float(), block)) * spread(scale, block)
+
+
+def lora(path: Path) -> tuple[Path, torch.Tensor]:
+    down, up = rand(4, COLS, seed=1), rand(ROWS, 4, seed=2, scale=0.02)
+    name = f"base_model.model.{NAME}.lora"
+    return save({f"{name}_A.weight": down, f"{name}_B.weight": up}, path), up @ down
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "zero"),
+    [("Int8Tensor", (1, COLS), 0), ("Int8Tensor", (1, 8), 3), ("Float8Tensor", (1, COLS), None),
+     ("Float8Tensor", (ROWS, COLS), None)],
+)  # fmt: skip
+def test_it_is_merged_kept_and_written_plain(
+    kind: str, block: tuple[int, int], zero: int | None, tmp_path: Path
+) -> None:
+    folder, before = base(tmp_path / "base", kind, block, zero)
+    adapter, change = lora(tmp_path / "lora.safetensors")
+    want = decoded(before, block) + change
+    lora_merge.merge(folder, adapter, tmp_path / "kept")
+    after = load(tmp_path / "kept" / "model.safetensors")
+    assert {k: (v.dtype, v.shape) for k, v in after.items()} == {k: (v.dtype, v.shape) for k, v in before.items()}
+    step = spread(after[f"{NAME}._weight_scale"], block) * (1 if kind == "Int8Tensor" else 32)
+    assert ((decoded(after, block) - want).abs() <= step / 2 * 1.001).all()
+    if zero == 0:  # kernels of torchao take such weights for symmetric
+        assert not after[f"{NAME}._weight_zero_point"].any()
+    with safe_open(tmp_path / "kept" / "model.safetensors", "pt") as made:
+        assert made.metadata()[f"{NAME}.weight"] == entry(kind, block)
+    lora_merge.merge(folder, adapter, tmp_path / "plain", dtype="fp32")
+    after = load(tmp_path / "plain" / "model.safetensors")
+    torch.testing.assert_close(after[f"{NAME}.weight"], want)
+    with safe_open(tmp_path / "plain" / "model.safetensors", "pt") as made:
+        assert not made.metadata().keys() & {f"{NAME}.weight", "tensor_names", "model.norm.weight"}
+
+
+def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = base(tmp_path / "base", "Int8Tensor", (1, COLS))
+    file = folder / "model.safetensors"
+    metadata = {f"{NAME}.weight": entry("Int4PreshuffledTensor", (1, COLS)), "tensor_names": "[]"}
+    save_file(load(file), file, metadata)
+    with pytest.raises(InputError, match="quantised: torchao"):
+        lora_merge.merge(folder, lora(tmp_path / "lora.safetensors")[0], tmp_path / "out")
