@@ -68,11 +68,15 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return want
 
 
-def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
-    """Raise DoesNotFit unless `turn` is a triangle where R is orthogonal, and a matrix where R is free."""
-    rank = shapes["turn"][1]
-    square = shapes["turn"] == (rank, rank) and rank > 1
-    holds = not square if settings.get("orthogonal", True) else square or rank == 1
+def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
+    """Raise DoesNotFit unless `turn` is a triangle where R is orthogonal, and a matrix where R is free.
+
+    One number is both: R of rank 1, or the triangle of rank 2, for which the weight may be too small.
+    """
+    count = shapes["turn"][1]
+    square = shapes["turn"] == (count, count) and count > 1
+    orthogonal = settings.get("orthogonal", True)
+    holds = not square and block_size(count) <= min(target) if orthogonal else square or count == 1
     expect(holds=holds, otherwise=f"psoft_orth contradicts the shape {list(shapes['turn'])}")
 
 

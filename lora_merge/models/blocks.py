@@ -204,11 +204,15 @@ def _stacks(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:
             layers.setdefault(path, set()).add(number)
     stacks = {path: layers[path] for path in sorted(layers, key=lambda p: (_is_single(p), p)) if len(layers[path]) > 1}
     letters: dict[str, str] = {}
+    taken: dict[str, str] = {}  # letters → the same ones, with the last one repeated until nothing else has them
+    single = any(map(_is_single, stacks))
     for path in stacks:
-        own = _letters(path, stacks) or ("B" if part.role == "denoiser" and part.label != "model" else "L")
-        while own in letters.values():
+        own = _letters(path, single=single, alone=len(stacks) == 1)
+        own = own or ("B" if part.role == "denoiser" and part.label != "model" else "L")
+        first, own = own, taken.get(own, own)
+        while own in taken:
             own += own[-1]
-        letters[path] = own
+        taken[first] = taken[own] = letters[path] = own
 
     def inner(body: str) -> str:
         path, number = _layer(body)
@@ -227,13 +231,12 @@ def _layer(body: str) -> tuple[str | None, int]:
     return (None, 0) if at is None else (".".join(path[:at]), int(path[at]))
 
 
-def _letters(path: str, stacks: Mapping[str, set[int]]) -> str:
+def _letters(path: str, *, single: bool, alone: bool) -> str:
     """Return the initials of the words that tell this stack from the others; "" if no word does.
 
-    Beside a stack of single blocks, a stack without such words holds double blocks: D.
+    Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: there is no other stack.
     """
-    single = any(map(_is_single, stacks))
-    for level in reversed(path.split(".")) if len(stacks) > 1 else ():
+    for level in () if alone else reversed(path.split(".")):
         words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]
         if words:
             return "".join(word[0] for word in words if word[0].isalpha()).upper()
