@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -41,6 +41,9 @@ from .torch_state import exact_products
 
 Result = TypeVar("Result")
 Work = TypeVar("Work")
+
+ERRAND: Final = 2**16
+"""The least numbers that a thread of the pool gets to fold, where there are as many."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,20 @@ class BlockMerger:
 
     def begin(self, items: Sequence[Item]) -> Iterator[Future[Outcome]]:
         """Start to fold all items, side by side if there is a pool; yield futures for `settled`."""
-        for group in list(groups(items, _block, self._most)):
+        for some in list(_errands(groups(items, _block, self._most))):
             if self.pool is None:
                 done: Future[Outcome] = Future()
-                done.set_result(self._fold(group))
+                done.set_result(self._fold_all(some))
                 yield done
             else:
-                yield self.pool.submit(self._fold, group)
+                yield self.pool.submit(self._fold_all, some)
 
     def fold_here(self, items: Sequence[Item]) -> Outcome:
         """Fold all items in the calling thread, which may be one of the pool."""
-        return sum((self._fold(group) for group in groups(items, _block, self._most)), Outcome())
+        return self._fold_all(groups(items, _block, self._most))
+
+    def _fold_all(self, some: Iterable[Sequence[Item]]) -> Outcome:
+        return sum(map(self._fold, some), Outcome())
 
     def _most(self, block: Block) -> int:
         """Return how many blocks like this one may go into one call."""
@@ -266,6 +272,20 @@ class BlockMerger:
                 corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
                 rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
         return out
+
+
+def _errands(found: Iterable[Sequence[Item]]) -> Iterator[list[Sequence[Item]]]:
+    """Yield groups in lists for one thread each: a thread takes longer to get a tiny group than to fold it."""
+    some: list[Sequence[Item]] = []
+    numbers = 0
+    for group in found:
+        some.append(group)
+        numbers += sum(item.into.numel() for item in group)
+        if numbers >= ERRAND:
+            yield some
+            some, numbers = [], 0
+    if some:
+        yield some
 
 
 def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
