@@ -234,7 +234,7 @@ def _layer(body: str) -> tuple[str | None, int]:
 def _letters(path: str, *, single: bool, alone: bool) -> str:
     """Return the initials of the words that tell this stack from the others; "" if no word does.
 
-    Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: no other stack is there.
+    Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
     """
     for level in () if alone else reversed(path.split(".")):
         words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]
