@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, local
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +30,9 @@ class Stream:
     """Work in the order in which it was given."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.queue, self.after = device, deque[Callable[[], object]](), set[Stream]()
+        self.device, self.queue = device, deque[Callable[[], object]]()
+        self.given = 0  # pieces of work so far
+        self.after: dict[Stream, int] = {}  # other stream → how many pieces of its work come before what is given next
 
     def synchronize(self) -> None:
         with gpu().lock:
@@ -48,7 +50,7 @@ class Stream:
                     other.queue.popleft()()
 
             self.queue.append(wait)
-            self.after.add(other)
+            self.after[other] = other.given
 
 
 class Event:
@@ -82,12 +84,24 @@ class Runtime:
         return 0
 
 
+class Pending(NamedTuple):
+    """The n-th piece of work of a stream, and whether it has still to be done."""
+
+    stream: Stream
+    number: int
+    left: list[bool]
+
+    def before(self, stream: Stream) -> bool:
+        """Whether it is done before what the stream is given next."""
+        return not self.left[0] or stream is self.stream or self.number <= stream.after.get(self.stream, 0)
+
+
 @dataclass
 class Storage:
-    """Who has yet to write it, and to read it: stream, and whether it has still to do so."""
+    """Who has yet to write it, and to read it."""
 
-    writer: tuple[Stream, list[bool]] | None = None
-    readers: list[tuple[Stream, list[bool]]] = field(default_factory=list)
+    writer: Pending | None = None
+    readers: list[Pending] = field(default_factory=list)
 
 
 @dataclass
@@ -102,6 +116,7 @@ class Pretended:
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
+    lost: str = ""  # the error of all work, once the device has failed
 
     @property
     def current(self) -> int:
@@ -140,23 +155,35 @@ class Pretended:
         found = self.pinned.get(tensor.untyped_storage().data_ptr())
         return found is not None and not found.expired()
 
+    def work(self, act: Callable[[], object]) -> None:
+        """Do a piece of work; an index outside of a tensor ends the device, and whatever comes then fails."""
+        if not self.lost:
+            try:
+                act()
+            except (IndexError, RuntimeError) as e:
+                if "out of" not in str(e):
+                    raise
+                self.lost = "CUDA error: device-side assert triggered"
+        if self.lost:
+            raise RuntimeError(self.lost)
+
     def queue(
         self, name: str, stream: Stream, reads: list[There], writes: list[There], act: Callable[[], object]
     ) -> None:
         """Give a stream work; what other streams have yet to do on the same memory must come before it."""
-        pending = [True]
+        stream.given += 1
+        pending = Pending(stream, stream.given, [True])
         before = [t.storage.writer for t in [*reads, *writes] if t.storage.writer]
-        for other, under_way in before + [r for t in writes for r in t.storage.readers]:
-            if under_way[0] and other is not stream and other not in stream.after:
-                self.races.append(f"{name} meets what another stream has yet to do")
+        if not all(p.before(stream) for p in before + [r for t in writes for r in t.storage.readers]):
+            self.races.append(f"{name} meets what another stream has yet to do")
         for t in writes:
-            t.storage.writer = stream, pending
+            t.storage.writer = pending
         for t in reads:
-            t.storage.readers = [r for r in t.storage.readers if r[1][0]] + [(stream, pending)]
+            t.storage.readers = [r for r in t.storage.readers if r.left[0]] + [pending]
 
         def done() -> None:
-            pending[0] = False
-            act()
+            pending.left[0] = False
+            self.work(act)
 
         stream.queue.append(done)
 
@@ -192,6 +219,10 @@ class There(Tensor):
         """Torch's own asks a real device for a guard where both are on the device."""
         with gpu().lock:
             return copied(self, source, non_blocking=non_blocking)
+
+    def contiguous(self) -> Tensor:  # type: ignore[override]
+        """Torch's own asks for a guard where it copies."""
+        return self if self.is_contiguous() else aten.clone.default(self, memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
     def __getitem__(self, key: Any) -> Tensor:
         """By views and aten.index; torch's own way asks a real device for a guard, which a build for CPUs lacks."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import lora_merge
+from lora_merge.algorithms.base import Algorithm
 from lora_merge.engine.device import choice
 from lora_merge.engine.devices import _failed, _loaded
 from lora_merge.engine.placement import _stream, odd
@@ -195,3 +196,35 @@ def test_the_callers_current_device_is_used(files: tuple[Path, Path], tmp_path: 
     assert lora_merge.merge(*files, tmp_path / "out", overwrite=True).device == "cuda:1"
     monkeypatch.setenv("LOCAL_RANK", "7")
     assert lora_merge.merge(*files, tmp_path / "out", overwrite=True).device == "cuda:0"
+
+
+def test_an_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
+    tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the row stops it; without the check the stand-in does what CUDA does."""
+    base = save({"m.weight": rand(12, 10)}, tmp_path / "b")
+    adapter = {"m.shira_weight": rand(3), "m.shira_indices": torch.tensor([[0, 1, 12], [0, 1, 2]])}
+    files = base, save({f"base_model.model.{k}": t for k, t in adapter.items()}, tmp_path / "a")
+    with pytest.raises(lora_merge.MergeError) as checked:
+        lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
+    assert not isinstance(checked.value, DeviceFailed) and not cuda.lost
+    monkeypatch.setattr(Algorithm, "check_integers", lambda *_: None)
+    with pytest.raises(DeviceFailed, match="device-side assert"):
+        lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
+
+
+def test_a_wait_orders_what_was_given_before_it_and_nothing_after(cuda: Pretended) -> None:
+    one, other = Stream(torch.device("cuda", 0)), Stream(torch.device("cuda", 0))
+    with torch.cuda.device(torch.device("cuda", 0)):
+        with torch.cuda.stream(one):  # type: ignore[arg-type]
+            held = torch.ones(3).to("cuda:0") + 1
+        other.wait_stream(one)
+        with torch.cuda.stream(other):  # type: ignore[arg-type]
+            held.add_(1)
+        assert not cuda.races
+        with torch.cuda.stream(one):  # type: ignore[arg-type]
+            held.mul_(2)
+        assert len(cuda.races) == 1
+        with torch.cuda.stream(other):  # type: ignore[arg-type]
+            held.add_(1)
+        assert len(cuda.races) == 2, "it has waited for an earlier state"

@@ -1,0 +1,59 @@
+"""Every formula on a GPU that is not there (pretended_cuda.py): block by block, and in whole windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lora_merge.algorithms import ALGORITHMS
+from lora_merge.engine.blocks import blocks
+from lora_merge.engine.device.windows import DeviceWindows
+from lora_merge.engine.devices import _loaded, places
+from lora_merge.engine.fold_blocks import BlockMerger
+from lora_merge.engine.patch_tensors import PatchTensors
+from lora_merge.engine.placement import _stream
+from lora_merge.engine.windows import Fold
+
+from ..pretended_cuda import Pretended, pretended_cuda
+from . import test_cuda
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_cuda.py")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    """One device, and layers that are few."""
+    _stream.cache_clear()
+    monkeypatch.setattr(test_cuda, "LAYERS", 3)
+    with pretended_cuda(monkeypatch, 1) as found:
+        yield found
+    _stream.cache_clear()
+    _loaded.clear()
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended) -> None:
+    layers = test_cuda.Layers(name, "F16")
+    want = layers.folded("cpu", "F64")
+    got = layers.folded("cuda:0", "F32", 2**16)
+    assert cuda.counts and not cuda.races
+    assert (got - want).abs().max() <= 2e-4 * want.abs().max()
+
+    at = places("cuda:0", "F32")
+    whole = DeviceWindows(BlockMerger(at, PatchTensors(lambda i: layers.tensors[i.name], layers.base)), None, 2**20)  # type: ignore[arg-type]
+    base, folds, offset = [], list[Fold](), 0
+    for target in layers.targets:
+        stored = layers.tensors[target.name]
+        base.append(stored.contiguous().view(torch.uint8).flatten())
+        for b in blocks(target):
+            folds.append(Fold(b, offset + b.first * b.cols * 2, offset * 2 + b.first * b.cols * 4, apart=True))
+        offset += stored.nbytes
+    lane = whole.blocks._lane()
+    with torch.no_grad(), lane.turn():
+        ordered, work, sizes = whole._merged(folds, torch.cat(base).to("cuda:0"), 0, lane)
+    assert not cuda.races
+    place = {f.at: values for f, values in zip(ordered, work.cpu().split(sizes), strict=True)}
+    found = torch.cat([place[f.at] for f in folds]).view(want.shape)
+    assert (found - want).abs().max() <= 2e-4 * want.abs().max()
