@@ -16,8 +16,8 @@ from typing import Any, Final
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 
-FURTHER: Final = 4
-"""Arrays of a block's size beside one for each adapter: base, result, magnitudes, and a temporary."""
+FURTHER: Final = 5
+"""Arrays of a block's size beside one for each adapter: base and its buffer, magnitudes, and temporaries."""
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 

@@ -104,7 +104,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
         if row.keeps:
             thin(row.keeps, t.view(1, -1) if vector else t, n, seed)
         t.mul_(strength)
-    found = torch.empty_like(changes[0])
+    found = changes[0]
     step = max(1, PART // max(found.shape[-1], 1))
     for first in range(0, len(found), step):
         scaled = torch.stack([t[first : first + step] for t in changes])

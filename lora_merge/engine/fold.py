@@ -53,13 +53,18 @@ def fold(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     the first one is computed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
-        target = s.region(merged)
-        plain = s.magnitude is None and s.view is None and s.taken is None
-        if plain and s.algorithm.accumulate is not None and not (s.algorithm.reads_base and number):
-            s.algorithm.accumulate(target, s.tensors, s.strength)
-            continue
-        target.addcmul_(s.strength, change(s, base))
+        _add(s, s.region(merged), s.strength, base, read=not (s.algorithm.reads_base and number))
     return merged
+
+
+def _add(s: StackedPatch, target: Tensor, strength: Tensor, base: Tensor, *, read: bool) -> None:
+    """Add strength · ΔW to the rows that a stack changes. `read`: whether these rows are still the base's, or the
+    formula does not read them."""
+    plain = s.magnitude is None and s.view is None and s.taken is None
+    if plain and s.algorithm.accumulate is not None and read:
+        s.algorithm.accumulate(target, s.tensors, strength)
+    else:
+        target.addcmul_(strength, change(s, base))
 
 
 def in_turn(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
@@ -94,7 +99,7 @@ def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Tensor:
     have another strength, their rows are scaled by the ratio."""
     found = torch.zeros_like(base)
     for s in stacks:
-        s.region(found).addcmul_(s.strength / stacks[0].strength, change(s, base))
+        _add(s, s.region(found), s.strength / stacks[0].strength, base, read=not s.algorithm.reads_base)
     return found
 
 

@@ -204,3 +204,15 @@ def test_mlx_layers_may_have_other_bits_than_the_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="quantised: mlx"):
         (folder / "config.json").write_text(json.dumps({"quantization": {**config, "mode": "mxfp4"}}))
         lora_merge.merge(folder, tmp_path / "lora.safetensors", tmp_path / "out2")
+
+
+@pytest.mark.parametrize("name", ["ComfyUI int8 rotated", "block fp8", "bitsandbytes nf4"])
+def test_a_method_that_combines_changes_meets_the_decoded_base(name: str, tmp_path: Path) -> None:
+    """And is rounded once to the codes; --full computes it again."""
+    form = FORMS[name]
+    source, _ = base(form, tmp_path / "base")
+    more = {key: value.flip(0) for key, value in adapter().items()}
+    adapters = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((adapter(), more))]
+    out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
+    lora_merge.merge(source, adapters, out, method="ties", density=0.3)
+    assert lora_merge.verify(out, full=True)["tensors"] == 2
