@@ -47,3 +47,19 @@ def test_merging_the_output_is_merging_the_input(row: str, tmp_path: Path) -> No
         assert (value.double() - other[key].double()).abs().max() <= 2e-5 * (
             value.double() - base[key].double()
         ).abs().max(), key
+
+
+@pytest.mark.parametrize("row", ["lora_experts_transposed", "lora_fused", "lora_embedding", "hra", "glora", "shira"])
+def test_a_method_meets_every_kind_of_change_as_combine_does(row: str, tmp_path: Path) -> None:
+    """Twice the same adapter, of whose entries other ones are drawn; rows that are joined, transposed, or read W."""
+    job = replace(write(row, tmp_path), dtype="fp32")
+    twice = [(job.adapters[0].path, 1.0), (job.adapters[0].path, -0.4)]
+    options = {"method": "dare", "density": 0.5, "seed": 5, "setting": job.setting}
+    lora_merge.merge(job.base, twice, tmp_path / "one.safetensors", dtype="fp32", **options)
+    assert lora_merge.verify(tmp_path / "one.safetensors", full=True)["proven"]
+    lora_merge.combine(twice, tmp_path / "c.safetensors", base=job.base, algorithm="full", dtype="fp32", **options)
+    lora_merge.merge(job.base, tmp_path / "c.safetensors", tmp_path / "two.safetensors", dtype="fp32")
+    one, two, base = (load_file(p) for p in (tmp_path / "one.safetensors", tmp_path / "two.safetensors", job.base))
+    assert any(not one[key].equal(base[key].float()) for key in one)
+    for key, value in one.items():
+        assert (value - two[key]).abs().max() <= 1e-6 * value.abs().max(), key
