@@ -51,6 +51,8 @@ def opened() -> set[tuple[int, int]]:
 
 def take_away() -> None:
     """Make `os`, `mmap` and the imports of this process those of a system without POSIX."""
+    import filelock  # noqa: F401  # with its locks, as it has others on Windows
+
     usage, statvfs = shutil._ntuple_diskusage, os.statvfs  # type: ignore[attr-defined]
 
     def disk_usage(path: Any) -> Any:
@@ -59,6 +61,7 @@ def take_away() -> None:
         return usage(s.f_blocks * s.f_frsize, (s.f_blocks - s.f_bfree) * s.f_frsize, s.f_bavail * s.f_frsize)
 
     shutil.disk_usage = disk_usage  # type: ignore[assignment]
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]  # it opens folders
     for name in GONE:
         if hasattr(os, name):
             delattr(os, name)
@@ -68,7 +71,7 @@ def take_away() -> None:
     importlib.util.find_spec = _found(importlib.util.find_spec)
     for name in MODULES:
         sys.modules.pop(name, None)
-    real_open, real_replace, real_rename = os.open, os.replace, os.rename
+    real_open, real_replace, real_rename, real_unlink = os.open, os.replace, os.rename, os.unlink
 
     def open_file(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if isinstance(path, str | bytes | Path) and os.path.isdir(path):  # noqa: PTH112  # bytes too
@@ -87,11 +90,18 @@ def take_away() -> None:
 
         return rename
 
+    def unlink(path: Any, **options: Any) -> None:
+        state = os.lstat(path)
+        if (state.st_dev, state.st_ino) in opened():
+            raise PermissionError(13, "The file is used by another process", str(path))
+        real_unlink(path, **options)
+
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(1314, "A required privilege is not held by the client")
 
     os.open = open_file  # type: ignore[assignment]
     os.replace, os.rename = refusing(real_replace), refusing(real_rename)
+    os.unlink = os.remove = unlink  # type: ignore[assignment]
     os.link = os.symlink = refused  # type: ignore[assignment]
 
 

@@ -20,8 +20,8 @@ from typing import Final
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, uninterrupted
 from .destination import check_output, failures
-from .system import CAN_LOCK, CAN_OPEN_FOLDERS
-from .temporary import create, moved, remove, sibling, sweep, try_lock
+from .system import CAN_OPEN_FOLDERS
+from .temporary import create, moved, release, remove, sibling, sweep, try_lock
 
 DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Errors of the disk itself. Any other error means that the file system does not support the call."""
@@ -83,9 +83,7 @@ def replacing(
     finally:
         if part != target:
             remove(part if os.path.lexists(part) else moved(lock, part))
-        if lock >= 0:
-            with suppress(OSError):
-                os.close(lock)
+            release(part, lock)
         if not done:
             _unmake(made)
 
@@ -96,7 +94,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
     Raises UsageError if another run does not end its turn.
     """
-    fd = os.open(folder, os.O_RDONLY) if CAN_LOCK and CAN_OPEN_FOLDERS else -1
+    fd = os.open(folder, os.O_RDONLY) if CAN_OPEN_FOLDERS else -1
     try:
         end = time.monotonic() + PATIENCE
         while fd >= 0 and try_lock(fd) is False:

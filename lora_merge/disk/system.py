@@ -45,7 +45,7 @@ CAN_READ_DIRECT: Final = bool(DIRECT_FLAG) and HAS_PREADV
 """Whether files can be read past the page cache."""
 
 CAN_LOCK: Final = find_spec("fcntl") is not None
-"""Whether the system has file locks that end when their process ends, even if it is killed."""
+"""Whether the system has advisory locks: they end with their process, even if it is killed, and nobody else notices."""
 
 
 def _opens_folders() -> bool:
@@ -108,16 +108,22 @@ def allocate(fd: int, size: int) -> None:
     _os.posix_fallocate(fd, 0, size)
 
 
-def lock_now(fd: int) -> None:
-    """Take an advisory lock that ends with the descriptor; BlockingIOError if another process holds the lock.
+def lock_now(fd: int) -> bool:
+    """Take a lock that ends with the descriptor; return False if another process holds it. OSError without locks.
 
-    This lock is for temporary files and folders. The library `filelock`, which claims use, would add 9 ms to the start
-    of every merge, and on Windows no other process can write to a file that it has locked.
+    The library `filelock`, which does the same on every system, would add 9 ms to the start of every merge.
     """
-    if sys.platform != "win32":
-        import fcntl
+    if sys.platform == "win32" or not CAN_LOCK:
+        from filelock import lock_descriptor
 
+        return lock_descriptor(fd, blocking=False)
+    import fcntl
+
+    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def undirect(fd: int) -> None:

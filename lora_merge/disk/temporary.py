@@ -1,7 +1,8 @@
 """Temporary files and folders beside outputs. One is called `.<name>.<12 hex digits>.lora-merge.part`.
 
-Each run holds an advisory lock on its temporary file: the next run removes the unlocked ones, which killed runs left,
-and keeps the locked ones.
+Each run holds a lock on its temporary file: the next run removes the unlocked ones, which killed runs left, and keeps
+the locked ones. On Windows no other process can write to a locked file, and folders cannot be locked: there the run
+locks an empty file beside it, `<name of the temporary file>.lock`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ PART: Final = re.compile(r"\..*\.[0-9a-f]{12}\.lora-merge\.part")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
 SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
 
+LOCK: Final = "" if CAN_LOCK else ".lock"
+"""Ending of the file that a run locks while it writes a temporary file; "" where that is the temporary file itself."""
+
 _swept: dict[Path, float] = {}
 """Folder → time of its last search."""
 
 
 def create(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """Make a locked temporary file or folder; return its path and the descriptor with the lock, -1 without locks."""
+    """Make a temporary file or folder and lock it; return its path and the descriptor with the lock."""
     while True:
         part = sibling(target)
+        locked = part.with_name(part.name + LOCK)
+        if LOCK:
+            locked.touch(exist_ok=False)
         if folder:
             part.mkdir()
         else:
@@ -38,24 +45,31 @@ def create(target: Path, *, folder: bool) -> tuple[Path, int]:
             except OSError:
                 remove(part)
                 raise
-        if not CAN_LOCK:
-            return part, -1
         try:
-            lock = os.open(part, os.O_RDONLY)
-            if try_lock(lock) is not False and os.fstat(lock).st_nlink:
+            lock = os.open(locked, os.O_RDONLY)
+            if try_lock(lock) is not False and part.exists():
                 return part, lock
-            os.close(lock)  # another run removed it before it was locked
+            release(part, lock)  # another run removed it before it was locked
         except FileNotFoundError:
-            continue
+            remove(part)
         except OSError:
             remove(part)
             raise
 
 
+def release(part: Path, lock: int) -> None:
+    """Give up the lock of a temporary file. Where a file beside it was locked, remove that once the part is gone."""
+    if lock >= 0:
+        with suppress(OSError):
+            os.close(lock)
+    if LOCK and not os.path.lexists(part):
+        remove(part.with_name(part.name + LOCK))
+
+
 def sibling(target: Path) -> Path:
     """Return a new temporary name beside the target."""
     end = f".{secrets.token_hex(6)}.lora-merge.part"
-    room = NAME_LIMIT - len(end) - 1
+    room = NAME_LIMIT - len(end) - len(LOCK) - 1
     return target.with_name("." + target.name.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end)
 
 
@@ -67,15 +81,10 @@ def moved(fd: int, part: Path) -> Path:
 
 def try_lock(fd: int) -> bool | None:
     """Try to take the lock; return whether this process has it now, None where the file system has no locks."""
-    if not CAN_LOCK:
-        return None
     try:
-        lock_now(fd)
-    except BlockingIOError:
-        return False
+        return lock_now(fd)
     except OSError:
         return None
-    return True
 
 
 def sweep(folder: Path) -> None:
@@ -88,7 +97,8 @@ def sweep(folder: Path) -> None:
 def remove_stale(folder: Path) -> None:
     """Remove the temporary files of killed runs in this folder. Files that are locked or cannot be opened stay."""
     for path in folder.iterdir():
-        if not PART.fullmatch(path.name):
+        part = path.with_name(path.name.removesuffix(LOCK))
+        if not path.name.endswith(LOCK) or not PART.fullmatch(part.name):
             continue
         with suppress(OSError):
             if path.is_symlink():  # a link that an output folder replaced
@@ -96,10 +106,13 @@ def remove_stale(folder: Path) -> None:
                 continue
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             try:
-                if try_lock(fd):
-                    remove(path)
+                stale = try_lock(fd)
+                if stale:
+                    remove(part)
             finally:
                 os.close(fd)
+            if stale:
+                release(part, -1)  # Windows removes only closed files
 
 
 def remove(path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import lora_merge
 
-from ..support import kohya, save, sd1
+from .. import gguf_files
+from ..support import kohya, rand, save, sd1
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the real thing")
@@ -76,6 +77,45 @@ def test_killed_it_leaves_the_output_as_it_was(files: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+HALF_WRITTEN = """
+import sys
+from pathlib import Path
+from tests.without_posix import take_away
+take_away()
+from lora_merge.disk.publish import replacing
+with replacing(Path(sys.argv[1]), folder=sys.argv[2] == "folder", contents=["weights"]) as part:
+    (part / "weights" if sys.argv[2] == "folder" else part).write_text("half")
+    print(part.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_killed_run_left_is_removed_by_the_next_run_and_what_a_running_one_writes_stays(
+    tmp_path: Path, kind: str
+) -> None:
+    def started(name: str) -> tuple[subprocess.Popen[str], str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", HALF_WRITTEN, str(tmp_path / name), kind], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    running, part = started("first")
+    killed, other = started("second")
+    killed.kill()
+    killed.communicate()
+    third, _ = started("third")
+    there = {p.name for p in tmp_path.iterdir()}
+    assert not {other, f"{other}.lock"} & there
+    assert {part, f"{part}.lock"} <= there
+    for child in (running, third):
+        child.communicate()
+        assert child.returncode == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"first", "third"}
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources as git leaves them where there are no symbolic links: the link to the formulas is a text file."""
@@ -110,3 +150,45 @@ def test_a_batch_finds_the_formulas_where_the_link_to_them_is_a_text_file(
     lora_merge.merge(base, style, tmp_path / "o.safetensors")
     assert (tmp_path / "o.safetensors").read_bytes()[-4096:] == (tmp_path / "1.safetensors").read_bytes()[-4096:]
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+WRITE = """
+style = files / "style.safetensors"
+lora_merge.combine([style, (style, 0.5)], out / "combined.safetensors")
+lora_merge.resize(style, out / "resized.safetensors", rank=2)
+lora_merge.convert(style, out / "peft", to="peft", base=files / "base.safetensors", include=["unet"])
+lora_merge.merge(files / "flux.gguf", files / "flux-style.safetensors", out / "flux.gguf", device="cpu")
+"""
+WITHOUT = f"""
+import sys
+from pathlib import Path
+from tests.without_posix import take_away
+take_away()
+import lora_merge
+files, out = map(Path, sys.argv[1:])
+{WRITE}
+"""
+
+
+def test_adapters_and_gguf_files_are_written_to_the_same_bytes(checkout: Path, files: Path, tmp_path: Path) -> None:
+    layer = "double_blocks.0.img_mlp.0"
+    gguf_files.write(files / "flux.gguf", "flux", {f"{layer}.weight": (rand(96, 256).numpy(), "Q8_0")})
+    stem = "lora_unet_" + layer.replace(".", "_")
+    factors = {f"{stem}.lora_down.weight": rand(4, 256), f"{stem}.lora_up.weight": rand(96, 4)}
+    save(factors, files / "flux-style.safetensors")
+
+    def made(out: Path) -> dict[str, bytes]:
+        found = {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+        shutil.rmtree(out)
+        return found
+
+    out = tmp_path / "out"  # under one name, which recipes hold
+    out.mkdir()
+    exec(WRITE, {"files": files, "out": out, "lora_merge": lora_merge})
+    expected = made(out)
+    out.mkdir()
+    program = [sys.executable, "-c", WITHOUT, str(files), str(out)]
+    done = subprocess.run(program, cwd=checkout, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert made(out) == expected
+    assert len(expected) > 4
