@@ -16,7 +16,7 @@ if not (Path(__file__).parent / "algorithms").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from .adapters_out.api import average, combine, convert, resize
+    from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, verify
     from .batch.report import JobReport, Reports
@@ -56,6 +56,7 @@ _HOMES = {
     "average": "adapters_out.api",
     "combine": "adapters_out.api",
     "convert": "adapters_out.api",
+    "extract": "adapters_out.api",
     "resize": "adapters_out.api",
     "AdapterReport": "adapters_out.report",
 }
@@ -78,6 +79,7 @@ __all__ = [
     "combine",
     "compare",
     "convert",
+    "extract",
     "inspect",
     "load_adapter",
     "merge",

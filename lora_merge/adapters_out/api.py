@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..methods import SUM
 from ..process import interruptible
+from .extract.task import DEFAULT_RANK
 from .job import FACTORS, make_adapter_job
 from .rank_rules import EXACT, SAME
 from .report import AdapterReport
@@ -117,6 +118,47 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     with interruptible():
         own = {"to": to, "rank": rank, "max_rank": max_rank, "algorithm": algorithm, "alpha": alpha, "include": include}
         return run_conversion(make_conversion(adapter, output, base, {**own, **options}))
+
+
+def extract(  # noqa: PLR0913  # each is an option of the command
+    base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
+    conv_rank: str | int | None = None, max_rank: int | None = None,
+    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
+    others: str = "diff", include: Sequence[str] = (), exclude: Sequence[str] = (), format: str = "auto",
+    alpha: str | float = "rank", **options: Unpack[AdapterReading],
+) -> AdapterReport:  # fmt: skip
+    """Write the difference of two checkpoints as an adapter: merged into `base` at strength 1 it gives `tuned`.
+
+    Parameters:
+        base: The checkpoint before the training: anything that `merge` takes as a base.
+        tuned: The checkpoint after it, in the same or in another layout.
+        output: The file or folder to write. None: `<tuned>-minus-<base>.safetensors` in the current folder.
+        rank: A number or a rule, as for `combine`; "exact" keeps every direction, "noise" those that are larger than
+            the rounding errors of the tuned checkpoint. `conv_rank`, `max_rank` and `rank_for` as there.
+        algorithm: "lora", "full" (whole differences), or "auto": whole ones where factors would be larger.
+        others: "diff" writes biases, norms and other vectors, "skip" drops them with a note, "error" refuses them.
+        include: Components such as "unet", or `re:REGEX` of keys of the base, that alone are compared.
+        exclude: The same, left out.
+        format: A dialect of `convert`; "auto" is kohya's for models of images and a folder of PEFT for others.
+        alpha: "rank" (α = rank), or a number.
+
+    Returns:
+        An `AdapterReport`.
+
+    Raises:
+        MergeError: As for `merge`; FitError where the checkpoints are not of one model, InputError where they are
+            equal.
+
+    Examples:
+        >>> report = lora_merge.extract("sdxl.safetensors", "sdxl-tuned.safetensors", "tuned-lora.safetensors", rank=64)
+    """
+    from .extract.run import run
+    from .extract.task import make_extraction
+
+    own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
+           "others": others, "include": include, "exclude": exclude, "format": format, "alpha": alpha}  # fmt: skip
+    with interruptible():
+        return run(make_extraction(base, tuned, output, {**own, **options}))
 
 
 def average(  # noqa: PLR0913  # each is an option of the command

@@ -97,7 +97,7 @@ def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) ->
         made, zeros = _made(converter, there, progress)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-        entries = _entries(task.to, made)
+        entries = entries_of(task.to, made)
         facts = {prefix_name(task.to, m): numbers_of(m.layer) for m in made}
         squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
         residual = sqrt(lost / squares) if squares else 0.0
@@ -186,7 +186,8 @@ def prefix_name(to: Dialect, made: Made) -> str:
     return name if made.place.parameter == "weight" else f"{name}.{made.place.parameter}"
 
 
-def _entries(to: Dialect, made: Sequence[Made]) -> list[Entry]:
+def entries_of(to: Dialect, made: Sequence[Made]) -> list[Entry]:
+    """Return the tensors of all modules under their keys; FitError where two have one."""
     found = [
         entry(to.key(m.place.prefix, m.place.module, ending), m.tensors[ending])
         for m in made for ending in sorted(m.tensors)

@@ -197,15 +197,10 @@ class Converter:
         total = torch.zeros(size, 1, dtype=torch.float64)
         for s in shares:
             total += s.strength * _placed(self._change(s.patch).dense(), s, size)
-        slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
-        wanted = slot[place.parameter]
-        plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
-        ending = self.to.endings.get(wanted, self.to.endings.get(plain))
-        if ending is None and place.parameter == "bias" and not place.norm:
-            ending = self.to.endings.get("up_bias")
+        ending = vector_ending(place, self.to)
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-        return self._full(place, ending, total.reshape(place.view.shape), self._dtype(shares))
+        return whole_made(place, ending, total.reshape(place.view.shape), self._dtype(shares))
 
     def _value(self, filled: Filled) -> Made:
         """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
@@ -222,13 +217,24 @@ class Converter:
                            "convert to kohya, comfy or peft")  # fmt: skip
         base = self.evaluator.values(place.view.pieces[0].key)
         change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
-        return self._full(place, ending, change, torch.float32)
+        return whole_made(place, ending, change, torch.float32)
 
-    def _full(self, place: Place, ending: str, change: Tensor, dtype: Any) -> Made:
-        rounded = change.to(dtype)
-        lost = float((rounded.double() - change).square().sum())
-        tensors = {ending: rounded.contiguous()}
-        return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.square().sum()), lost))
+
+def vector_ending(place: Place, to: Dialect) -> str | None:
+    """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
+    slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
+    wanted = slot[place.parameter]
+    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
+    ending = to.endings.get(wanted, to.endings.get(plain))
+    return to.endings.get("up_bias") if ending is None and wanted == "diff_b" else ending
+
+
+def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) -> Made:
+    """Return a parameter's whole change, rounded once."""
+    rounded = change.to(dtype)
+    lost = float((rounded.double() - change.double()).square().sum())
+    tensors = {ending: rounded.contiguous()}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
 
 
 def is_plain(patch: Patch) -> bool:

@@ -23,6 +23,9 @@ from .truncation import Triples, apart, inner, of_dense, of_factors, squares_of,
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
 
+SINGLE: Final = 1e-3
+"""The share of ‖Δ‖² left out from which on products in single precision tell it to a thousandth."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -192,8 +195,8 @@ class Storage:
         off = apart(left, right, real, wide)
         tail = max(0.0, found.squares - float(found.values[:rank].square().sum()))
         if tail > 1e-20 * found.squares:
-            whole = wanted.whole
-            shared = inner(*wanted.factors, real, wide) if whole is None else float(((whole @ wide.mT) * real).sum())
+            shared = inner(*wanted.factors, real, wide) if wanted.whole is None else _shared(
+                wanted.whole if tail > SINGLE * found.squares else wanted.whole.double(), real, wide)  # fmt: skip
             off += tail - 2 * (shared - inner(left, right, real, wide))
         return self._pair(target, wanted, (up, down), alpha, max(0.0, off))
 
@@ -207,6 +210,11 @@ class Storage:
             "up": up.reshape(*up.shape, *(1 for _ in target.shape[2:])).contiguous(),
         }
         return Layer(tensors, FACTORS, down.shape[0], wanted.before, alpha, wanted.squares, off)
+
+
+def _shared(whole: Tensor, up: Tensor, down: Tensor) -> float:
+    """Return ⟨Δ, B A⟩; the large product is computed in the dtype of Δ."""
+    return float(((whole @ down.mT.to(whole.dtype)).double() * up).sum())
 
 
 def numbers_of(layer: Layer) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..job import parse_size
 from ..limits import Pattern, Refused, Steps
 from ..options import REGEX
 
-EXACT, SAME, COUNT, SIZE = "exact", "same", "count", "size"
+EXACT, SAME, COUNT, SIZE, NOISE = "exact", "same", "count", "size", "noise"
 
 SHARES: Final = ("energy", "fro", "sum")
 RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
@@ -50,7 +50,7 @@ class Rule:
     def text(self) -> str:
         """The rule as the user writes it."""
         value = f"{self.value:.17g}" if self.value != int(self.value) else str(int(self.value))
-        plain = {COUNT: value, EXACT: EXACT, SAME: SAME}
+        plain = {COUNT: value, **{name: name for name in (EXACT, SAME, NOISE)}}
         return plain.get(self.name, f"{self.name}:{value}")
 
 
@@ -66,7 +66,7 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         if not 1 <= int(name) <= MOST:
             raise UsageError(f"{name} is no rank", option, f"use a whole number from 1 to {MOST}")
         return Rule(COUNT, int(name), most)
-    if name in (EXACT, SAME) and not value:
+    if name in (EXACT, SAME, NOISE) and not value:
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
@@ -179,6 +179,10 @@ class RankRules:
             if part.matches(name, Steps(), anywhere=True):
                 return rule
         return self.kernels if kernel else self.linear
+
+    def has(self, name: str) -> bool:
+        """Return whether a rule of this name is among them."""
+        return name in (self.linear.name, self.kernels.name, *(rule.name for _, rule in self.parts))
 
     @property
     def together(self) -> bool:

@@ -78,10 +78,11 @@ def metadata(
     ranks = [layer["rank"] for layer in layers if layer["rank"]]
     alphas = [layer["alpha"] for layer in layers if layer["rank"]]
     whole = any(not layer["rank"] for layer in layers)
-    first = inputs[0].metadata
-    kept = {k: v for k, v in first.items() if k not in DROPPED and all(i.metadata.get(k) == v for i in inputs)}
-    dropped = sorted({k for i in inputs for k in i.metadata} - kept.keys() - {*DROPPED})
-    if any("ss_network_module" in i.metadata for i in inputs):
+    trained = [] if job.command == "extract" else inputs  # a checkpoint's entries are not those of an adapter
+    first = trained[0].metadata if trained else {}
+    kept = {k: v for k, v in first.items() if k not in DROPPED and all(i.metadata.get(k) == v for i in trained)}
+    dropped = sorted({k for i in trained for k in i.metadata} - kept.keys() - {*DROPPED})
+    if not trained or any("ss_network_module" in i.metadata for i in trained):
         kept["ss_network_dim"] = str(ranks[0]) if len({*ranks}) == 1 else "Dynamic"
         kept["ss_network_alpha"] = f"{alphas[0]:g}" if len({*alphas}) == 1 else "Dynamic"
         kept["ss_network_module"] = "lycoris.kohya" if whole else first.get("ss_network_module", "networks.lora")
@@ -98,7 +99,7 @@ def recipe(job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: S
     shared |= {"setting": dict(job.inputs.setting)} if job.inputs.setting else {}
     found: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
-        "adapters": [
+        "tuned" if job.command == "extract" else "adapters": [
             {**facts(index), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],

@@ -24,7 +24,7 @@ from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import show_error, styled, taken
-from .making import combining, converting
+from .making import combining, converting, extracting
 from .merge_look import conclude, describe
 from .parameters import read, take_text, with_options
 from .stages import paused, watching
@@ -204,7 +204,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (combining, converting, tables, viewing, proof):
+for room in (combining, converting, extracting, tables, viewing, proof):
     room.add_to(app)
 
 

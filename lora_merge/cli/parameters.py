@@ -66,7 +66,7 @@ def read(options: Mapping[str, Any], adapters: int) -> dict[str, Any]:
         if option.kind in ("whole", "number") and isinstance(found[option.name], str):
             found[option.name] = as_number(found[option.name], option.flag, whole=option.kind == "whole")
     found["strength"] = strengths(found.get("strength") or (), adapters)
-    found["setting"] = [one_setting(text) for text in found["setting"] or ()]
+    found["setting"] = [one_setting(text) for text in found.get("setting") or ()]
     found["metadata"] = [one_entry(text) for text in found.get("metadata") or ()]
     return {name: value for name, value in found.items() if value not in (None, (), [])}
 

@@ -1,0 +1,167 @@
+"""One weight of both checkpoints → its difference, and the stored tensors of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...engine.devices import place
+from ...engine.placement import Placement
+from ...engine.tensors import TensorCache, gathered, weight_values
+from ...errors import FitError, InputError, UsageError
+from ...files.checkpoint import Index
+from ...models.weights import RowSlice, Weight, WeightView
+from ..converting import Made, vector_ending, whole_made
+from ..job import AUTO, WHOLE
+from ..layers import Cut, Layer, Storage, Wanted
+from ..rank_rules import EXACT, NOISE, Rule
+from ..sources import Target
+from .pairs import Pair
+from .task import ERROR, SKIP, Extraction
+
+HALF: Final = 2
+"""Bytes of the numbers whose differences single precision holds."""
+
+DIGITS: Final[Mapping[str, tuple[int, int]]] = {
+    "F64": (53, -1021),
+    "F32": (24, -125),
+    "F16": (11, -13),
+    "BF16": (8, -125),
+}
+"""Dtype → (bits of its significand, the exponent that `frexp` gives its smallest normal number)."""
+
+
+@dataclass
+class Side:
+    """One checkpoint: reads rows of its weights."""
+
+    index: Index
+    cache: TensorCache
+    at: dict[int, Placement] = field(default_factory=lambda: {4: place("cpu", "F32"), 8: place("cpu", "F64")})
+
+    def rows(self, view: WeightView, width: int) -> Tensor:
+        """Return [rows, cols] of a view; `width`: bytes of a number of the result."""
+        return gathered(view, self._whole, self.at[width])
+
+    def weight(self, key: str) -> Weight:
+        """Return a stored weight."""
+        info = self.index.tensors[key]
+        return Weight(info.shape, info, self.index.packed.get(key))
+
+    def _whole(self, piece: RowSlice) -> Tensor:
+        return weight_values(self.weight(piece.key), self.cache.fetch).reshape(-1, piece.cols)
+
+    def dtypes(self, view: WeightView) -> set[str]:
+        """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
+        return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.pieces}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Δ of one parameter, [rows, cols] in fp32 or fp64, and v, the mean square of the tuned weight's rounding error."""
+
+    pair: Pair
+    change: Tensor
+    noise: float | None  # None: unknown, as the tuned weight is quantised
+
+
+def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
+    """Return tuned − base; None where both are equal. InputError for NaN or infinite numbers."""
+    dtypes = base.dtypes(pair.place.view) | tuned.dtypes(pair.tuned)
+    width = 8 if dtypes & {"F32", "F64"} else 4
+    old, new = base.rows(pair.place.view, width), tuned.rows(pair.tuned, width)
+    if torch.equal(old, new):
+        return None
+    change = new - old
+    if not bool(torch.isfinite(change).all()):
+        side, view = (tuned, pair.tuned) if bool(torch.isfinite(old).all()) else (base, pair.place.view)
+        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.pieces[0].key}",
+                         "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
+    return Difference(pair, change, _noise(new, tuned.dtypes(pair.tuned)))
+
+
+def _noise(values: Tensor, dtypes: set[str]) -> float | None:
+    """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
+    if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
+        return None
+    digits, least = DIGITS[next(iter(dtypes))]
+    exponents = torch.frexp(values).exponent.clamp_min(least).double()
+    return float((4.0 ** (exponents - digits)).mean()) / 12
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Makes the tensors of one extraction."""
+
+    task: Extraction
+    storage: Storage
+    endings: Mapping[str, str]
+
+    def made(self, found: Difference, rank: int | None = None) -> Made | None:
+        """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
+
+        `rank`: what the rule `size` gave it. FitError where the dialect cannot hold it.
+        """
+        where, shape = found.pair.place, found.pair.place.view.shape
+        if len(shape) < 2:
+            return self._vector(found)
+        target = Target(where.name, where.parameter, shape, (), (), "")
+        layer = self._layer(target, found, rank)
+        if layer.algorithm == WHOLE and "diff" not in self.endings:
+            raise FitError("the format has no place for whole matrices", where.name, "use --format kohya or comfy")
+        tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
+        if layer.rank and self.alpha_stored:
+            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        return Made(where, tensors, layer)
+
+    @property
+    def alpha_stored(self) -> bool:
+        """Whether the dialect stores α."""
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        return self.task.to.alpha
+
+    def _layer(self, target: Target, found: Difference, rank: int | None) -> Layer:
+        wanted = Wanted(None, None, found.change, 0)
+        if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
+            raise FitError("the weights of stacked experts have no factors in these formats", target.name,
+                           "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
+        rule = self.rule(found)
+        alpha = None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
+        layer = self.storage.layer(target, wanted, Cut(rule, rank, alpha))
+        out, cols = target.matrix
+        if self.storage.algorithm == AUTO and layer.rank * (out + cols) >= out * cols and "diff" in self.endings:
+            return replace(self.storage, algorithm=WHOLE).layer(target, wanted, Cut(rule))
+        return layer
+
+    def rule(self, found: Difference) -> Rule:
+        """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
+        view = found.pair.place.view
+        rule = self.task.job.rules.of_layer(found.pair.name, kernel=any(n > 1 for n in view.shape[2:]))
+        if rule.name == EXACT:
+            return replace(rule, name="energy", value=1.0)
+        if rule.name != NOISE:
+            return rule
+        if found.noise is None:
+            raise UsageError("rounding errors of quantised weights are not known", f"--rank noise: {found.pair.name}",
+                             "give a number or energy:x")  # fmt: skip
+        out, cols = view.matrix
+        return replace(rule, name="above", value=math.sqrt(found.noise) * (math.sqrt(out) + math.sqrt(cols)))
+
+    def _vector(self, found: Difference) -> Made | None:
+        """Return the change of a bias, a norm or another vector, as `--others` says."""
+        where = found.pair.place
+        if self.task.others == SKIP:
+            return None
+        if self.task.others == ERROR:
+            raise FitError("a vector changed", where.name, "write it with --others diff, or drop it with --others skip")
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        ending = vector_ending(where, self.task.to)
+        if ending is None:
+            raise FitError(f"{self.task.to.name} has no place for biases and norms", where.name,
+                           "drop them with --others skip, or use --format kohya")  # fmt: skip
+        return whole_made(where, ending, found.change.reshape(where.view.shape), self.storage.dtype)

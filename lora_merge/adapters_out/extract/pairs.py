@@ -1,0 +1,154 @@
+"""Which weight of the tuned checkpoint belongs to which of the base, in the words of the output's dialect. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ...errors import FitError, UsageError
+from ...files.checkpoint import Index
+from ...job import SAME_PART
+from ...models.names import AVERAGES, Names
+from ...models.tied_weights import tied
+from ...models.weights import WeightView
+from ...options import REGEX
+from ...patterns import Pattern, Refused, Steps
+from ...text import listed
+from ..dialects import Dialect
+from ..places import Place, places
+
+FLOATING: Final = ("F", "BF", "C64")
+"""First letters of the dtypes of weights; integers are indices, such as position ids."""
+
+VAE: Final = "vae"
+
+
+class Pair(NamedTuple):
+    """One parameter: its place in the base, in the words of the dialect, and its rows in the tuned checkpoint."""
+
+    place: Place
+    tuned: WeightView
+
+    @property
+    def name(self) -> str:
+        """The parameter as reports and errors name it."""
+        return self.place.prefix + self.place.name
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every parameter that both checkpoints have and that is to be compared."""
+
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+
+
+class Chosen:
+    """What `--include` and `--exclude` choose: components, or `re:REGEX` of keys of the base."""
+
+    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
+        self.include = [_part(p, "--include") for p in include]
+        self.exclude = [_part(p, "--exclude") for p in exclude]
+
+    def takes(self, place: Place, *, usual: bool = True) -> bool:
+        """Return whether a parameter is compared. `usual`: whether it is without `--include`."""
+        if any(_covers(p, place) for p in self.exclude):
+            return False
+        return any(_covers(p, place) for p in self.include) if self.include else usual
+
+    def check(self, there: Sequence[Place]) -> None:
+        """Raise UsageError for a component that no parameter belongs to."""
+        labels = sorted({p.component for p in there})
+        for flag, parts in (("--include", self.include), ("--exclude", self.exclude)):
+            for part in parts:
+                if isinstance(part, str) and part not in labels:
+                    raise UsageError(f"the base has no component {part[:40]!r}", flag,
+                                     f"use one of {', '.join(labels)}, or re:REGEX")  # fmt: skip
+
+
+def _part(text: str, flag: str) -> str | Pattern:
+    if not text.startswith(REGEX):
+        return SAME_PART.get(text, text)
+    try:
+        return Steps().pattern(text.removeprefix(REGEX))
+    except Refused as e:
+        raise UsageError(f"the regular expression is {e}", f"{flag} {text[:80]}", "correct the pattern") from e
+
+
+def _covers(part: str | Pattern, place: Place) -> bool:
+    if isinstance(part, str):
+        return part == place.component
+    return any(part.matches(piece.key, Steps(), anywhere=True) for piece in place.view.pieces)
+
+
+def paired(
+    base: tuple[Index, Names], tuned: tuple[Index, Names], to: Dialect, chosen: Chosen, *, lenient: bool
+) -> Pairs:
+    """Return the parameters of both checkpoints side by side.
+
+    Raises FitError for a parameter that only one of them has, or that has two shapes. `lenient`: name those that only
+    the tuned checkpoint has in a note instead.
+    """
+    here = [*places(base[1], to)]
+    chosen.check(here)
+    there = {_key(p): p for p in places(tuned[1], to)}
+    twins = _twins(base) | _twins(tuned)
+    found, absent, left, notes = [], [], [], []
+    for place in here:
+        mate = there.pop(_key(place), None)
+        if not _compared(place, base[0]) or not chosen.takes(place, usual=_usual(place)):
+            left += [] if _usual(place) else [place.component]
+            continue
+        if mate is None:
+            absent += [] if place.view.pieces[0].key in twins else [place]
+            continue
+        if mate.view.matrix != place.view.matrix or mate.view.shape != place.view.shape:
+            shapes = f"{place.view.pieces[0].key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}"
+            raise FitError("a weight has another shape in the tuned checkpoint", shapes,
+                           "give the base that it was tuned from, or leave it out: --exclude re:REGEX")  # fmt: skip
+        found.append(Pair(place, mate.view))
+    if absent:
+        raise _absent(absent, found)
+    extra = [p for p in there.values() if _compared(p, tuned[0]) and chosen.takes(p, usual=_usual(p))]
+    extra = [p for p in extra if p.view.pieces[0].key not in twins]
+    if extra and not lenient:
+        raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
+                       listed((p.view.pieces[0].key for p in extra), 3),
+                       "give the base that it was tuned from, or leave them out: --unmatched skip")  # fmt: skip
+    if extra:
+        notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.pieces[0].key for p in extra), 3)}")
+    if left:
+        notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
+    return Pairs(tuple(found), tuple(notes))
+
+
+def _key(place: Place) -> tuple[str, str, str]:
+    return place.prefix, place.module, place.parameter
+
+
+def _usual(place: Place) -> bool:
+    return place.component != VAE
+
+
+def _compared(place: Place, index: Index) -> bool:
+    """Return whether a parameter is a weight: no index such as position ids, and no average of weights."""
+    keys = [piece.key for piece in place.view.pieces]
+    plain = all(k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys)
+    return plain and not any(k.startswith(AVERAGES) for k in keys)
+
+
+def _twins(side: tuple[Index, Names]) -> set[str]:
+    """Return the keys of a head that shares the tensor of the embeddings: another file may lack it, or store it too."""
+    pair = tied(side[1], side[0].tensors, side[0].config)
+    return set() if pair is None else {f"{pair.key or pair.head}.weight", pair.stored}
+
+
+def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
+    """Return the error for parameters that only the base has."""
+    lost = {p.component for p in absent} - {p.place.component for p in found}
+    kept = sorted({p.place.component for p in found})
+    fix = f"choose what both have: --include {' --include '.join(kept)}" if lost and kept else (
+        "give the base that it was tuned from, or leave them out: --exclude re:REGEX")  # fmt: skip
+    keys = listed((p.view.pieces[0].key for p in absent), 3)
+    return FitError(f"{len(absent)} parameters of the base are not in the tuned checkpoint", keys, fix)

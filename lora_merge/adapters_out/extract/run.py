@@ -1,0 +1,179 @@
+"""Runs `extract`: weight by weight, the difference of two checkpoints is formed, cut to a rank and stored."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...disk.destination import check_output
+from ...disk.reader import Reader
+from ...dtypes import DTYPES, ITEM_BYTES
+from ...engine.placement import TORCH_DTYPES
+from ...engine.tensors import TensorCache
+from ...engine.torch_state import undisturbed
+from ...errors import InputError, TooLarge, UsageError
+from ...files.checkpoint import Index
+from ...models.names import Names
+from ...planning.cache import CheckpointCache
+from ...version import __version__
+from ..convert import entries_of, prefix_name
+from ..converting import Made
+from ..dialects import DIALECTS, Dialect
+from ..job import FACTORS, WHOLE
+from ..layers import Storage, numbers_of
+from ..peft_folder import CONTENTS, config, write_folder
+from ..rank_rules import COUNT
+from ..report import AdapterReport
+from ..written import metadata, write
+from .making import Extractor, Side, difference
+from .pairs import Chosen, Pair, Pairs, paired
+from .proving import prove
+from .task import Extraction
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Both checkpoints and their parameters side by side."""
+
+    task: Extraction
+    base: Index
+    tuned: Index
+    pairs: Pairs
+    to: Dialect
+    dtype: torch.dtype
+
+
+def opened(task: Extraction) -> Opened:
+    """Return both checkpoints, from headers; errors as for `merge`, and where they are not of one model."""
+    cache = CheckpointCache()
+    base, names = cache.base(task.base, task.job.inputs.map)
+    tuned, theirs = cache.base(task.tuned, task.job.inputs.map)
+    to = task.to or _usual(names)
+    check_output(task.job.output, overwrite=task.job.inputs.overwrite, folder=to.folder, contents=CONTENTS,
+                 spared=[*base.files, *tuned.files])  # fmt: skip
+    lenient = task.job.inputs.unmatched != "error"
+    pairs = paired((base, names), (tuned, theirs), to, Chosen(task.include, task.exclude), lenient=lenient)
+    components = {p.place.component for p in pairs.pairs}
+    if not pairs.pairs:
+        raise UsageError("no weight is compared", "--include and --exclude", "choose other parts of the model")
+    if to.folder and len(components) > 1:
+        raise UsageError(f"a folder of PEFT is for one component, the base has {', '.join(sorted(components))}",
+                         "--include", f"choose one: --include {min(components)}")  # fmt: skip
+    notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
+    pairs = replace(pairs, notes=tuple(notes))
+    return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs))
+
+
+def _usual(names: Names) -> Dialect:
+    """Return the dialect of `--format auto`: kohya's for models of images, a folder of PEFT for others."""
+    draws = any((p.role == "denoiser" and p.label != "model") or p.kind for p in names.parts)
+    return DIALECTS["kohya" if draws else "peft"]
+
+
+def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:
+    """Return the dtype of the output: as asked, or the one that most numbers of the tuned checkpoint have."""
+    asked = task.job.inputs.dtype
+    if asked != "keep":
+        if DTYPES.get(asked) not in TORCH_DTYPES:
+            raise UsageError(f"{asked} is no dtype for an adapter", "--dtype", "use fp32, fp16 or bf16")
+        return TORCH_DTYPES[DTYPES[asked]]
+    count: Counter[str] = Counter()
+    for key in dict.fromkeys(piece.key for pair in pairs for piece in pair.tuned.pieces):
+        info = tuned.tensors[key]
+        plain = key not in tuned.packed and ITEM_BYTES[info.dtype] > 1
+        count[info.dtype if plain else "F16"] += prod(info.shape)
+    return TORCH_DTYPES[count.most_common(1)[0][0]]
+
+
+@undisturbed()
+def run(task: Extraction, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
+    """Run an extraction: the output appears under its name when it is complete and verified, or not at all."""
+    started = time.monotonic()
+    found = opened(task)
+    task, job = found.task, task.job
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader((found.base, found.tuned)))
+        files = [*found.base.files, *found.tuned.files]
+        sides = tuple(Side(i, TensorCache(reader, frozenset())) for i in (found.base, found.tuned))
+        made, notes = _made(found, sides, progress)
+        entries = entries_of(found.to, made)
+        facts = {prefix_name(found.to, m): numbers_of(m.layer) for m in made}
+        squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
+        residual = sqrt(lost / squares)
+        told = metadata(job, [found.tuned], [*facts.values()], residual)
+        proofs: list[Mapping[str, Any]] = []
+
+        def proven(part: Path) -> None:
+            if job.inputs.verify:
+                proofs.append(prove(task, found.pairs, sides, part, made))
+            reader.check_unchanged(files)
+
+        if found.to.folder:
+            written = write_folder(job, files, config(made, {}), (entries, told), proven)
+        else:
+            written = write(job, files, entries, told, proven)
+    return AdapterReport(str(job.output), found.to.name, _called(found.dtype), _coverage(found, len(made)), facts,
+                         residual, 1 - residual**2, written, time.monotonic() - started, (*found.pairs.notes, *notes),
+                         proofs[0] if proofs else None, __version__)  # fmt: skip
+
+
+def _called(dtype: torch.dtype) -> str:
+    return next(name for name, found in TORCH_DTYPES.items() if found == dtype)
+
+
+def _coverage(found: Opened, layers: int) -> dict[str, Any]:
+    return {
+        found.tuned.path.name: {"modules": len(found.pairs.pairs), "layers": layers, "strength": 1.0, "ignored": {}}
+    }
+
+
+def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], object]) -> tuple[list[Made], list[str]]:
+    """Return the tensors of every parameter that changed, and notes."""
+    base, tuned = sides
+    storage = Storage(found.task.job.algorithm, found.dtype, 0.0)
+    extractor = Extractor(found.task, storage, found.to.endings)
+    made, skipped, equal = [], [], 0
+    for pair in found.pairs.pairs:
+        changed = difference(pair, base, tuned)
+        one = None if changed is None else extractor.made(changed)
+        if changed is None:
+            equal += 1
+        elif one is None:
+            skipped.append(pair.name)
+        else:
+            if any(not bool(torch.isfinite(t).all()) for t in one.tensors.values()):
+                raise TooLarge("a number is too large for the dtype of the output", pair.name, "use --dtype fp32")
+            made.append(one)
+        progress(prod(pair.place.view.shape) * found.dtype.itemsize)
+        for side in sides:
+            side.cache.forget()
+    if not made:
+        raise InputError("nothing to extract: no weight that is compared differs",
+                         f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
+    notes = [f"{equal} parameters are equal in both"] if equal else []
+    notes += [f"{len(skipped)} vectors changed and are not written: {', '.join(skipped[:3])}"] if skipped else []
+    return made, notes
+
+
+def plan(task: Extraction) -> AdapterReport:
+    """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
+    found = opened(task)
+    layers: dict[str, dict[str, Any]] = {}
+    size = 0
+    for pair in found.pairs.pairs:
+        out, cols = pair.place.view.matrix
+        rule = task.job.rules.of_layer(pair.name, kernel=any(n > 1 for n in pair.place.view.shape[2:]))
+        whole = len(pair.place.view.shape) < 2 or task.job.algorithm == WHOLE
+        rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
+        layers[pair.name] = {"algorithm": WHOLE if whole else FACTORS, "rank": rank or 0}
+        size += (out * cols if whole else (out + cols) * (rank or 0)) * found.dtype.itemsize
+    return AdapterReport(str(task.job.output), found.to.name, _called(found.dtype), _coverage(found, len(layers)),
+                         layers, 0.0, 1.0, size, 0.0, found.pairs.notes, None, __version__, planned=True)  # fmt: skip

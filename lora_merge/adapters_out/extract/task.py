@@ -1,0 +1,74 @@
+"""What the user asked of `extract`, checked and frozen. No file is read for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import UsageError
+from ...options import shown
+from ...paths import absolute, expand
+from ..dialects import Dialect, dialect, names
+from ..job import AdapterJob, make_adapter_job
+from ..rank_rules import SAME
+
+DEFAULT_RANK: Final = 32
+FORMAT, CHANGES, SKIP, ERROR = "auto", "diff", "skip", "error"
+OTHERS: Final = (CHANGES, SKIP, ERROR)
+"""The values of `--others`: what becomes of biases, norms and other vectors that changed."""
+
+OWN: Final[Mapping[str, Any]] = {"others": CHANGES, "include": (), "exclude": (), "format": FORMAT}
+"""Option of this command alone → default."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """One run of `extract`. `job.adapters` is the tuned checkpoint, `job.base` the base."""
+
+    job: AdapterJob
+    to: Dialect | None  # None: chosen by the architecture
+    others: str
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    @property
+    def base(self) -> Path:
+        """The checkpoint before the training."""
+        assert self.job.base is not None, "the command requires it"
+        return self.job.base
+
+    @property
+    def tuned(self) -> Path:
+        """The checkpoint after it."""
+        return self.job.adapters[0].path
+
+
+def make_extraction(
+    base: str | Path, tuned: str | Path, output: str | Path | None, options: Mapping[str, Any]
+) -> Extraction:
+    """Return the job of `extract`; UsageError for an option or a value that is wrong."""
+    given = {name: value for name, value in options.items() if value is not None}
+    own = {**OWN, **{name: given.pop(name) for name in OWN if name in given}}
+    to = None if own["format"] == FORMAT else dialect(str(own["format"]))
+    if own["format"] != FORMAT and to is None:
+        raise UsageError(f"{shown(own['format'])!r} is no format", "--format", f"use one of {', '.join(names())}")
+    if own["others"] not in OTHERS:
+        raise UsageError(f"{shown(own['others'])!r} is no way to treat biases and norms", "--others",
+                         f"use one of {', '.join(OTHERS)}")  # fmt: skip
+    parts = {n: (own[n],) if isinstance(own[n], str) else tuple(own[n]) for n in ("include", "exclude")}
+    job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
+    if job.rules.has(SAME):
+        raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
+    if output is None:
+        job = replace(job, inputs=replace(job.inputs, output=_named(expand(base), job.adapters[0].path, to)))
+    told = {**own, **parts}
+    recorded = (*job.options, *((n, v) for n, v in sorted(told.items()) if v != OWN[n]))
+    return Extraction(replace(job, options=recorded), to, own["others"], parts["include"], parts["exclude"])
+
+
+def _named(base: Path, tuned: Path, to: Dialect | None) -> Path:
+    stems = [p.name if p.is_dir() else p.stem for p in (tuned, base)]
+    name = "-minus-".join(stems)
+    return absolute(Path()) / (name if to and to.folder else f"{name}.safetensors")
