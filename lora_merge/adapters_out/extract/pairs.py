@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 from ...errors import FitError, UsageError
 from ...files.checkpoint import Index
 from ...job import SAME_PART
+from ...limits import Pattern, Refused, Steps
 from ...models.names import AVERAGES, Names
 from ...models.tied_weights import tied
 from ...models.weights import WeightView
 from ...options import REGEX
-from ...patterns import Pattern, Refused, Steps
 from ...text import listed
 from ..dialects import Dialect
 from ..places import Place, places
