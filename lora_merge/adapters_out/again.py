@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import open_checkpoint
@@ -13,57 +14,88 @@ from ..job import Adapter
 from ..planning.recipe import KEY, parsed, sha256
 from ..proof.find_inputs import find_all
 from ..proof.read_recipe import damaged, input_of, number_of, text_of
-from .job import OWN, AdapterJob, make_adapter_job
+from .convert import OWN as OF_CONVERT
+from .convert import make_conversion
+from .convert import run as run_conversion
+from .extract.run import run as run_extraction
+from .extract.task import OWN as OF_EXTRACT
+from .extract.task import make_extraction
+from .job import OWN, make_adapter_job
+from .peft_folder import CONTENTS
 from .report import AdapterReport
+from .run import run
 
-COMMANDS: Final = ("combine", "resize")
-RECORDED: Final = frozenset((*OWN, "dtype", "unmatched", "setting"))
-"""The options that a recipe states; others that it names are ignored, as whose file it is does not decide them."""
+
+class Command(NamedTuple):
+    """How a command makes its task of adapters, an output, a base and options, and runs it."""
+
+    make: Callable[[Sequence[Adapter], Any, Any, Mapping[str, Any]], Any]
+    run: Callable[[Any], AdapterReport]
+    own: frozenset[str]  # its options that a recipe states
+    inputs: str = "adapters"  # what the recipe calls them
+
+
+def _plain(command: str) -> Command:
+    return Command(lambda refs, *rest: make_adapter_job(command, refs, *rest), run, frozenset(OWN))
+
+
+COMMANDS: Final[Mapping[str, Command]] = {
+    **{name: _plain(name) for name in ("combine", "resize", "average")},
+    "convert": Command(lambda refs, *rest: make_conversion(refs[0], *rest), run_conversion, frozenset(OF_CONVERT)),
+    "extract": Command(lambda refs, output, base, options: make_extraction(base, refs[0].path, output, options),
+                       run_extraction, frozenset((*OWN, *OF_EXTRACT)), "tuned"),
+}  # fmt: skip
+SHARED: Final = frozenset(("dtype", "unmatched", "setting"))
+"""The other options that a recipe states; what else it names is ignored, as whose file it is does not decide that."""
 
 
 def is_ours(made: Path) -> bool:
-    """Return whether a file says that `combine` or `resize` made it."""
+    """Return whether a file says that one of these commands made it."""
     found = parsed(open_checkpoint(made).metadata.get(KEY, ""))
     return found is not None and found.get("command") in COMMANDS
 
 
-def job_of(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> AdapterJob:
-    """Return the job that made a file; InputError for a damaged recipe, or for an input that is not found."""
+def task_of(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> Callable[[], AdapterReport]:
+    """Return the run that made a file; InputError for a damaged recipe, or for an input that is not found."""
     told = parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}
+    command = COMMANDS[told["command"]]
     try:
         adapters = [
             (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
-            for a in told["adapters"]
+            for a in told[command.inputs]
         ]
         base = input_of(told["base"]) if "base" in told else None
-        given = {name: value for name, value in told["options"].items() if name in RECORDED}
+        given = {name: value for name, value in told["options"].items() if name in command.own | SHARED}
 
-        def job(paths: Sequence[Path], **more: Any) -> AdapterJob:
+        def task(paths: Sequence[Path], **more: Any) -> Any:
             refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
-            return make_adapter_job(told["command"], refs, output, paths[-1] if base else None, {**given, **more})
+            return command.make(refs, output, paths[-1] if base else None, {**given, **more})
 
         inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
-        job([made] * len(inputs))  # checks its values before a user adds others
+        task([made] * len(inputs))  # checks its values before a user adds others
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise damaged(made, str(e)) from e
     except (UsageError, FitError) as e:
         raise damaged(made, f"{e.what} ({e.where})") from e
-    return job(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
+    found = task(find_all(inputs, [*folders, made.absolute().parent, Path.cwd()]), **options)
+    return partial(command.run, found)
 
 
 def replay(made: Path, output: str | Path, folders: Sequence[Path], **options: Any) -> AdapterReport:
     """Make a file again from its recipe."""
-    from .run import run
-
-    return run(job_of(made, output, folders, **options))
+    return task_of(made, output, folders, **options)()
 
 
 def prove(made: Path, folders: Sequence[Path]) -> dict[str, Any]:
     """Make a file again beside it, with its own proof, and compare the bytes; VerificationFailed where they differ."""
     with tempfile.TemporaryDirectory() as folder:
-        again = Path(folder) / "again.safetensors"
+        again = Path(folder) / ("again" if made.is_dir() else "again.safetensors")
         report = replay(made, again, folders, verify=True)
-        if sha256(again) != sha256(made):
+        if any(sha256(a) != sha256(b) for a, b in zip(_files(again), _files(made), strict=True)):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(made),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"ok": True, "same_bytes": True, **dict(report.verified or {})}
+
+
+def _files(made: Path) -> list[Path]:
+    return [made / name for name in CONTENTS] if made.is_dir() else [made]

@@ -46,6 +46,10 @@ SLACK: Final = 1e-6
 """By how much the change of the output may differ from the input's, beyond the loss that was told."""
 
 
+OWN: Final = ("to", "rank", "max_rank", "algorithm", "include", "alpha")
+"""The options of this command alone."""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """What the user asked of `convert`."""
@@ -77,10 +81,10 @@ def make_conversion(
         made = replace(made, inputs=replace(made.inputs, output=absolute(Path()) / name))
         if not found.folder:
             made = replace(made, inputs=replace(made.inputs, output=made.output.with_name(f"{name}.safetensors")))
-    told = {"to": found.name, "algorithm": algorithm, "rank": rank, "max_rank": most}
-    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
-    rule = None if rank is None else parse(rank, most)
     include = (include,) if isinstance(include, str) else tuple(include)
+    told = {"to": found.name, "algorithm": algorithm, "rank": rank, "max_rank": most, "include": [*include]}
+    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP, [])))
+    rule = None if rank is None else parse(rank, most)
     return Conversion(replace(made, algorithm=algorithm, options=recorded), found, rule, include)
 
 

@@ -116,9 +116,10 @@ def recipe(job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: S
 
 def facts(index: Index) -> dict[str, Any]:
     """Return an input by name, with size and SHA-256 of each of its files."""
-    return {"name": index.path.name, "folder": index.path.is_dir(), "files": [
-        {"name": f.name, "size": f.stat().st_size, "sha256": sha256(f)} for f in index.files
-    ]}  # fmt: skip
+    whole = index.path.is_dir()
+    names = [(f, f.relative_to(index.path).as_posix() if whole else f.name) for f in index.files]
+    files = [{"name": name, "size": f.stat().st_size, "sha256": sha256(f)} for f, name in names]
+    return {"name": index.path.name, "folder": whole, "files": files}
 
 
 def write(

@@ -18,7 +18,7 @@ from lora_merge.adapters_out.places import places
 from lora_merge.errors import FitError, UsageError
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
-from tests.support import Tensors, kohya, rand, sd1
+from tests.support import Tensors, in_process, kohya, rand, sd1
 
 HEADERS = Path(__file__).parents[1] / "headers"
 H = 8
@@ -250,3 +250,13 @@ def test_a_scale_that_only_a_configuration_tells_goes_into_the_copy(
         lora_merge.convert((source, strength), output, to="kohya", base=model)
         wanted = lora_merge.merge_state_dict(base, [(source, strength)], compute_dtype="fp64")
         check(wanted, lora_merge.merge_state_dict(base, [output], compute_dtype="fp64"), 1e-6)
+
+
+def test_a_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    lora_merge.convert(folder / "flux-lora.safetensors", out, to="peft", base=folder / "flux.safetensors",
+                       include=["transformer"])  # fmt: skip
+    for step in (("verify", out, "--search", folder), ("replay", out, "-o", again, "--search", folder)):
+        code, told = in_process(*step)
+        assert code == 0, told
+    assert all((again / made.name).read_bytes() == made.read_bytes() for made in out.iterdir())

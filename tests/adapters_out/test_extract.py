@@ -138,3 +138,21 @@ def test_a_wrong_option_is_refused(folder: Path, tmp_path: Path, option: str, va
 def test_noise_is_a_rule_of_extract_alone(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="noise"):
         lora_merge.resize(folder / "lora.safetensors", tmp_path / "a.safetensors", rank="noise")
+
+
+@pytest.mark.parametrize("options", [("--rank", "energy:0.9"), ("--format", "peft", "--include", "unet", "--others",
+                                     "skip", "--algorithm", "lora")])  # fmt: skip
+def test_it_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    out = tmp_path / ("o" if "peft" in options else "o.safetensors")
+    again = out.with_name(f"again{out.suffix}")
+    base, tuned = folder / "base.safetensors", folder / "all.safetensors"
+    steps = (
+        ("extract", base, tuned, "-o", out, *options),
+        ("verify", out, "--search", folder),
+        ("replay", out, "-o", again, "--search", folder),
+    )
+    for step in steps:
+        code, told = in_process(*step)
+        assert code == 0, told
+    for made in [*out.iterdir()] if out.is_dir() else [out]:
+        assert made.read_bytes() == (again / made.name if out.is_dir() else again).read_bytes()
