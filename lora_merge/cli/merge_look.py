@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..text import by_pattern, by_reason, counted, one_line, plural, size
 from . import text as plain
 from .look import grid, mark, panel, show, styled, table, text
-from .text import applied, matched, retained, saturated, silent
+from .text import applied, effect, matched, retained, saturated, silent
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -101,6 +101,8 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
         if (share := found["retained"]) is not None:
             sign = mark("done" if abs(share - 1) < 0.1 else "note")
             yield "", f"{sign} {retained(share)} of the change that {found['adapter']} makes is in the output"
+    if any(found["retained"] is not None for found in proof["retained"]):
+        yield "", f"the change: {effect(proof['numbers'])}"
     if proof["saturated"]:
         yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"
     if (matching := proof["matching"])["alone"] or verbose:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..text import by_pattern, by_reason, counted, listed, shown, size
+from ..text import by_pattern, by_reason, counted, listed, plural, shown, size
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -164,12 +164,25 @@ def show_proof(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> 
     shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
     if shares:
         say("retained " + ", ".join(f"{retained(share)} of {name}" for name, share in shares))
+        say(f"change   {effect(proof['numbers'])}")
     if (matching := proof["matching"])["alone"] or verbose:
         say(f"matching {matched(matching)}")
     if (account := proof["account"])["unused"]:
         say(f"unused   {unused(account)}")
     for warning in proof["warnings"]:
         echo(f"warning: {warning}", err=True)
+
+
+def effect(numbers: Mapping[str, Any]) -> str:
+    """Return how large a change is beside the weights, and in how many of them the output's precision loses it."""
+    every = numbers["all"]
+    if every["ratio"] is None:
+        said = "the changed weights were zero"
+    else:
+        said = f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖), {every['changed']:.1%} of their numbers differ"
+    if numbers["below"]:
+        said += f"; less than 90% of it is in {plural(numbers['below'], 'weight')}, least in {numbers['worst']}"
+    return said
 
 
 def retained(share: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from ..matching.relatives import kin
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .combined import of_weight
-from .findings import Findings
+from .findings import Exact, Findings, measure
 from .grids import Grid, plain_grid
 from .rebuilt import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
@@ -38,29 +38,6 @@ UNASKED: Final = (
 
 ROUNDING: Final = {"fp64": 32 * 2.0**-53, "fp32": 32 * 2.0**-24, "bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11}
 """Largest error of a sum in the compute dtype, as a share of its largest term."""
-
-
-@dataclass
-class Exact:
-    """Exact rows, in float64, before they are rounded."""
-
-    value: Array
-    terms: Array  # |W|, every |s ΔW| and every sum on the way, whichever is largest
-    loss: float = 1.0  # Reference.loss of the worst formula
-    changes: dict[int, Array] = field(default_factory=dict)  # adapter → s ΔW
-    slack: Array | float = 0.0  # by how much an entry may differ, as its choice hangs on rounding
-
-    def turned(self, turn: Callable[[Array], Array]) -> Exact:
-        """Return the rows in the basis in which the weight is stored."""
-        changes = {number: turn(change) for number, change in self.changes.items()}
-        slack = np.sum(np.broadcast_to(self.slack, self.value.shape), axis=1, keepdims=True)
-        return Exact(turn(self.value), self.terms, self.loss, changes, slack)
-
-    @property
-    def largest(self) -> Array:
-        """Per row, the largest finite term: [rows, 1]."""
-        finite = np.where(np.isfinite(self.terms), self.terms, 0.0)
-        return np.max(finite, axis=1, initial=0.0, keepdims=True)
 
 
 @dataclass(frozen=True)
@@ -137,13 +114,14 @@ class Recomputation:
         if grid.turn is not None:
             found, exact = grid.turn(found), exact.turned(grid.turn)
         findings = self._judged(target, rows, found, grid, exact)
-        self._retention(findings, found, exact, grid, weight)
+        one = findings.measures[target.name] = measure(found, exact, grid.rounded, weight)
+        one.cut = findings.cut
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
         """Return the exact rows."""
         base = self._base(target.weight, rows, cols)
-        exact = Exact(base.copy(), np.abs(base))
+        exact = Exact(base, base.copy(), np.abs(base))
         if target.combining is not None:
             return self._combined(target, rows, exact)
         made = Made(target)
@@ -200,18 +178,6 @@ class Recomputation:
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
         return findings
-
-    def _retention(self, f: Findings, found: Array, exact: Exact, grid: Grid, weight: float) -> None:
-        """Add up each adapter's ⟨applied, intended⟩ and ‖intended‖².
-
-        Applied is the difference to the rounded result without this adapter.
-        """
-        for number, change in exact.changes.items():
-            applied = found - grid.rounded(exact.value - change)
-            sound = np.isfinite(applied) & np.isfinite(change)
-            applied, change = applied[sound], change[sound]
-            f.applied[number] = weight * float(np.sum(applied * change))
-            f.intended[number] = weight * float(np.sum(change * change))
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return the rows of the written tensor, and the numbers that it could hold instead."""

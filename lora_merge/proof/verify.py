@@ -21,10 +21,13 @@ from ..disk.system import CAN_ADVISE, RANDOM, WILL_NEED, advise
 from ..dtypes import ITEM_BYTES
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
+from ..models.blocks import blocks
+from ..models.names import names
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..progress import Progress, Step, unwatched
 from ..text import quoted
 from .account import account
+from .findings import RETAINED, Findings
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
 from .reference.floats import beyond, decode, saturated, step
@@ -35,7 +38,6 @@ from .stored import coded_output
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 DECODED: Final = 2.0**-20  # a number of codes is decoded in fp32: its error, as a share of it, or of the largest in a
 # rotated row
-RETAINED: Final = 0.9  # below this share of an adapter's change, the user is warned
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
@@ -245,14 +247,33 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
         "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
         "untouched": compared, "retained": shares, "saturated": f.cut,
-        "warnings": list(_warnings(plan, merged, shares)),
+        "warnings": list(_warnings(plan, merged, shares)), "numbers": _numbers(plan, f),
     }  # fmt: skip
+
+
+def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
+    """Return the size of the change and what of it is in the output: in all, by component, by block, by tensor."""
+    lookup = names(plan.base, plan.job.map)
+    block_of = blocks(lookup).of
+
+    def groups(tensor: str) -> Iterator[tuple[str, str]]:
+        component, block = lookup.component(tensor), block_of(tensor)
+        yield "components", component
+        if block:
+            yield "blocks", f"{component} {block}"
+
+    return findings.numbers(len(plan.job.adapters), groups)
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
-    changed = {t.dtype for x in plan.files for t in x.targets if t.uses}
-    dtypes, wider = ", ".join(sorted(changed)), "bf16 or fp32" if changed <= EIGHT_BITS else "fp32"
+    changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
+    small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
+    dtypes, wider = ", ".join(sorted({e.title for e in changed})), "bf16 or fp32" if small else "fp32"
+    ways = [f"write --dtype {wider}"]
+    if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
+        ways.append("round with --rounding stochastic, which keeps the change on average")
+    fix = ", or ".join(ways)
     f = merged.findings
     if f.broken:
         yield (f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
@@ -262,10 +283,10 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
         if share["retained"] is not None and share["retained"] < RETAINED:
             yield (
                 f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
-                f"than {dtypes} can hold beside the weights; write --dtype {wider}, or raise the strength"
+                f"than {dtypes} can hold beside the weights; {fix}"
             )
         elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
             yield (
                 f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: "
-                f"write --dtype {wider}, or raise the strength"
+                f"write --dtype {wider}"
             )

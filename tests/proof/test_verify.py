@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 import lora_merge.engine.merge
+from lora_merge.cli.text import show_proof
 from lora_merge.engine.placement import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
@@ -284,7 +285,15 @@ def test_a_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, sc
     report = lora_merge.merge(*paths, dtype=dtype)
     assert report.verified is not None
     assert report.verified["retained"][0]["retained"] < 0.5
-    assert f"write --dtype {wider}," in report.verified["warnings"][0]
+    assert f"write --dtype {wider}, or round with --rounding stochastic" in report.verified["warnings"][0]
+    numbers = report.verified["numbers"]
+    assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
+    said: list[str] = []
+    show_proof(report.verified, said.append)
+    assert said[2].endswith("less than 90% of it is in 1 weight, least in block.weight")
+    rounded = lora_merge.merge(*paths[:2], tmp_path / "drawn.safetensors", dtype=dtype, rounding="stochastic")
+    assert rounded.verified is not None
+    assert not any("--rounding" in text for text in rounded.verified["warnings"])
     report = lora_merge.merge(
         tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "wide.safetensors", dtype="fp32"
     )

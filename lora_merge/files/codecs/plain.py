@@ -22,6 +22,11 @@ class Plain(Encoding):
     name: ClassVar[str] = "plain"
 
     @property
+    def title(self) -> str:
+        """Return the dtype."""
+        return self.dtype
+
+    @property
     def plain(self) -> bool:
         """Whether the stored numbers are the weight."""
         return True

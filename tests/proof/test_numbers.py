@@ -1,0 +1,120 @@
+"""What a merge did to the weights, as the proof measures it: held against numpy on the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lora_merge
+
+from ..support import UNET, Tensors, load, rand, save, sd1
+
+NAMES = [f"{UNET}input_blocks.{n}.1.transformer_blocks.0.attn1.{part}" for n in (1, 2) for part in ("to_q", "to_k")]
+STRENGTHS = (0.8, -0.5)
+
+
+def kohya(name: str) -> str:
+    return "lora_unet_" + name.removeprefix(UNET).replace(".", "_")
+
+
+def lora(path: Path, names: Sequence[str], size: float, seed: int) -> dict[str, Tensor]:
+    """Save an adapter; return name → ΔW in float64."""
+    found: Tensors = {}
+    for number, name in enumerate(names):
+        found[f"{kohya(name)}.lora_down.weight"] = rand(2, 16, seed=seed + number)
+        found[f"{kohya(name)}.lora_up.weight"] = rand(16, 2, seed=seed + number + 50, scale=size)
+        found[f"{kohya(name)}.alpha"] = torch.tensor(2.0)
+    save(found, path)
+    parts = {n: [found[f"{kohya(n)}.lora_{end}.weight"].double() for end in ("up", "down")] for n in names}
+    return {f"{n}.weight": up @ down for n, (up, down) in parts.items()}
+
+
+def numbers_of(
+    base: Tensors, out: Tensors, changes: Sequence[dict[str, Tensor]], keys: Sequence[str]
+) -> dict[str, Any]:
+    """The numbers of some tensors, by their definitions."""
+
+    def all_of(tensors: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+        return np.concatenate([tensors.get(k, torch.zeros(base[k].shape)).double().numpy().ravel() for k in keys])
+
+    def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return torch.from_numpy(values).to(out[keys[0]].dtype).double().numpy()
+
+    before, after, parts = all_of(base), all_of(out), [all_of(c) for c in changes]
+    change = sum(parts)
+    applied = after - rounded(before)
+    rows = []
+    for part, of in zip(parts, changes, strict=True):
+        own = after - rounded(before + change - part)
+        touched = not of.keys().isdisjoint(keys)
+        share = {"change": np.linalg.norm(part), "retained": own @ part / (part @ part)} if touched else None
+        rows.append(share)
+    return {
+        "elements": before.size, "changed": np.mean(applied != 0), "saturated": 0, "weight": np.linalg.norm(before),
+        "change": np.linalg.norm(change), "ratio": np.linalg.norm(change) / np.linalg.norm(before),
+        "largest": np.abs(change).max(), "retained": applied @ change / (change @ change),
+        "noise": np.linalg.norm(applied - change) / np.linalg.norm(change), "adapters": rows,
+    }  # fmt: skip
+
+
+def assert_same(found: Any, want: Any) -> None:
+    assert {k: v for k, v in found.items() if k != "adapters"} == pytest.approx(
+        {k: v for k, v in want.items() if k != "adapters"}, rel=1e-4
+    )
+    for a, b in zip(found["adapters"], want["adapters"], strict=True):
+        assert a == (b if b is None else pytest.approx(b, rel=1e-4))
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32", "fp8_e4m3fn"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_number_is_what_numpy_says(count: int, dtype: str, tmp_path: Path) -> None:
+    """With `full`, over all numbers: in all, by block, by tensor."""
+    base, out = sd1(), tmp_path / "out.safetensors"
+    save(base, tmp_path / "base.safetensors")
+    files = [tmp_path / f"{n}.safetensors" for n in range(count)]
+    made = [lora(file, NAMES[n:], 0.002, 10 * n) for n, file in enumerate(files)]
+    pairs = list(zip(files, STRENGTHS, strict=False))
+    changes = [{k: s * v for k, v in change.items()} for change, s in zip(made, STRENGTHS, strict=False)]
+    lora_merge.merge(tmp_path / "base.safetensors", pairs, out, dtype=dtype)
+    numbers, after = lora_merge.verify(out, full=True)["numbers"], load(out)
+    keys = [f"{name}.weight" for name in NAMES]
+    assert numbers["tensors"].keys() == {*keys}
+    for key in keys:
+        assert_same(numbers["tensors"][key], numbers_of(base, after, changes, [key]))
+    assert_same(numbers["all"], numbers_of(base, after, changes, keys))
+    assert_same(numbers["components"]["unet"], numbers["all"])
+    first, second = numbers["blocks"].values()
+    assert_same(first, numbers_of(base, after, changes, keys[:2]))
+    assert_same(second, numbers_of(base, after, changes, keys[2:]))
+
+
+def test_a_sample_estimates_the_whole(tmp_path: Path) -> None:
+    """The default proof looks at a few rows; norms are those of all rows, within the sample's error."""
+    name = "model.layers.0.self_attn.q_proj"
+    base = {f"{name}.weight": rand(512, 64, seed=3)}
+    factors = {f"{name}.lora_A.weight": rand(4, 64, seed=1), f"{name}.lora_B.weight": rand(512, 4, seed=2)}
+    save(base, tmp_path / "base.safetensors")
+    save(factors, tmp_path / "lora.safetensors")
+    out = tmp_path / "out.safetensors"
+    report = lora_merge.merge(tmp_path / "base.safetensors", tmp_path / "lora.safetensors", out)
+    assert report.verified is not None
+    few, every = report.verified["numbers"]["all"], lora_merge.verify(out, full=True)["numbers"]["all"]
+    assert 0 < few["elements"] < every["elements"] == 512 * 64
+    for entry in ("weight", "change", "ratio"):
+        assert few[entry] == pytest.approx(every[entry], rel=0.5)
+
+
+def test_many_tensors_are_counted_and_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_merge.proof.findings.MOST_LISTED", 3)
+    save(sd1(), tmp_path / "base.safetensors")
+    lora(tmp_path / "lora.safetensors", NAMES, 0.1, 0)
+    report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "lora", "out")))
+    assert report.verified is not None
+    numbers = report.verified["numbers"]
+    assert (numbers["tensors"], numbers["unlisted"], len(numbers["blocks"])) == ({}, 4, 2)
