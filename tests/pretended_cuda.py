@@ -113,6 +113,8 @@ class Pretended:
     defaults: dict[int, Stream] = field(default_factory=dict)
     pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
     registered: dict[int, int] = field(default_factory=dict)  # address → bytes
+    sizes: dict[int, int] = field(default_factory=dict)  # address → bytes that are pinned, or were
+    most_pinned: int = 0  # bytes at one time
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
@@ -376,7 +378,11 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
     def pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         out = empty(*args, **kwargs)
         if pin_memory:
-            found.pinned[out.untyped_storage().data_ptr()] = StorageWeakRef(out.untyped_storage())
+            storage = out.untyped_storage()
+            found.pinned[storage.data_ptr()] = StorageWeakRef(storage)
+            found.sizes[storage.data_ptr()] = storage.nbytes()
+            held = sum(size for at, size in found.sizes.items() if not found.pinned[at].expired())
+            found.most_pinned = max(found.most_pinned, held)
         return out
 
     def moved(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:

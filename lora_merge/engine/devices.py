@@ -16,13 +16,13 @@ import torch
 
 from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
+from .device.memory import lanes
 from .placement import TORCH_DTYPES, WHOLE, Placement
 
 KINDS: Final = ("cpu", "cuda", "mps", "xpu")
 FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
 CPU_STACK: Final = 2**20
-DEVICE_STACK: Final = 2**26
 DEVICE_BYTES: Final = 5 * 2**30
 NARROW: Final = 16  # rows or columns
 
@@ -211,11 +211,11 @@ def share_cores(workers: int) -> None:
     torch.set_num_threads(1)
 
 
-def threads(at: Sequence[Placement]) -> int:
+def threads(at: Sequence[Placement], max_vram: int | None = None) -> int:
     """Return how many blocks to fold side by side: on a CPU one for each core that an operation of torch leaves idle,
-    on CUDA three (upload, computation, download), elsewhere one: several threads must not use Metal's one queue."""
+    elsewhere one for each lane."""
     if at[0].device.type != "cpu":
-        return len(at) * (3 if at[0].device.type == "cuda" else 1)
+        return len(at) * lanes(at[0], device_bytes(max_vram))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // _Sharing.workers // (1 if _omp_set_num_threads() else torch.get_num_threads()))
 
@@ -269,19 +269,13 @@ class DeviceMemory:
             yield
 
 
-def stack_size(at: Placement, max_vram: int | None, rows: int, cols: int) -> int:
-    """Return how many blocks may go into one batched call: as many as fit the caches of a CPU, or the memory limit.
+def stack_size(rows: int, cols: int) -> int:
+    """Return how many blocks may go into one batched call on a CPU: as many as fit its caches.
 
-    Three threads each hold the stored values, the base, ΔW and two temporaries of its size. On a CPU, narrow matrices
-    go one by one: a CPU rounds their batched products differently from single ones, and the number of blocks in a
-    window depends on the memory limit.
+    Narrow matrices go one by one: a CPU rounds their batched products differently from single ones, and the number of
+    blocks in a window depends on the memory limit.
     """
-    if at.device.type == "cpu":
-        most = CPU_STACK if min(rows, cols) >= NARROW else 0
-    else:
-        each = 56 if at.dtype == torch.float64 else 24  # bytes for a number; rounding fp64 takes more temporaries
-        most = min(DEVICE_STACK, device_bytes(max_vram) // (3 * each))
-    return max(1, most // max(rows * cols, 1))
+    return max(1, CPU_STACK // max(rows * cols, 1)) if min(rows, cols) >= NARROW else 1
 
 
 def device_bytes(max_vram: int | None) -> int:

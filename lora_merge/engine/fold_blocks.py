@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from threading import local
 from typing import Any, Final, TypeVar
@@ -21,7 +22,17 @@ from ..job import Job
 from ..planning.plan import OutputTensor
 from .blocks import Block, blocks
 from .buffers import Outcome, Room
-from .devices import DeviceMemory, device_failed, fallback_device, passed_over, precise, release, stack_size
+from .device.memory import block_bytes, lane_share
+from .devices import (
+    DeviceMemory,
+    device_bytes,
+    device_failed,
+    fallback_device,
+    passed_over,
+    precise,
+    release,
+    stack_size,
+)
 from .fold import new_weights
 from .patch_tensors import PatchTensors
 from .placement import (
@@ -38,6 +49,9 @@ from .placement import (
 )
 from .tensors import Codes, decoded, recode, stored_numbers
 from .torch_state import exact_products
+
+STAGED: Final = 2**23
+"""The most bytes of one call that go through a lane's pinned memory, up and down, unless one block has more."""
 
 Result = TypeVar("Result")
 Work = TypeVar("Work")
@@ -66,6 +80,7 @@ class BlockMerger:
     notes: list[str] = field(default_factory=list)  # remarks for the user
     saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
     draw: Draw | None = None  # for stochastic rounding
+    staged: int = STAGED  # bytes of pinned memory for a transfer
     fallback_device: Placement | None = None  # for a block that does not fit the device even alone
     room: DeviceMemory = field(default_factory=DeviceMemory)
     host: Room = field(default_factory=lambda: Room(2**30))  # for changes of whole weights
@@ -108,8 +123,19 @@ class BlockMerger:
         return sum(map(self._fold, some), Outcome())
 
     def _most(self, block: Block) -> int:
-        """Return how many blocks like this one may go into one call."""
-        return stack_size(precise_at(self.at[0], block), self.max_vram, block.last - block.first, block.cols)
+        """Return how many blocks like this one may go into one call: as many as fit the caches of a CPU, or a lane's
+        share of a device's memory and its pinned memory."""
+        at = precise_at(self.at[0], block)
+        if at.device.type == "cpu":
+            return stack_size(block.last - block.first, block.cols)
+        moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
+        return max(1, min(self.share // max(block_bytes(block, at), 1), self.staged // moved))
+
+    @cached_property
+    def share(self) -> int:
+        """The bytes of its device's memory that a lane may use for blocks."""
+        held = self.tensors.held.size(self.at[0]) if self.tensors.held is not None else 0
+        return lane_share(self.at[0], device_bytes(self.max_vram), held)
 
     def _fold(self, group: Sequence[Item]) -> Outcome:
         """Fold blocks of one kind in one call, or in as many as the device's memory needs."""
@@ -127,11 +153,11 @@ class BlockMerger:
                     note = "a block was folded on the CPU"
                 if isinstance(found, str):
                     raise ResourceError("the device is out of memory", f"{name}: {found}", FULL)
-                self._note(note)
+                self.note(note)
             if not isinstance(found, str):
                 return found
             self.room.most = min(self.room.most, numbers // 2)
-            self._note("smaller batches were used")
+            self.note("smaller batches were used")
         half = len(group) // 2
         return self._fold(group[:half]) + self._fold(group[half:])
 
@@ -254,7 +280,8 @@ class BlockMerger:
         """Give up the calling thread's lane, with its memory."""
         self._own.__dict__.clear()
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Tell the user, once, what was done as a device was short of memory."""
         text = f"{','.join(str(p.device) for p in self.at)} was short of memory: {text}"
         if text not in self.notes:
             self.notes.append(text)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from ..disk.reader import Reader
 from ..disk.spool import Spool
@@ -16,12 +17,15 @@ from .buffers import Outcome, WindowTask
 from .device.adapters import AdaptersOnDevice
 from .device.choice import choose
 from .device.windows import DeviceWindows
-from .devices import device_bytes, one_core, places, release, stack_size, threads
+from .devices import device_bytes, one_core, places, release, threads
 from .fold_blocks import BlockMerger, Item, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
 from .tensors import Codes, TensorCache, decoded, new_parts, packed, raw, recode, refitted
-from .windows import Change, Fold, Window
+from .windows import Change, Fold, Window, pinned_bytes
+
+PINNED_UNITS: Final = 24
+"""Parts of the pinned memory: 4 for adapters, and for each of three lanes 2 for windows and 4 for single blocks."""
 
 
 class WindowMerger:
@@ -34,11 +38,14 @@ class WindowMerger:
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
         self.cache = TensorCache(reader, frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files))
-        self.pool = ThreadPoolExecutor(threads(at), thread_name_prefix="fold", initializer=one_core)
-        held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4) if at[0].device.type != "cpu" else None
+        self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
+        unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
+        held = None
+        if at[0].device.type != "cpu":
+            held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, held=held)
-        self.blocks = BlockMerger.of(job, at, tensors, self.pool)
-        self.whole = DeviceWindows(self.blocks, self.pool, stack_size(at[0], job.max_vram, 1, 1)) if held else None
+        self.blocks = replace(BlockMerger.of(job, at, tensors, self.pool), staged=2 * unit)
+        self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
         self.spools = [Spool(part.parent) for part in parts]

@@ -127,6 +127,10 @@ class DeviceStream:
             old = self._memory[use] = _pinned(count, dtype) if self.stream else torch.empty(count, dtype=dtype)
         return old[:count].view(*shape)
 
+    def give_back(self, use: str) -> None:
+        """Give up the host's memory for this use."""
+        self._memory.pop(use, None)
+
 
 def _pinned(count: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialised [count] in pinned memory, or in other memory, with slower copies, if there is none left."""

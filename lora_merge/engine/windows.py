@@ -26,7 +26,8 @@ WINDOW_BYTES: Final = 32 * 2**20  # reaches full disk speed; larger windows meas
 SMALLEST_WINDOW: Final = 2**20
 SLOTS: Final = 4  # windows in memory: one is read, one hashed, one folded, one written
 DEVICE_WINDOW_BYTES: Final = 64 * 2**20  # on a GPU few operations cost less than many: 16 windows for each GB
-DEVICE_SLOTS: Final = 8  # three are folded by the lanes of one GPU, and two wait for them
+DEVICE_SLOTS: Final = 7  # three are folded by the lanes of one GPU, and one waits for them
+PINNED: Final = 96 * 2**20  # bytes through which a GPU gets what it cannot read itself
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
 
 
@@ -135,17 +136,27 @@ class Window:
 
 def window_room(job: Job) -> int:
     """Return the most bytes of a window's output, and of its input; ResourceError if the job's limit is too low."""
-    room = job.max_memory // (2 * slots(job))
+    room = (job.max_memory - (pinned_bytes(job) if on_gpu(job) else 0)) // (2 * slots(job))
     if room < SMALLEST_WINDOW:
+        least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW
         raise ResourceError("the memory limit is too low", f"--max-memory {job.max_memory}",
-                            f"give at least {2 * SLOTS * SMALLEST_WINDOW >> 20} MiB")  # fmt: skip
+                            f"give at least {least >> 20} MiB")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
 
 
 def slots(job: Job) -> int:
     """Return how many windows are in memory at once: more where a GPU may fold them, and memory allows it."""
-    enough = job.max_memory >= 2 * DEVICE_SLOTS * SMALLEST_WINDOW
-    return DEVICE_SLOTS if enough and job.device != "cpu" and (job.device != "auto" or has_gpu()) else SLOTS
+    return DEVICE_SLOTS if on_gpu(job) and job.max_memory >= 4 * DEVICE_SLOTS * SMALLEST_WINDOW else SLOTS
+
+
+def on_gpu(job: Job) -> bool:
+    """Return whether a GPU may fold the windows."""
+    return job.device != "cpu" and (job.device != "auto" or has_gpu())
+
+
+def pinned_bytes(job: Job) -> int:
+    """Return the bytes of the memory limit that transfers to a GPU may use beside the windows."""
+    return min(PINNED, job.max_memory // 4)
 
 
 def window_bytes(plan: Plan) -> int:

@@ -102,8 +102,9 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         patch.object(RegisteredBuffers, "has", lambda *_: True), patch.object(torch.cuda, "Event", lambda **_: nothing),
         patch.object(torch.cuda, "stream", nullcontext), patch.object(torch.cuda, "device", nullcontext),
         patch.object(DeviceStream, "turn", counted), patch.object(Tensor, "copy_", downwards(counts)),
+        patch("lora_merge.engine.device.memory.lanes", lambda *_: 3),
         patch("lora_merge.engine.fold_window.places", places),
-        patch("lora_merge.engine.fold_window.threads", lambda _: 3),
+        patch("lora_merge.engine.fold_window.threads", lambda *_: 3),
     ):  # fmt: skip
         yield
 

@@ -15,6 +15,7 @@ from lora_merge.cli.text import conclude
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.device import choice
 from lora_merge.engine.placement import _stream
+from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
 
@@ -161,3 +162,23 @@ def test_the_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_pa
     told: list[str] = []
     conclude(report, told.append, [], as_json=False, verbose=True)
     assert any(line.startswith("device   cpu: about 0.0 s on the CPU") for line in told)
+
+
+def test_pinned_memory_and_windows_stay_within_max_memory(
+    files: tuple[Path, Path], tmp_path: Path, cuda: Pretended
+) -> None:
+    """Where the device cannot use the windows itself, they go through memory that counts; also blocks that go alone."""
+    base = {f"m.{n}.weight": rand(1024, 640, seed=n).half() for n in range(8)}
+    adapter = {f"m.{n}.lora_{k}.weight": rand(*s) for n in range(8) for k, s in (("up", (1024, 4)), ("down", (4, 640)))}
+    inputs = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    cuda.refuses_memory = True
+    for options in ({}, {"dtype": "fp32"}, {"rounding": "stochastic", "dtype": "bf16"}):
+        job = make_job(
+            inputs[0], [(inputs[1], 1.0)], tmp_path / "o", device="cuda", max_memory="16MiB", overwrite=True, **options
+        )  # type: ignore[arg-type]
+        cuda.most_pinned = 0
+        plan = plan_merge(job)
+        lora_merge.merge(*inputs, tmp_path / "o", device="cuda", max_memory="16MiB", overwrite=True, **options)  # type: ignore[arg-type]
+        assert 0 < cuda.most_pinned <= pinned_bytes(job)
+        assert buffer_bytes(plan) + cuda.most_pinned <= job.max_memory
+    assert not cuda.races

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.engine import tensors as factors
 from lora_merge.engine.blocks import BLOCK_ELEMENTS
+from lora_merge.engine.device.memory import WORKSPACE
 from lora_merge.engine.devices import stack_size
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.patch_tensors import PatchTensors
@@ -87,8 +88,10 @@ class Device:
 
     streams: list[Stream] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
-    storages: dict[int, tuple[StorageWeakRef, int, Stream]] = field(default_factory=dict)
+    storages: dict[int, tuple[StorageWeakRef, int, Stream, int]] = field(default_factory=dict)
     numbers: int = 0
+    live: int = 0  # bytes on the device
+    peak: int = 0
     lock: RLock = field(default_factory=RLock)
 
     def number(self, tensor: Tensor, stream: Stream) -> int:
@@ -96,14 +99,18 @@ class Device:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             self.numbers += 1
-            self.storages[storage._cdata] = (StorageWeakRef(storage), self.numbers, stream)
+            size = storage.nbytes() if tensor.is_meta else 0
+            self.storages[storage._cdata] = (StorageWeakRef(storage), self.numbers, stream, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
         return self.storages[storage._cdata][1]
 
     def sweep(self) -> None:
         """Memory that was freed meanwhile: its stream may use it again at once, so no other may have work on it."""
-        for key, (storage, number, maker) in list(self.storages.items()):
+        for key, (storage, number, maker, size) in list(self.storages.items()):
             if storage.expired():
                 del self.storages[key]
+                self.live -= size
                 self.run(Work("what comes after its release", set(), {number}), maker, queue=False)
 
     def run(self, work: Work, stream: Stream | None, *, queue: bool) -> None:
@@ -192,7 +199,7 @@ def test_lanes_share_factors_without_races(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 3)
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 3)
     monkeypatch.setattr(
         "lora_merge.engine.fold_window.PatchTensors",
         lambda *given, **more: PatchTensors(*given, kept=DeviceCache(), **more),
@@ -209,6 +216,37 @@ def test_lanes_share_factors_without_races(
     caller, *lanes = device.streams
     assert len(lanes) > 1 and all(lane.waited for lane in lanes) and not caller.queued
     assert device.numbers > 40
+    assert not device.races
+
+
+SLOTS = {
+    "lora": lambda out, cols: {"lora_up.weight": (out, 64), "lora_down.weight": (64, cols)},
+    "dora": lambda out, cols: {"lora_up.weight": (out, 4), "lora_down.weight": (4, cols), "dora_scale": (out, 1)},
+    "loha": lambda out, cols: {"hada_w1_a": (out, 4), "hada_w1_b": (4, cols), "hada_w2_a": (out, 4), "hada_w2_b": (4, cols)},
+    "full": lambda out, cols: {"diff": (out, cols)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("lora", {"dtype": "fp32"}), ("dora", {}), ("loha", {"dtype": "fp32"}), ("full", {"compute_dtype": "fp64"})],
+)
+def test_a_devices_memory_in_use_stays_within_the_bound(
+    kind: str, options: dict[str, str], device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors, temporaries and adapters included, and what cuBLAS keeps for every lane."""
+    compute = torch.float64 if options.get("compute_dtype") == "fp64" else torch.float32
+    at = Placement(torch.device("meta"), compute)
+    monkeypatch.setattr("lora_merge.engine.fold_window.places", lambda *_: (at,))
+    of, bound = (3, 3 * 2**26) if kind == "lora" else (1, 2**27)
+    monkeypatch.setattr("lora_merge.engine.device.memory.lanes", lambda *_: of)
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: of)
+    shape = (2048, 1024)
+    base = {f"layer.{n}.weight": torch.zeros(shape, dtype=torch.bfloat16) for n in range(4)}
+    adapter = {f"layer.{n}.{k}": torch.ones(s) for n in range(4) for k, s in SLOTS[kind](*shape).items()}
+    files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
+    lora_merge.merge(*files, tmp_path / "o", verify=False, device="cpu", max_vram=bound, **options)
+    assert 2**20 < device.peak <= bound - of * WORKSPACE
     assert not device.races
 
 
@@ -348,13 +386,13 @@ def test_in_memory_a_factor_goes_up_once_for_all_blocks_and_bounds_count(monkeyp
         staged.extend(tuple(t.shape) for t in tensors)
         return stage(tensors, *more)
 
-    def sized(at: Placement, max_vram: int | None, rows: int, cols: int) -> int:
-        bounds.append(max_vram)
-        return stack_size(at, max_vram, rows, cols)
+    def sized(rows: int, cols: int) -> int:
+        bounds.append((rows, cols))
+        return stack_size(rows, cols)
 
     monkeypatch.setattr("lora_merge.engine.patch_tensors.stage", counted)
     monkeypatch.setattr("lora_merge.engine.fold_blocks.stack_size", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
     assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]
-    assert set(bounds) == {2**26}
+    assert set(bounds) == {(1024, 1024)}

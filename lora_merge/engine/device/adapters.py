@@ -17,9 +17,6 @@ from ...planning.plan import Plan
 from ..placement import TORCH_DTYPES, DeviceStream, Placement, holds
 from .placement import cast_all, extremes, fit, upload
 
-PIECE: Final = 16 * 2**20
-"""Bytes of one upload; a lane keeps pinned memory of this size."""
-
 GAP: Final = 2**16
 """Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
 
@@ -29,9 +26,10 @@ Key: TypeAlias = tuple[Source, int, int, str]
 class AdaptersOnDevice:
     """The tensors of adapters at each placement, made when the first lane asks for one of them."""
 
-    def __init__(self, reader: Reader, plans: Sequence[Plan], most: int) -> None:
-        """`most`: the bytes that they may take on a device. Those that go beyond it are not held."""
-        self._reader, self._infos, self._most = reader, _used(plans), most
+    def __init__(self, reader: Reader, plans: Sequence[Plan], most: int, piece: int) -> None:
+        """`most`: the bytes that they may take on a device. Those that go beyond it are not held. `piece`: the bytes of
+        one upload, unless a tensor has more, from pinned memory."""
+        self._reader, self._infos, self._most, self._piece = reader, _used(plans), most, piece
         self._made: dict[Placement, dict[Key, Tensor]] = {}
         self._lock = Lock()
 
@@ -58,7 +56,8 @@ class AdaptersOnDevice:
         """Return all tensors at the lane's placement. A piece with a number that is not finite is left out: whoever
         needs it reads it again, and finds the tensor."""
         found, left = dict[Key, Tensor](), self._most // lane.at.dtype.itemsize
-        for infos in _pieces([i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]):
+        infos_held = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
+        for infos in _pieces(infos_held, self._piece):
             numbers = [prod(i.shape) for i in infos]
             left -= sum(numbers)
             if left < 0:
@@ -67,7 +66,7 @@ class AdaptersOnDevice:
             host = lane.host("adapter", (end - start,), torch.uint8)
             memory: Any = host.numpy()
             self._reader.read_into(memoryview(memory), infos[0].source, start)
-            raw = upload("adapter", host, lane, direct=True)
+            raw = upload(host, lane, 0)
             own = torch.empty(sum(numbers), dtype=lane.at.dtype, device=lane.at.device)
             parts = own.split_with_sizes(numbers)
             cast_all([raw[i.offset - start :][: i.nbytes].view(TORCH_DTYPES[i.dtype]) for i in infos], parts)
@@ -75,6 +74,7 @@ class AdaptersOnDevice:
             lane.settle()
             if fit(ends, lane.at.dtype):
                 found |= zip(map(_key, infos), parts, strict=True)
+        lane.give_back("adapter")
         return found
 
 
@@ -93,14 +93,14 @@ def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
     return sorted(found.values(), key=lambda i: (str(i.file), i.offset))
 
 
-def _pieces(infos: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
     """Yield tensors that lie in one piece of a file, and whose numbers are aligned there."""
     piece: list[StoredTensor] = []
     for info in infos:
         if piece:
             first, last = piece[0], piece[-1]
             gap = info.offset - last.offset - last.nbytes
-            near = info.source == first.source and 0 <= gap <= GAP and info.offset + info.nbytes - first.offset <= PIECE
+            near = info.source == first.source and 0 <= gap <= GAP and info.offset + info.nbytes - first.offset <= most
             if not near or (info.offset - first.offset) % TORCH_DTYPES[info.dtype].itemsize:
                 yield piece
                 piece = []

@@ -10,28 +10,31 @@ from torch import Tensor
 from ..placement import PATTERNS, ROOM, DeviceStream, _ready
 
 
-def upload(use: str, host: Tensor, lane: DeviceStream, *, direct: bool) -> Tensor:
-    """Return bytes of the host on the lane's device, with one transfer, which is only queued.
+def upload(host: Tensor, lane: DeviceStream, piece: int) -> Tensor:
+    """Return bytes of the host on the lane's device; the transfer is only queued. With a `piece` of 0, it is one, and
+    the device reads the memory itself; else the bytes go through pinned memory, so many at once."""
+    if not piece or lane.stream is None:
+        return host.to(lane.at.device, non_blocking=True)
+    there = torch.empty_like(host, device=lane.at.device)
+    for number, first in enumerate(range(0, len(host), piece)):
+        if number > 1:
+            lane.settle()  # the last transfer from this half
+        part = host[first : first + piece]
+        own = lane.host(f"piece {number % 2}", part.shape, part.dtype).copy_(part)
+        there[first : first + piece].copy_(own, non_blocking=True)
+    return there
 
-    `direct`: whether the device can read the host's memory itself; else the bytes go through pinned memory, which the
-    next call with this `use` overwrites.
-    """
-    if not direct and lane.stream is not None:
-        host = lane.host(use, host.shape, host.dtype).copy_(host)
-    return host.to(lane.at.device, non_blocking=True)
 
-
-def download(pairs: Sequence[tuple[Tensor, Tensor]], lane: DeviceStream, *, direct: bool) -> None:
-    """Copy bytes of the device to the host, one transfer for each pair (there, host), and wait for all of them."""
-    here = []
-    for number, (there, host) in enumerate(pairs):
-        own = host if direct or lane.stream is None else lane.host(f"down {number}", host.shape, host.dtype)
-        own.copy_(there, non_blocking=lane.stream is not None)
-        here.append((own, host))
-    lane.settle()
-    for own, host in here:
-        if own is not host:
-            host.copy_(own)
+def download(there: Tensor, host: Tensor, lane: DeviceStream, piece: int) -> None:
+    """Queue a copy of bytes of the device to the host, or make it through pinned memory; `piece` as in `upload`."""
+    if not piece or lane.stream is None:
+        host.copy_(there, non_blocking=lane.stream is not None)
+        return
+    for first in range(0, len(host), piece):
+        part = host[first : first + piece]
+        own = lane.host("piece 0", part.shape, part.dtype).copy_(there[first : first + piece], non_blocking=True)
+        lane.settle()
+        part.copy_(own)
 
 
 def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ...algorithms import DoesNotFit
 from ..blocks import block
-from ..buffers import Outcome, WindowTask
+from ..buffers import Buffer, Outcome, WindowTask
 from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item, groups, precise_at
 from ..placement import TORCH_DTYPES, DeviceStream, holds
 from ..windows import Fold
+from .memory import block_bytes
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
 from .registered import RegisteredBuffers
 
@@ -43,14 +44,15 @@ class Part(NamedTuple):
     folds: tuple[Fold, ...]
     items: Callable[[], list[Item]]
     made: Sequence[int]  # offsets of all results of the window
+    nbytes: int  # of the device's memory that folding takes
 
 
 class DeviceWindows:
     """Folds windows in the threads of a pool, each of which has a lane to a device."""
 
-    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, most: int) -> None:
-        """`most`: how many numbers a lane may fold at once."""
-        self.blocks, self.pool, self.most = blocks, pool, most
+    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
+        """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
+        self.blocks, self.pool, self.piece = blocks, pool, piece
         self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
@@ -64,10 +66,10 @@ class DeviceWindows:
             else:
                 yield f
         for apart in (False, True):
-            for some in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
+            for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
                 parts = [f for j in some for f in j.parts]
                 items = partial(lambda parts: [item(f) for f in parts], parts)
-                yield self.pool.submit(self._fold, Part(task, tuple(j.fold for j in some), items, made))
+                yield self.pool.submit(self._fold, Part(task, tuple(j.fold for j in some), items, made, nbytes))
 
     def _takes(self, f: Fold) -> bool:
         target, at = f.block.target, self.blocks.at[0]
@@ -78,37 +80,49 @@ class DeviceWindows:
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
         return plain and aligned and alike and self.blocks.draw is None
 
-    def _parts(self, folds: Sequence[Fold]) -> Iterator[list[Joined]]:
-        """Yield blocks, joined, of at most `most` numbers together; a block that is larger stays alone."""
-        part, numbers = list[Joined](), 0
-        for found in joined(folds, self.most):
-            count = found.fold.block.elements
-            if part and numbers + count > self.most:
-                yield part
-                part, numbers = [], 0
-            part.append(found)
-            numbers += count
-        if part:
-            yield part
+    def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
+        """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
+        them takes; a block that is larger stays alone."""
+        part, run, used = list[Joined](), list[Fold](), 0
+        rate, target = 0.0, None
+        for f in folds:
+            if f.block.target is not target:  # its blocks are alike
+                target = f.block.target
+                rate = block_bytes(f.block, precise_at(self.blocks.at[0], f.block)) / max(f.block.elements, 1)
+            needed = int(rate * f.block.elements)
+            full = bool(run) and used + needed > self.blocks.share
+            if run and (full or not _follows(run[-1], f)):
+                part.append(_joined(run))
+                run = []
+            if full:
+                yield part, used
+                part, used = [], 0
+            run.append(f)
+            used += needed
+        if run:
+            yield [*part, _joined(run)], used
 
     def _fold(self, part: Part) -> Outcome:
-        """Fold a part of a window, block by block if it is not possible at once."""
-        with self.blocks.room.shared():
+        """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
+        than a lane's share."""
+        room = self.blocks.room
+        with room.shared() if part.nbytes <= self.blocks.share else room.alone():
             done = self.blocks.turn(partial(self._at_once, part))
+        if isinstance(done, str):
+            self.blocks.note("smaller batches were used")
         return Outcome() if done is True else self.blocks.fold_here(part.items())
 
     def _at_once(self, part: Part, lane: DeviceStream) -> bool:
         """Fold blocks and write the results. False, with nothing written, if a number is too large for its dtype or an
         adapter's value is invalid: the way block by block tells which."""
-        task, apart, device = part.task, part.folds[0].apart, lane.at.device
+        task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
         given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
-        direct = self.registered.has(task.base_bytes.base if apart else task.base_bytes.out, device)
-        there = upload("up", given, lane, direct=direct)
+        there = upload(given, lane, self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane))
         start = part.folds[0].at // ALIGNED * ALIGNED
         size = part.folds[-1].at + part.folds[-1].nbytes - start
-        out = torch.empty(size, dtype=torch.uint8, device=device) if apart else there
+        out = torch.empty(size, dtype=torch.uint8, device=lane.at.device) if apart else there
         kinds: dict[tuple[bool, str], list[Fold]] = {}
         for f in part.folds:
             kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
@@ -127,10 +141,13 @@ class DeviceWindows:
                 [_numbers(out, f.at - start, f.nbytes, dtype) for f in folds],
             )
         view = task.own.out.view(task.window.start, task.window.size)
-        runs = [(a - start, b - start, _bytes(view, a, b)) for a, b in _runs(part, bridged=not apart)]
-        direct = self.registered.has(task.own.out, device)
-        download([(out[a:b], host) for a, b, host in runs], lane, direct=direct)
+        for a, b in _runs(part, bridged=not apart):
+            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
+        lane.settle()
         return True
+
+    def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
+        return 0 if self.registered.has(buffer, lane.at.device) else self.piece
 
     def _merged(
         self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream
@@ -138,7 +155,7 @@ class DeviceWindows:
         """Return blocks of one placement and dtype in another order, their merged numbers in that order, flat, and how
         many there are of each."""
         at = precise_at(lane.at, folds[0].block)
-        stacks = [*groups(folds, lambda f: f.block, lambda b: max(1, self.most // b.elements))]
+        stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
         ordered = [f for stack in stacks for f in stack]
         sizes = [f.block.elements for f in ordered]
         work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
@@ -160,19 +177,6 @@ class DeviceWindows:
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""
         self.registered.close()
-
-
-def joined(folds: Sequence[Fold], most: int) -> Iterator[Joined]:
-    """Yield blocks joined with the blocks that follow them in the same tensor and in both buffers, changed by the same
-    patches, up to `most` numbers."""
-    run: list[Fold] = []
-    for f in folds:
-        if run and not (_follows(run[-1], f) and f.block.last - run[0].block.first <= most // max(f.block.cols, 1)):
-            yield _joined(run)
-            run = []
-        run.append(f)
-    if run:
-        yield _joined(run)
 
 
 def _follows(a: Fold, b: Fold) -> bool:
