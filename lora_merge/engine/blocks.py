@@ -7,17 +7,19 @@ one block, and the number of blocks in a call depends on the window, the limits 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 
 FURTHER: Final = 5
 """Arrays of a block's size beside one for each adapter: base and its buffer, magnitudes, and temporaries."""
+
+Work = TypeVar("Work")
 
 BLOCK_ELEMENTS: Final = 2**20  # 4 MiB in fp32 stay in the caches: casts take a third of their time at 2**22
 
@@ -119,6 +121,17 @@ def block(target: OutputTensor, first: int, last: int) -> Block:
     """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
     found = tuple(_slice(target, u, first, last) for u in target.uses if _overlaps(u, first, last))
     return Block(target, first, last, target.matrix[1], found)
+
+
+def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:
+    """Yield the items whose blocks (`of`) are of one kind together, at most so many as `most` says of a block."""
+    kinds: dict[Any, list[Work]] = {}
+    for item in items:
+        kinds.setdefault(of(item).kind, []).append(item)
+    for same in kinds.values():
+        n = most(of(same[0]))
+        for first in range(0, len(same), n):
+            yield same[first : first + n]
 
 
 def _ranges(target: OutputTensor, rows: int, cols: int) -> list[tuple[int, int]]:

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from ..algorithms import ALGORITHMS
 from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
+from .blocks import Block
 from .device.memory import lanes
 from .placement import TORCH_DTYPES, WHOLE, Placement
 
@@ -162,6 +164,13 @@ def precise(at: Placement) -> Placement:
     if at.device.type == "cuda" and torch.cuda.is_available():
         _load_decompositions(at.device)
     return Placement(at.device, torch.float64)
+
+
+def precise_at(at: Placement, block: Block) -> Placement:
+    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
+    chooses entries by their size: in fp32 the choice would depend on rounding."""
+    rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
+    return precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
 
 
 def _load_decompositions(device: torch.device) -> None:

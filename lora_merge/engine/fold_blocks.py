@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from threading import local
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..algorithms import ALGORITHMS, DoesNotFit
+from ..algorithms import DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, device_failure, device_full, misfit
 from ..files.codecs.draws import Draw, draws, to_floats
 from ..job import Job
 from ..planning.plan import OutputTensor
-from .blocks import Block, blocks
+from .blocks import Block, blocks, groups
 from .buffers import Outcome, Room
 from .device.memory import block_bytes, lane_share
 from .devices import (
@@ -29,7 +29,7 @@ from .devices import (
     device_failed,
     fallback_device,
     passed_over,
-    precise,
+    precise_at,
     release,
     stack_size,
 )
@@ -54,7 +54,6 @@ STAGED: Final = 2**23
 """The most bytes of one call that go through a lane's pinned memory, up and down, unless one block has more."""
 
 Result = TypeVar("Result")
-Work = TypeVar("Work")
 
 ERRAND: Final = 2**16
 """The least numbers that a thread of the pool gets to fold, where there are as many."""
@@ -321,13 +320,6 @@ def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
     return sum((done.result() for done in under_way), Outcome())
 
 
-def precise_at(at: Placement, block: Block) -> Placement:
-    """Return the placement for a block: in fp64 if one of its formulas decomposes or inverts a matrix, or if its method
-    chooses entries by their size: in fp32 the choice would depend on rounding."""
-    rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    return precise(at) if block.target.combining is not None or any(r.decomposes for r in rows) else at
-
-
 def _in_place(group: Sequence[Item], at: Placement) -> bool:
     """Return whether base values and result share their memory, in the compute dtype: then nothing is copied."""
     item = group[0]
@@ -336,17 +328,6 @@ def _in_place(group: Sequence[Item], at: Placement) -> bool:
 
 def _block(item: Item) -> Block:
     return item.block
-
-
-def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:
-    """Yield the items whose blocks (`of`) are of one kind together, at most so many as `most` says of a block."""
-    kinds: dict[Any, list[Work]] = {}
-    for item in items:
-        kinds.setdefault(of(item).kind, []).append(item)
-    for same in kinds.values():
-        n = most(of(same[0]))
-        for first in range(0, len(same), n):
-            yield same[first : first + n]
 
 
 def made_again(target: OutputTensor, merger: BlockMerger) -> Iterator[tuple[Block, Tensor, Outcome]]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
+from lora_merge.engine.device.choice import Choice
 from lora_merge.engine.devices import place, places, precise, stack_size, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.fold_blocks import BlockMerger, Item
@@ -354,6 +355,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     with pytest.raises(lora_merge.MergeError, match="fp64"):
         place("mps", "F64")
     weights, adapter = save(model(torch.float32), tmp_path / "b"), save(linear(torch.float32), tmp_path / "a")
+    monkeypatch.setattr("lora_merge.engine.fold_window.choose", lambda plans: Choice(plans[0].job.device))
     report = lora_merge.merge(weights, adapter, tmp_path / "o", compute_dtype="fp64")
     assert report.device == "cpu"
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
@@ -385,7 +387,7 @@ def _merge(folder: Path, name: str, **options: object) -> bytes:
 def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for count, within in ((1, 1), (1, 2), (4, 1)):
-        monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _, count=count: count)
+        monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_, count=count: count)
         before = torch.get_num_threads()
         torch.set_num_threads(within)
         results.append(_merge(tmp_path, f"{count}-{within}"))
@@ -416,7 +418,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 1)
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 1)
     assert _merge(tmp_path, "parts") == whole
     assert len(failed) == 1, "the size that fits is found once"
     options = {"device": "cpu", "verify": False, "overwrite": True}
@@ -449,7 +451,7 @@ def test_a_block_that_does_not_fit_beside_others_is_folded_alone(
             used.release()
 
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
-    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda _: 4)
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 4)
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ...algorithms import DoesNotFit
-from ..blocks import block
+from ..blocks import block, groups
 from ..buffers import Buffer, Outcome, WindowTask
+from ..devices import precise_at
 from ..fold import new_weights
-from ..fold_blocks import BlockMerger, Item, groups, precise_at
+from ..fold_blocks import BlockMerger, Item
 from ..placement import TORCH_DTYPES, DeviceStream, holds
 from ..windows import Fold
 from .memory import block_bytes
