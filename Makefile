@@ -24,12 +24,13 @@ lint: $(call STAMP,test)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(call STAMP,test)
-	$(BIN)/mypy
-	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
-	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
+types: types-linux types-win32 types-darwin
 
-test: lint types
+types-%: $(call STAMP,test)
+	$(BIN)/mypy --platform $* --cache-dir .mypy_cache/$*
+
+test: $(call STAMP,test)
+	$(MAKE) -j 2 lint types  # each uses one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 docs: $(call STAMP,test)

@@ -1,5 +1,6 @@
 """Runs `lora-merge` with everything taken away that Windows lacks. Run: python -m tests.without_posix ARGUMENTS
 
+`--then` between ARGUMENTS begins another run in the same process, if the one before has done what it should.
 What stays is what Python has everywhere. `sys.platform` stays too: torch asks it which libraries to load.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import itertools
 import mmap
 import os
 import shutil
@@ -108,6 +110,15 @@ def take_away() -> None:
 if __name__ == "__main__":
     take_away()
     from lora_merge.__main__ import start
+    from lora_merge.cli.main import main
 
-    sys.argv[0] = "lora-merge"
-    start()
+    runs = [list(run) for is_break, run in itertools.groupby(sys.argv[1:], key="--then".__eq__) if not is_break]
+    for run in runs[:-1]:
+        sys.argv = ["lora-merge", *run]
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+    sys.argv = ["lora-merge", *(runs[-1] if runs else [])]
+    start()  # ends the process

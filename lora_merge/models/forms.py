@@ -73,7 +73,8 @@ class NameTable:
 
     def knows(self, name: str) -> bool:
         """Return whether a name, dotted or flat, is known with some numbers, perhaps with others than its own."""
-        return any(forms.knows(name) for forms in self._flat_forms)
+        letters = _letters(name)
+        return any(forms.knows(letters) for forms in self._flat_forms)
 
     def dotted(self, name: str) -> Place:
         """Return the place of a parameter by its path, in any spelling."""
@@ -161,7 +162,7 @@ class NameTable:
         module, _, leaf = name.rpartition(".")
         if of not in self._live:
             ways = _behind(leaf, self._inner)
-            self._live[of] = [way for way in ways if self._flat_forms[0].knows(_path(way, name, module))]
+            self._live[of] = [way for way in ways if self._flat_forms[0].knows(_letters(_path(way, name, module)))]
         paths = (_path(way, name, module) for way in self._live[of])
         return _only(self._strong(path, form(path)) for path in paths if name in _others(path, self._inner))
 
@@ -234,13 +235,13 @@ class FlatForms:
         self._forms: dict[str, list[str]] = {}  # flat form → forms
         self._numbers: dict[str, set[tuple[bool, ...]]] = {}  # letters alone → which digits are numbers
         for of in forms:
-            flat = _flat(of)
+            flat = flattened(of)
             self._forms.setdefault(flat, []).append(of)
-            self._numbers.setdefault(_DIGITS.sub("#", flat), set()).add(tuple(d == "#" for d in _DIGITS.findall(flat)))
+            self._numbers.setdefault(_letters(flat), set()).add(tuple(d == "#" for d in _DIGITS.findall(flat)))
 
-    def knows(self, name: str) -> bool:
-        """Return whether a name, dotted or flat, has a form once other digits stand in it."""
-        return _DIGITS.sub("#", _flat(name)) in self._numbers
+    def knows(self, letters: str) -> bool:
+        """Return whether a name of these letters has a form once other digits stand in it."""
+        return letters in self._numbers
 
     def paths(self, name: str) -> list[tuple[str, str]] | None:
         """Return (path, its form) for everything that a flat name may mean; None if that is too much to try it all."""
@@ -255,12 +256,17 @@ class FlatForms:
         return [(_filled(of, digits), of) for of in found] if len(found) <= MOST_FORMS else None
 
 
+def _letters(name: str) -> str:
+    """Return a name, dotted or flat, as a flat one without its digits."""
+    return _DIGITS.sub("#", flattened(name))
+
+
 def _filled(text: str, digits: Sequence[str]) -> str:
     """Return the text with these digits in place of its own."""
     return "".join(chain.from_iterable(zip_longest(_DIGITS.split(text), digits, fillvalue="")))
 
 
-def _flat(path: str) -> str:
+def flattened(path: str) -> str:
     """Return the path with underscores for all dots but the last."""
     module, dot, leaf = path.rpartition(".")
     return f"{module.replace('.', '_')}{dot}{leaf}"

@@ -11,7 +11,7 @@ from ..algorithms import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import Table
 from .cutting import canonical, spelled
-from .forms import NameTable
+from .forms import NameTable, flattened
 from .weights import RowSlice, WeightView, whole
 
 NO_TABLE: Final = Table(())
@@ -36,7 +36,8 @@ class Component:
 
     def knows(self, module: str, parameter: str) -> bool:
         """Return whether this name is known with some numbers, perhaps with others than its own."""
-        return self._table.knows(f"{module}.{parameter}".strip(".")) or self._table.knows(_flat(module, parameter))
+        dotted, flat = f"{module}.{parameter}".strip("."), _flat(module, parameter)
+        return self._table.knows(flat) or (flattened(dotted) != flat and self._table.knows(dotted))
 
     def find(self, module: str, parameter: str) -> tuple[WeightView | None, bool]:
         """Return (view or None, whether the name is known); dotted names first, then flat ones."""

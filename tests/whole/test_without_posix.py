@@ -41,11 +41,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_merges_and_verifies_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
     pair = [files / "base.safetensors", files / "style.safetensors"]
     lora_merge.merge(*pair, tmp_path / "with.safetensors", device="cpu")
-    done = run(*pair, "--device", "cpu", "-o", tmp_path / "without.safetensors")
+    merge = [*pair, "--device", "cpu", "-o", tmp_path / "without.safetensors"]
+    proof = ["verify", tmp_path / "without.safetensors", "--full", "--base", pair[0], "--adapter", pair[1]]
+    done = run(*merge, "--then", *proof)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "without.safetensors").read_bytes() == (tmp_path / "with.safetensors").read_bytes()
-    proof = run("verify", tmp_path / "without.safetensors", "--full", "--base", pair[0], "--adapter", pair[1])
-    assert proof.returncode == 0, proof.stderr
+    assert done.stdout.count("verified") == 2
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
@@ -54,9 +55,10 @@ def test_a_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     model.mkdir()
     (model / "model.safetensors").write_bytes((files / "base.safetensors").read_bytes())
     (model / "config.json").write_text("{}")
-    for _ in range(2):
-        done = run(model, files / "style.safetensors", "-o", tmp_path / "out", "--overwrite")
-        assert done.returncode == 0, done.stderr
+    merge = [model, files / "style.safetensors", "-o", tmp_path / "out", "--overwrite"]
+    done = run(*merge, "--then", *merge)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote") == 2
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
@@ -121,7 +123,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources as git leaves them where there are no symbolic links: the link to the formulas is a text file."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("lora_merge", "algorithms"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, symlinks=True)
     (copy / "tests").mkdir()
     for name in ("__init__.py", "without_posix.py"):
         shutil.copy(ROOT / "tests" / name, copy / "tests")

@@ -8,8 +8,10 @@ block needs are read for it, and written back to their place.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from ...disk.files import StoredTensor
@@ -164,8 +166,16 @@ class Checkpoint:
 
     def stems(self, last: str) -> Iterable[str]:
         """Yield every l for which there is a tensor `l.last`."""
-        ending = f".{last}"
-        return (name.removesuffix(ending) for name in self.tensors if name.endswith(ending))
+        ending, same = f".{last}", self._by_level.get(last.rpartition(".")[2], ())
+        return (name.removesuffix(ending) for name in same if name.endswith(ending))
+
+    @cached_property
+    def _by_level(self) -> Mapping[str, Sequence[str]]:
+        """Last level of a name → the names that end with it."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.tensors:
+            found[name.rpartition(".")[2]].append(name)
+        return found
 
 
 def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> Claim:

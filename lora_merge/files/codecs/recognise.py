@@ -165,12 +165,14 @@ def quantised(
 def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | None:
     """Return (the part of the checkpoint that a tensor shows to be quantised, how); None if it shows nothing."""
     path, _, last = name.rpartition(".")
-    if how := SIGNS.get(last):
+    if last in SIGNS:
         module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
-        return module, f"{how}, it has {name}"
+        return module, f"{SIGNS[last]}, it has {name}"
     if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
         part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
         return part, f"{info.dtype} numbers, as in {name}"
+    if last not in BESIDE_WEIGHTS:
+        return None
     weight = tensors.get(f"{path}.weight")
-    how, dtypes = BESIDE_WEIGHTS.get(last, ("", frozenset()))
+    how, dtypes = BESIDE_WEIGHTS[last]
     return (path, f"{how}, it has {name}") if weight and weight.dtype in dtypes else None

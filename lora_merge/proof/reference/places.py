@@ -6,6 +6,7 @@ Of a name only the prefix is taken off. The rest is looked up among the base's o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,6 +197,15 @@ def _stacked(parts: list[Place | None]) -> Place | None:
     return Place(rows, (sum(p.shape[0] for p in found), *found[0].shape[1:]), found[0].network)
 
 
+_CONTAINER: Final = re.compile("|".join(map(re.escape, CONTAINERS)))  # the first that fits
+
+
+def _container(key: str) -> str:
+    found = _CONTAINER.match(key)
+    assert found is not None, "the last container is that of all other names"
+    return found[0]
+
+
 class Places:
     """All networks of a base."""
 
@@ -203,7 +213,7 @@ class Places:
         found: dict[str, Network] = {}
         table = FOLDERS if folders else CONTAINERS
         for key, shape in shapes.items():
-            prefix = f"{key.partition('.')[0]}." if folders else next(p for p in CONTAINERS if key.startswith(p))
+            prefix = f"{key.partition('.')[0]}." if folders else _container(key)
             if prefix not in found:
                 found[prefix] = Network(prefix, *table.get(prefix, ("", ())))
             found[prefix].shapes[key[len(prefix) :]] = shape
