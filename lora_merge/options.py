@@ -48,7 +48,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 
 Kind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
-    "entries"
+    "entries", "rule", "rules", "texts", "list",
 ]  # fmt: skip
 """The kind of value that an option takes."""
 

@@ -92,7 +92,8 @@ def plan(job: AdapterJob) -> AdapterReport:
         out, cols = target.matrix
         whole = len(target.shape) < 2 or job.algorithm == WHOLE
         layers[target.label] = {"algorithm": WHOLE if whole else FACTORS, "rank": 0 if whole else rank or 0}
-        size += (out * cols if whole else (out + cols) * (rank or 0)) * dtype.itemsize
+        highest = most_rank(target) if rank is None else rank  # what the disk has to hold, where numbers decide
+        size += (out * cols if whole else (out + cols) * highest) * dtype.itemsize
     return AdapterReport(str(job.output), "keep", FILE_DTYPES[dtype], coverage(job, sources), layers, 0.0, 1.0, size,
                          0.0,
                          tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
@@ -101,17 +102,27 @@ def plan(job: AdapterJob) -> AdapterReport:
 def planned_rank(job: AdapterJob, target: Target) -> int | None:
     """Return the rank of a layer, or the most that it can be, where headers tell it."""
     rule = job.rules.of_layer(target.name, kernel=len(target.shape) > 2)
-    ranks = []
+    most = most_rank(target)
+    if rule.name == EXACT:
+        return most
+    if rule.name == SAME:
+        return max((r or 0 for r in _ranks(target)), default=0) or min(target.matrix)
+    return min(most, rule.ceiling or most) if rule.name == COUNT else None
+
+
+def most_rank(target: Target) -> int:
+    """Return the highest rank that the change of a layer can have."""
+    ranks, short = _ranks(target), min(target.matrix)
+    return min(short, sum(r or 0 for r in ranks)) if ranks and None not in ranks else short
+
+
+def _ranks(target: Target) -> list[int | None]:
+    """Return the rank of each change of a layer; None for one that is no product of factors."""
+    found = []
     for use in target.uses:
         low = ALGORITHMS[use.patch.algorithm].low_rank
-        ranks.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
-    short = min(target.matrix)
-    most = sum(ranks) if ranks and None not in ranks else short  # type: ignore[arg-type]
-    if rule.name == EXACT:
-        return min(most, short)
-    if rule.name == SAME:
-        return max((r or 0 for r in ranks), default=0) or short
-    return min(most, rule.ceiling or most) if rule.name == COUNT else None
+        found.append(low.rank(use.patch.shapes, use.patch.view.shape) if low and use.patch.magnitude is None else None)
+    return found
 
 
 def coverage(job: AdapterJob, sources: Sources) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -93,14 +93,17 @@ def metadata(
     return {"format": "pt"} | kept
 
 
-def recipe(job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: Sequence[str]) -> dict[str, Any]:
+def recipe(
+    job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: Sequence[str],
+    digest: Callable[[Path], str] = sha256,
+) -> dict[str, Any]:  # fmt: skip
     """Return how the file was made: inputs by name, size and hash, and every option that changes a byte."""
     shared = {n: getattr(job.inputs, n) for n in ("dtype", "unmatched")}
     shared |= {"setting": dict(job.inputs.setting)} if job.inputs.setting else {}
     found: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
         "tuned" if job.command == "extract" else "adapters": [
-            {**facts(index), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
+            {**facts(index, digest), "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],
         "options": {**shared, **dict(job.options)}, "residual": float(f"{residual:.6g}"),
@@ -108,17 +111,17 @@ def recipe(job: AdapterJob, inputs: Sequence[Index], residual: float, dropped: S
     if job.base is not None:
         from ..files.checkpoint import open_checkpoint
 
-        found["base"] = facts(open_checkpoint(job.base))
+        found["base"] = facts(open_checkpoint(job.base), digest)
     if dropped:
         found["dropped_metadata"] = list(dropped)
     return found
 
 
-def facts(index: Index) -> dict[str, Any]:
+def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
     """Return an input by name, with size and SHA-256 of each of its files."""
     whole = index.path.is_dir()
     names = [(f, f.relative_to(index.path).as_posix() if whole else f.name) for f in index.files]
-    files = [{"name": name, "size": f.stat().st_size, "sha256": sha256(f)} for f, name in names]
+    files = [{"name": name, "size": f.stat().st_size, "sha256": digest(f)} for f, name in names]
     return {"name": index.path.name, "folder": whole, "files": files}
 
 

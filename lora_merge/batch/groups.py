@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from ..adapters_out.report import AdapterReport
 from ..disk.locks import claimed
 from ..engine.merge import run_together
 from ..engine.windows import layout_key
@@ -20,9 +21,10 @@ from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
 from ..report import Report
+from .commands import Request
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
-from .resume import Hashes, done
+from .resume import Hashes, done, made
 
 TRIES: Final = 3
 PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
@@ -86,6 +88,9 @@ def _once(
     groups: dict[object, list[tuple[BatchJob, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
+        if e.request is not None:
+            yield e, _caught_report(e, e.request, hashes, tries)
+            continue
         plan = _caught(partial(_needed, e, opened, hashes))
         if isinstance(plan, Plan):
             groups.setdefault(layout_key(plan), []).append((e, plan))
@@ -99,6 +104,22 @@ def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | 
     """Return the plan for a job; None if its output is there and is not to be made again."""
     job, plan = entry.job, plan_job(entry.job, opened)
     return None if not entry.redo and done(job, contents(plan), opened, hashes) else plan
+
+
+def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, tries: int) -> JobReport:
+    """Make an adapter; return what became of it."""
+    started = time.monotonic()
+
+    def make() -> AdapterReport | None:
+        task = request.task(entry.job)
+        return None if not entry.redo and made(task.job, hashes) else task.run()
+
+    found = _caught(make)
+    seconds = time.monotonic() - started
+    if isinstance(found, Exception):
+        return failed(entry, found, seconds=seconds, tries=tries)
+    status: Status = "skipped" if found is None else "made"
+    return _ended(entry, status, seconds=seconds, tries=tries, report=found)
 
 
 def _together(

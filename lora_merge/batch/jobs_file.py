@@ -17,14 +17,18 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place, parse, read_text
 from ..job import Adapter, Job, make_job, validated
-from ..options import BLOCK_WEIGHTS, number, shown
+from ..method_numbers import NAMES
+from ..methods import METHODS, SUM
+from ..options import BLOCK_WEIGHTS, OPTIONS, number, shown
 from ..paths import exists, expand, home, split_strength
 from ..text import Lines
+from .commands import MERGE, Request
 from .paths import Search
-from .schema import AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, Options, advice, problems
+from .schema import AdapterEntry, Axis, CommandOptions, Defaults, Glob, JobEntry, JobsFile, advice, nearest, problems
 from .templates import NoSuchName, render, render_output
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
@@ -46,6 +50,12 @@ class BatchJob:
     job: Job
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
+    request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The base and the adapters."""
+        return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
 
 
 def load(source: Path | Sequence[Any] | Mapping[str, Any], *, overwrite: bool = False) -> tuple[BatchJob, ...]:
@@ -107,7 +117,8 @@ class _Loader:
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
-                    found.append(BatchJob(len(found) + 1, job, self._where(place)))
+                    made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
+                    found.append(BatchJob(len(found) + 1, made, self._where(place), request=request))
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
@@ -210,13 +221,16 @@ class _Loader:
                 self._note((*place, n), "an empty row would exclude every job")
         return rows
 
-    def _job(self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]) -> Job | None:
+    def _job(
+        self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+    ) -> Job | Request | None:
         """Return one combination as a job; None, or something of no use, where a mistake was noted."""
         base, adapters = entry.base or defaults.base, entry.adapters or defaults.adapters
-        if base is None or adapters is None:
-            self._note((*place, "base" if base is None else "adapters"), "required, here or under defaults")
+        command = entry.command or defaults.command or MERGE
+        if (base is None and command == MERGE) or adapters is None:
+            self._note((*place, "adapters" if adapters is None else "base"), "required, here or under defaults")
             return None
-        options = _given(defaults) | _given(entry)
+        options = self._options(place, command, entry, defaults, values)
         parts = self._parts((*place, "strength_for"), options.pop("strength_for", {}), values)
         table = options.pop("map", None)
         with self._noting((*place, "map")):
@@ -225,15 +239,38 @@ class _Loader:
         with self._noting((*place, "title")):
             options |= {name: render(options[name], values) for name in ("title",) if name in options}
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
-        path, output = self.folder, str(self.folder)
+        path, output = None, str(self.folder)
         with self._noting((*place, "base")):
-            path = self._path(render(base, values))
+            path = None if base is None else self._path(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
             output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
         with self._noting(place):
-            return make_job(path, refs, output, strength_for=parts, **options)
+            if command == MERGE:
+                return make_job(path or self.folder, refs, output, strength_for=parts, **options)
+            request = Request(command, tuple(refs), path, output, tuple({**options, "strength_for": parts}.items()))
+            request.task()
+            return request
         return None
+
+    def _options(
+        self, place: Place, command: str, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the options of a job, those of its command; note others that the job itself has."""
+        own, takes = _given(entry), TAKES[command]
+        for name in own.keys() - {*takes}:
+            self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")
+        shared = _given(defaults)
+        of_method = METHODS[own.get("method") or shared.get("method") or SUM].takes
+        idle = {*NAMES} - {*of_method, "seed"} - own.keys()  # defaults for jobs of another method
+        found = {name: value for name, value in (shared | own).items() if name in takes and name not in idle}
+        for name, option in ((n, {**OPTIONS, **ADAPTER_OPTIONS}[n]) for n in found):
+            if option.kind in ("number", "rule") and isinstance(found[name], str):
+                with self._noting((*place, name)):
+                    found[name] = render(found[name], values)
+                if option.kind == "number":
+                    found[name] = self._number((*place, name), found[name], values)
+        return found
 
     def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
         """Return path, strength and parts; `path:0.8` is read as on the command line."""
@@ -287,6 +324,7 @@ class _Loader:
         return UsageError(f"{many} in the jobs file", Lines.of(lines[:SHOWN] + more), advice(self.value))
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _given(options: CommandOptions) -> dict[str, Any]:
     """Return the options of a job, or of the defaults, that were given."""
-    return {name: value for name in Options.model_fields if (value := getattr(options, name)) is not None}
+    names = CommandOptions.model_fields
+    return {name: value for name in names if (value := getattr(options, name)) is not None}

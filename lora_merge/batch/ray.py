@@ -123,7 +123,7 @@ class _Ray:
 
     def _start(self, group: JobGroup) -> None:
         """Start a group as a task. One that needs more GPUs than any node has fails on a node with most of them."""
-        wanted = max(len(named_gpus(e.job.device)) for e in group.entries)
+        wanted = max(0 if e.request else len(named_gpus(e.job.device)) for e in group.entries)
         sent = group
         if wanted <= self.gpus:
             sent = replace(group, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
@@ -195,7 +195,7 @@ def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
 def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:
     present: list[BatchJob] = []
     for entry in group.entries:
-        missing = [p for p in (entry.job.base, *(a.path for a in entry.job.adapters)) if not p.exists()]
+        missing = [p for p in entry.inputs if not p.exists()]
         if missing:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:

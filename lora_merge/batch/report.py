@@ -8,14 +8,16 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_resource_error, error_dict
 from ..process import here
 from ..report import Report
 from ..text import Lines, html_table
 from .jobs_file import BatchJob
 
-Status: TypeAlias = Literal["merged", "skipped", "failed", "taken"]
-"""`skipped`: the output is there already, by the same recipe. `taken`: another process is at it."""
+Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
+"""`made`: an adapter was written. `skipped`: the output is there already, by the same recipe. `taken`: another process
+is at it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +30,7 @@ class JobReport:
     status: Status
     seconds: float = 0.0  # of its own: its share of the pass in which its base was read, and its proof
     tries: int = 1
-    report: Report | None = None  # of the merge, where there was one
+    report: Report | AdapterReport | None = None  # of the merge or other command, where there was one
     error: MergeError | None = None  # why it failed
     worker: str = ""  # host:process
 
@@ -45,7 +47,7 @@ class JobReport:
     @property
     def ok(self) -> bool:
         """Return whether the output is there."""
-        return self.status in ("merged", "skipped")
+        return self.status in ("merged", "made", "skipped")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""

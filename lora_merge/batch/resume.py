@@ -5,10 +5,11 @@ It compares the metadata of the weights, the sizes and SHA-256 of the inputs, an
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.destination import failures
 from ..disk.files import FileState
@@ -17,10 +18,17 @@ from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
+from ..limits import from_json
 from ..planning.cache import CheckpointCache
 from ..planning.outputs import Contents, differing
 from ..planning.recipe import KEY, blanks, parsed, recipes, sha256
 from ..text import listed
+
+if TYPE_CHECKING:
+    from ..adapters_out.job import AdapterJob
+
+OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
+"""The same, and what a run tells of its result, in the recipe of an adapter."""
 
 VARIES: Final = frozenset({"name", "version", "format"})
 """What may differ between equal recipes: how files are called, and which version of this program merged them."""
@@ -58,6 +66,36 @@ def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) ->
         raise UsageError(f"the output exists and {other}", str(job.output),
                          "choose another output, or give --overwrite")  # fmt: skip
     return not other
+
+
+def made(job: AdapterJob, hashes: Hashes) -> bool:
+    """Return whether the output holds the adapter that this job would write; see `done`."""
+    if not os.path.lexists(job.output):
+        return False
+    with failures(job.output):
+        other = _other_adapter(job, hashes)
+    if other and not job.inputs.overwrite:
+        raise UsageError(f"the output exists and {other}", str(job.output),
+                         "choose another output, or give --overwrite")  # fmt: skip
+    return not other
+
+
+def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
+    """Return what is wrong with an adapter that is there; empty if nothing is."""
+    from ..adapters_out.written import recipe
+
+    try:
+        stored = parsed(open_checkpoint(job.output).metadata.get(KEY, ""))
+    except MergeError as e:
+        return f"is no complete adapter: {e.what}"
+    if stored is None:
+        return "is not one of ours"
+    inputs = [open_checkpoint(a.path) for a in job.adapters]
+    for dropped, digest in ((OF_RUN | {"sha256"}, lambda _: ""), (OF_RUN, hashes.of)):
+        wanted = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
+        if _essence(wanted, dropped) != _essence(stored, dropped):
+            return "was made by another recipe"
+    return ""
 
 
 def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> str:

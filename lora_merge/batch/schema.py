@@ -20,6 +20,7 @@ from pydantic import (
     create_model,
 )
 
+from ..adapter_options import ADAPTER_OPTIONS, TAKES
 from ..errors import UsageError
 from ..files.yaml_source import Place
 from ..job import MOST_ADAPTERS, parse_size
@@ -103,12 +104,24 @@ def _version(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, str) and "{" in value:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{repr(beginning(value, 40))[:40]} is not a finite number")
     return float(value)
 
 
-Number: TypeAlias = Annotated[Any, BeforeValidator(_number), WithJsonSchema({"type": "number"})]
+Number: TypeAlias = Annotated[Any, BeforeValidator(_number), WithJsonSchema({"type": ["number", "string"]})]
+"""A number, or a template that becomes one."""
+
+
+def _rule(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{repr(beginning(value, 40))[:40]} is no number and no text")
+    return value
+
+
+Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({"type": ["string", "integer"]})]
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string"})]
 
@@ -137,6 +150,7 @@ AdapterField: TypeAlias = Annotated[
 _TYPES: Final[Mapping[Kind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
     "text": str, "whole": int, "number": Number, "entries": dict[str, str],
+    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float],
 }  # fmt: skip
 
 
@@ -160,9 +174,24 @@ else:
     )
 
 
-class Defaults(Options):
-    """What holds for every job that does not say otherwise."""
+if TYPE_CHECKING:
 
+    class CommandOptions(Options):
+        """What the commands that write adapters take besides."""
+
+else:
+    CommandOptions = create_model(
+        "CommandOptions",
+        __base__=Options,
+        __doc__="What the commands that write adapters take besides.",
+        **{name: _field(option) for name, option in ADAPTER_OPTIONS.items()},
+    )
+
+
+class Defaults(CommandOptions):
+    """What holds for every job that does not say otherwise; a command that has no such option ignores it."""
+
+    command: Literal[tuple(TAKES)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
     base: str | None = Field(default=None, max_length=LONGEST_PATH)
     adapters: list[AdapterField] | None = Field(default=None, min_length=1, max_length=MOST_ADAPTERS)
 
@@ -193,7 +222,7 @@ class Matrix(BaseModel):
 
 
 class JobEntry(Defaults):
-    """One merge, or with a matrix as many as there are combinations."""
+    """One merge or other command, or with a matrix as many as there are combinations."""
 
     output: str = Field(
         min_length=1, max_length=LONGEST_PATH, description="File or folder to write, relative to this file."
@@ -202,7 +231,7 @@ class JobEntry(Defaults):
 
 
 class JobsFile(_Strict):
-    """A batch of merges."""
+    """A batch of merges and other commands."""
 
     version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)]
     defaults: Defaults = Defaults()

@@ -22,8 +22,9 @@ from ..planning.cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.outputs import Contents, contents
 from ..text import Lines
+from .commands import Request
 from .jobs_file import BatchJob
-from .resume import Hashes, done
+from .resume import Hashes, done, made
 
 SHOWN: Final = 20  # clashes that are listed one by one
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
@@ -147,6 +148,9 @@ class _Surveyor:
 
     def plan(self, entry: BatchJob, level: int) -> None:
         """Plan one job, after those whose outputs it reads."""
+        if entry.request is not None:
+            self.planned[entry.number] = self._adapter(entry, entry.request, level)
+            return
         job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
         blank = PlannedJob(entry, level, None if maker is None else maker.number)
         try:
@@ -169,6 +173,24 @@ class _Surveyor:
             blank, size=outline.size, needs_disk=needed, replaces=min(_size(job.output), needed), together=together,
             strengths=tuple(map(_applied, job.adapters, outline.strengths)), done=complete,
         )  # fmt: skip
+
+    def _adapter(self, entry: BatchJob, request: Request, level: int) -> PlannedJob:
+        """Plan a job that writes an adapter; it is made by itself."""
+        blank = PlannedJob(entry, level, together=("by itself", entry.number))
+        try:
+            for path in request.inputs:
+                if (maker := self.outputs.maker(path)) is not None:
+                    raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
+                                     "write it into a jobs file of its own, to be run after this one")  # fmt: skip
+            task = request.task(replace(entry.job, overwrite=True))
+            size = task.plan().written
+            complete = made(request.task(entry.job).job, self.hashes)
+            if complete and entry.redo:
+                complete, blank = False, replace(blank, entry=replace(entry, job=replace(entry.job, overwrite=True)))
+        except MergeError as e:
+            return replace(blank, error=e)
+        replaces = min(_size(entry.job.output), size)
+        return replace(blank, size=size, needs_disk=size, replaces=replaces, done=complete)
 
     def _shares(self, folder: Path, base: Path) -> bool:
         """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""
@@ -201,7 +223,7 @@ class _Surveyor:
             if maker is not None:
                 raise UsageError(f"{'a name table' if path == job.map else 'an adapter'} is the output of another job",
                                  f"{path}, made by {maker.where}",
-                                 "outputs are checkpoints; they can be a base only")  # fmt: skip
+                                 "of outputs only checkpoints are read in the same batch, as a base")  # fmt: skip
         others = {o.name: o.default for o in OPTIONS.values() if not o.planned}
         kind = replace(job, **others, output=Path(), adapters=tuple(
             a if _apart(a) else replace(a, strength=0.5) for a in job.adapters

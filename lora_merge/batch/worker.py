@@ -74,6 +74,8 @@ def spread(task: Task) -> JobGroup:
 def _on_gpu(entry: BatchJob, number: int) -> BatchJob:
     from ..engine.devices import nth_device
 
+    if entry.request is not None:
+        return entry
     return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
 
 

@@ -55,9 +55,9 @@ def batch(
     They are planned first, made together where they share a base, and resumed where they were left.
     """
     if schema:
-        from ..batch.schema import JobsFile
+        from ..viewing.schemas import JOBS, schema_of
 
-        echo(Lines.of(json.dumps(JobsFile.model_json_schema(), indent=2).splitlines()))
+        echo(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
         return
     if jobs is None:
         raise UsageError("no jobs file was given", "lora-merge batch", "lora-merge batch JOBS.yaml")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any
 
+from ..batch.commands import MERGE
 from ..errors import BatchFailed, error_dict
 from ..text import Lines, by_component, one_line, plural, size
 from .text import applied, echo, remarks
@@ -35,7 +36,7 @@ class Telling:
             self._skipped += 1
             return
         self.flush()
-        found = [] if one.report is None else list(remarks(one.report.coverage, one.report.notes))
+        found = [] if one.report is None else list(remarks(_left_out(one), one.report.notes))
         if self.quiet and one.ok:
             for text in found:
                 echo(f"{one.output}: {text}", err=True)
@@ -63,6 +64,11 @@ class Telling:
         return Lines(f"{one_line(head)}\n{indented(one.error)}")
 
 
+def _left_out(one: JobReport) -> Mapping[str, Any]:
+    """Return what a merge says of its adapters; commands that write adapters say it in their notes."""
+    return one.report.coverage if one.report is not None and one.status == "merged" else {}
+
+
 def indented(error: Exception) -> Lines:
     """Return an error as lines that stand below the one of its job."""
     return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
@@ -86,7 +92,10 @@ def planned(s: PlannedJob, total: int) -> str:
     """Return the line of a job in a dry run: what would become of it, and what it merges with which strengths."""
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
     job = s.entry.job
-    return f"[{s.entry.number}/{total}] {fate}  {job.output}  " + " + ".join([job.base.name, *_adapters(s)])
+    request = s.entry.request
+    base = [job.base.name] if request is None or request.base is not None else []
+    what = "" if request is None else f"{request.command} "
+    return f"[{s.entry.number}/{total}] {fate}  {job.output}  {what}" + " + ".join([*base, *_adapters(s)])
 
 
 def _adapters(s: PlannedJob) -> Iterator[str]:
@@ -107,7 +116,8 @@ def facts(s: PlannedJob) -> dict[str, Any]:
     ]
     return {
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
-        "base": str(job.base), "adapters": adapters,
+        "command": MERGE if (request := s.entry.request) is None else request.command,
+        "base": None if request is not None and request.base is None else str(job.base), "adapters": adapters,
         "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size,
         "error": None if s.error is None else error_dict(s.error),
     }  # fmt: skip
@@ -115,11 +125,12 @@ def facts(s: PlannedJob) -> dict[str, Any]:
 
 def conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
     """Print the table; raise BatchFailed if any job has no output."""
-    counts = Counter(one.status for one in ended)
+    counts: Counter[str] = Counter(one.status for one in ended)
     not_run = len(made.planned) - len(ended)
     written = sum(one.report.written for one in ended if one.report is not None)
-    row = (counts["merged"], counts["skipped"], counts["failed"], not_run)
-    print(f"\n{'merged':>8} {'skipped':>8} {'failed':>8} {'not run':>8} {'written':>10}", file=to)
+    names = ["merged", *(["made"] if counts["made"] else []), "skipped", "failed"]
+    row = (*(counts[name] for name in names), not_run)
+    print("\n" + " ".join(f"{name:>8}" for name in (*names, "not run")) + f" {'written':>10}", file=to)
     print("".join(f"{n:>8} " for n in row) + f"{size(written):>10}", file=to)
     bad = [one for one in ended if not one.ok]
     for line in _failures(bad):

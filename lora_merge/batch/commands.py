@@ -1,0 +1,120 @@
+"""The commands of a jobs file that write adapters: what each of them makes of a job, plans and runs. Torch is imported
+where one is planned.
+
+A job of such a command is kept as a Request, plain data that goes to worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import UsageError
+from ..job import Adapter, Job
+
+if TYPE_CHECKING:
+    from ..adapters_out.job import AdapterJob
+    from ..adapters_out.report import AdapterReport
+
+MERGE: Final = "merge"
+"""The command of a job that names none."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One job of a command that writes an adapter."""
+
+    command: str
+    adapters: tuple[Adapter, ...]
+    base: Path | None
+    output: str
+    options: tuple[tuple[str, Any], ...]
+
+    def task(self, bounds: Job | None = None) -> Task:
+        """Return the checked job with what plans and runs it. `bounds`: whose limit on memory and word on replacing the
+        output hold instead. UsageError or FitError for what is wrong."""
+        options = dict(self.options)
+        if bounds is not None:
+            options |= {"max_memory": bounds.max_memory, "overwrite": bounds.overwrite}
+        if self.command in ONE and len(self.adapters) != 1:
+            raise UsageError(
+                f"{self.command} takes one adapter", f"{len(self.adapters)} adapters", "write a job for each"
+            )
+        return COMMANDS[self.command](self, options)
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The paths that are read."""
+        return (*(a.path for a in self.adapters), *([] if self.base is None else [self.base]))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A checked job, and what plans it from headers and runs it."""
+
+    job: AdapterJob
+    plan: Callable[[], AdapterReport]
+    run: Callable[[], AdapterReport]
+
+
+def _as_it_is(request: Request, options: Mapping[str, Any]) -> Task:
+    """Return the task of a command that takes adapters as they are given."""
+    return _adapter_task(request, request.adapters, options)
+
+
+def _adapter_task(request: Request, adapters: Sequence[Adapter], options: Mapping[str, Any]) -> Task:
+    from ..adapters_out.job import make_adapter_job
+
+    job = make_adapter_job(request.command, adapters, request.output, request.base, options)
+
+    def does(what: str) -> AdapterReport:
+        from ..adapters_out import run
+
+        found: AdapterReport = getattr(run, what)(job)
+        return found
+
+    return Task(job, partial(does, "plan"), partial(does, "run"))
+
+
+def _conversion(request: Request, options: Mapping[str, Any]) -> Task:
+    from ..adapters_out.convert import make_conversion, plan, run
+
+    made = make_conversion(request.adapters[0], request.output, request.base, options)
+    return Task(made.job, partial(plan, made), partial(run, made))
+
+
+def _extraction(request: Request, options: Mapping[str, Any]) -> Task:
+    from ..adapters_out.extract.run import plan, run
+    from ..adapters_out.extract.task import make_extraction
+
+    if request.base is None:
+        raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
+    own = {name: value for name, value in options.items() if name != "strength_for"}
+    made = make_extraction(request.base, request.adapters[0].path, request.output, own)
+    return Task(made.job, partial(plan, made), partial(run, made))
+
+
+def _average(request: Request, options: Mapping[str, Any]) -> Task:
+    from ..adapters_out.average.weights import average_weights
+    from ..adapters_out.rank_rules import SAME
+
+    if any(a.strength != 1 for a in request.adapters):
+        raise UsageError("snapshots have no strengths", "strength", "give weights: one number for each snapshot")
+    own = {name: options.get(name) for name in ("weights", "ema", "ema_to", "sigma_rel")}
+    weights = average_weights(len(request.adapters), **own)
+    adapters = [replace(a, strength=w) for a, w in zip(request.adapters, weights, strict=True)]
+    left = {name: value for name, value in options.items() if name not in own}
+    return _adapter_task(request, adapters, {"rank": SAME, **left})
+
+
+COMMANDS: Final[Mapping[str, Callable[[Request, Mapping[str, Any]], Task]]] = MappingProxyType(
+    {"combine": _as_it_is, "resize": _as_it_is, "convert": _conversion, "extract": _extraction, "average": _average}
+)
+"""Command → function that returns the task of a request. Its options are in `TAKES` (adapter_options.py)."""
+
+ONE: Final = frozenset({"resize", "convert", "extract"})
+"""Commands of one adapter; that of `extract` is the tuned checkpoint."""

@@ -1,0 +1,114 @@
+"""Jobs of other commands than merging: the same file as by the command itself, skipped, redone, refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lora_merge
+from lora_merge.adapter_options import ADAPTER_OPTIONS, TAKES
+from lora_merge.batch.commands import COMMANDS, MERGE
+from lora_merge.batch.jobs_file import load as load_jobs
+from lora_merge.errors import UsageError
+from lora_merge.options import OPTIONS
+
+from ..support import in_process, kohya, load, save, sd1
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    save(sd1(), tmp_path / "base.safetensors")
+    for name, seed in (("a", 100), ("b", 300)):
+        save(kohya(sd1(), seed=seed), tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
+    """A jobs file of adapters a and b; what a job does not say, `more` says for all."""
+    named: list[Any] = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
+    entries = [{"adapters": named, **job, "output": str(folder / job["output"])} for job in jobs]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps({"version": 1, "defaults": more, "jobs": entries}))
+    return path
+
+
+def test_the_tables_fit_together() -> None:
+    assert {*TAKES} == {MERGE, *COMMANDS}
+    assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
+
+
+def test_each_command_makes_what_it_makes_alone_once(files: Path) -> None:
+    a, b, base = (files / f"{name}.safetensors" for name in ("a", "b", "base"))
+    lora_merge.merge(base, a, files / "t.safetensors")
+    jobs = batch(
+        files,
+        {"command": "combine", "method": "ties", "algorithm": "full", "density": "{d}", "output": "c{d}.safetensors",
+         "matrix": {"d": [0.25, 0.5]}},
+        {"command": "resize", "adapters": [str(a)], "rank": "{r}", "output": "r.safetensors", "matrix": {"r": [2]}},
+        {"command": "convert", "adapters": [str(a)], "base": str(base), "to": "comfy", "output": "comfy.safetensors"},
+        {"command": "average", "ema": 0.75, "output": "mean.safetensors"},
+        {"command": "extract", "base": str(base), "adapters": [str(files / "t.safetensors")], "rank": 2,
+         "output": "e.safetensors"},
+        {"base": str(base), "output": "m.safetensors"},
+        density=0.5,
+    )  # fmt: skip
+    reports = lora_merge.run_batch(jobs)
+    assert [r.status for r in reports] == ["made"] * 6 + ["merged"], reports
+    alone = {
+        "c0.25": lora_merge.combine([a, b], files / "x1.safetensors", method="ties", algorithm="full", density=0.25),
+        "c0.5": lora_merge.combine([a, b], files / "x2.safetensors", method="ties", algorithm="full", density=0.5),
+        "r": lora_merge.resize(a, files / "x3.safetensors", rank=2),
+        "comfy": lora_merge.convert(a, files / "x4.safetensors", base=base, to="comfy"),
+        "e": lora_merge.extract(base, files / "t.safetensors", files / "x6.safetensors", rank=2),
+        "mean": lora_merge.average([a, b], files / "x5.safetensors", ema=0.75),
+    }
+    for name, report in alone.items():
+        one, other = load(files / f"{name}.safetensors"), load(Path(report.output))
+        assert one.keys() == other.keys() and all(value.equal(other[key]) for key, value in one.items())
+    assert json.loads(reports[0].to_json())["report"]["layers"]
+    assert {r.status for r in lora_merge.run_batch(jobs)} == {"skipped"}
+    assert [r.status for r in lora_merge.run_batch(jobs, redo=True)] == ["made"] * 6 + ["merged"]
+    changed = batch(files, {"command": "average", "ema": 0.5, "output": "mean.safetensors"})
+    (refused,) = lora_merge.run_batch(changed)
+    assert refused.error is not None and "was made by another recipe" in refused.error.what
+    (again,) = lora_merge.run_batch(changed, overwrite=True)
+    assert again.status == "made"
+
+
+WRONG = {
+    "an option of another command": ({"command": "resize", "adapters": ["a"], "rank": 2, "density": 0.5}, "resize has no such option"),
+    "an option that merging lacks": ({"base": "base", "rank": 2}, "merge has no such option"),
+    "no such command": ({"command": "shrink"}, "did you mean|should be"),
+    "a value out of range": ({"command": "combine", "method": "ties", "density": 2, "rank": 4}, "density 2.0 is out of range"),
+    "two where one is taken": ({"command": "resize", "rank": 2}, "resize takes one adapter"),
+    "no base for names": ({"command": "convert", "adapters": ["a"], "to": "comfy"}, "known from the base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_mistakes_are_told_with_their_place(what: str, files: Path) -> None:
+    job, told = WRONG[what]
+    with pytest.raises(UsageError, match=told) as failure:
+        load_jobs(batch(files, {**job, "output": "o.safetensors"}))
+    assert "jobs.json:1 (jobs[0]" in failure.value.where
+
+
+def test_an_input_that_another_job_makes_is_refused(files: Path) -> None:
+    first = {"command": "combine", "output": "c.safetensors"}
+    second = {"command": "resize", "adapters": [str(files / "c.safetensors")], "rank": 2, "output": "r.safetensors"}
+    reports = lora_merge.run_batch(batch(files, first, second))
+    told = {Path(r.output).name: r for r in reports}
+    assert told["c.safetensors"].status == "made"
+    assert "is the output of another job" in str(told["r.safetensors"].error)
+
+
+def test_jobs_go_to_workers_as_plain_data_and_a_dry_run_writes_nothing(files: Path) -> None:
+    jobs = batch(files, {"command": "combine", "output": "c.safetensors"})
+    (entry,) = load_jobs(jobs)
+    assert pickle.loads(pickle.dumps(entry)) == entry
+    assert in_process("batch", jobs, "--dry-run") == (0, "")
+    assert not (files / "c.safetensors").exists()
