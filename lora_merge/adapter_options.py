@@ -42,7 +42,8 @@ TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "combine": (*SHARED, "method", *NAMES, *MADE),
     "resize": (*SHARED, *MADE),
     "convert": (*SHARED, "to", "rank", "max_rank", "algorithm", "alpha", "include"),
-    "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others", "format"),
+    "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "include", "exclude", "others",
+                "format"),
     "average": (*SHARED, "rank", "weights", "ema", "ema_to", "sigma_rel"),
 })  # fmt: skip
 """Command of a jobs file → the options that it takes."""
