@@ -79,7 +79,7 @@ WHOLE: Final = frozenset(name for name, row in TABLE.items() if row.code and nam
 _NAMES: Final = {row.option: name for name, row in TABLE.items() if row.option}
 
 DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")}
-"""Value of `--dtype` → name in files; `keep` stands for no dtype."""
+"""Value of `--dtype` → name in files; `keep` is not a dtype."""
 
 COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}
 """Value of `--compute-dtype` → name in files."""

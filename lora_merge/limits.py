@@ -132,7 +132,7 @@ def pattern(text: str) -> Pattern:
             parsed = PARSER.parse(text)
             return Pattern(text, _nodes(parsed), parsed.state.flags)
     except (re.error, OverflowError, RecursionError) as e:
-        raise Refused(f"no valid regular expression: {e}") from e
+        raise Refused(f"not valid: {e}") from e
 
 
 def _nodes(parsed: Any) -> list[Node]:

@@ -226,7 +226,7 @@ def text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise unlike(value, where, "a text")
     if len(value) > LONGEST_TEXT or value.encode(errors="replace").decode() != value:
-        raise UsageError("the text is too long, or no valid Unicode", where, f"give at most {LONGEST_TEXT} characters")
+        raise UsageError("the text is too long, or not valid Unicode", where, f"give at most {LONGEST_TEXT} characters")
     return value
 
 

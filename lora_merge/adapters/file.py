@@ -47,7 +47,9 @@ READABLE: Final = FLOATS | WHOLE
 SCALES: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
-IN_ORDER: Final = "name the base model first and the adapter after it; if they are in order, this file is no adapter"
+IN_ORDER: Final = (
+    "name the base model first and the adapter after it; if the order is right, this file is not an adapter"
+)
 
 CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
@@ -202,7 +204,7 @@ def _e4m3(byte: int) -> float:
 
 
 def group(index: Index) -> AdapterFile:
-    """Return the adapter's tensors, grouped into modules; InputError if the file is no adapter."""
+    """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}

@@ -115,11 +115,11 @@ def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = from_json(text)
     except ValueError as e:
-        raise InputError(f"the metadata is no JSON: {e}", where, FIX) from e
+        raise InputError(f"the metadata is not JSON: {e}", where, FIX) from e
     if table is None:  # sd-scripts without arguments
         return {}
     if not isinstance(table, dict):
-        raise InputError("the metadata is no table of arguments", where, FIX)
+        raise InputError("the metadata is not a table of arguments", where, FIX)
     return table
 
 

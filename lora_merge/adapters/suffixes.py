@@ -58,7 +58,7 @@ SHARED: Final = MappingProxyType(
         "reshape": "integers: the shape to which the base is padded with zeros first",
     }
 )
-"""Slots that may accompany any algorithm and are no field of its dataclass."""
+"""Slots that may accompany any algorithm and are not a field of its dataclass."""
 
 
 def _of_peft() -> Iterator[Suffix]:

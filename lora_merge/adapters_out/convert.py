@@ -43,7 +43,7 @@ BUDGET: Final = 2**27
 REPORT: Final = "report it with the two inputs"
 
 SLACK: Final = 1e-6
-"""By how much the change of the output may differ from the input's, beyond the loss that was told."""
+"""By how much the change of the output may differ from the input's, beyond the loss that was reported."""
 
 
 OWN: Final = ("to", "rank", "max_rank", "algorithm", "include", "alpha")
@@ -69,11 +69,11 @@ def make_conversion(
     algorithm, include = given.pop("algorithm", KEEP), given.pop("include", ())
     found = dialect(to) if isinstance(to, str) else None
     if found is None:
-        raise UsageError(f"{shown(to)!r} is no format", "--to", f"use one of {', '.join(names())}")
+        raise UsageError(f"the format {shown(to)!r} does not exist", "--to", f"use one of {', '.join(names())}")
     if base is None:
         raise UsageError("the names of a dialect are known from the base", "--base", GIVE_BASE)
     if algorithm not in (KEEP, *STORED_AS):
-        raise UsageError(f"{shown(algorithm)!r} is no way to store a layer", "--algorithm",
+        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
     if output is None:

@@ -65,7 +65,9 @@ def make_adapter_job(
     own = {**OWN, "alpha": "keep" if command == "resize" else "rank", **given}
     method = SAME_COMBINATION.get(own["method"], own["method"])
     if method not in COMBINATIONS:
-        raise UsageError(f"{shown(own['method'])!r} is no method", "--method", f"use one of {', '.join(COMBINATIONS)}")
+        raise UsageError(
+            f"the method {shown(own['method'])!r} does not exist", "--method", f"use one of {', '.join(COMBINATIONS)}"
+        )
     rank_for = pairs(own["rank_for"], "--rank-for")
     rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
     if rules.has(NOISE) and command != "extract":
@@ -77,7 +79,7 @@ def make_adapter_job(
     job = replace(job, method=method)
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
     if own["algorithm"] not in STORED_AS:
-        raise UsageError(f"{shown(own['algorithm'])!r} is no way to store a layer", "--algorithm",
+        raise UsageError(f"layers cannot be stored as {shown(own['algorithm'])!r}", "--algorithm",
                          f"use one of {', '.join(STORED_AS)}")  # fmt: skip
     if (
         not COMBINATIONS[method].linear
@@ -107,7 +109,7 @@ def _alpha(value: Any) -> str | float:
     except (TypeError, ValueError):
         number = 0.0
     if not is_finite(number) or number <= 0:
-        raise UsageError(f"{shown(value)!r} is no alpha", "--alpha", "use rank, keep or a number above 0")
+        raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha", "use rank, keep or a number above 0")
     return number
 
 
@@ -115,5 +117,5 @@ def strings(values: Sequence[str]) -> list[tuple[str, str]]:
     """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
     found = [tuple(text.rpartition("=")[::2]) for text in values]
     if wrong := next((t for t, p in zip(values, found, strict=True) if not all(p)), None):
-        raise UsageError(f"{wrong[:40]!r} is no part with a rule", "--rank-for", "write it as PART=RULE")
+        raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
     return [(part, rule) for part, rule in found]

@@ -63,7 +63,7 @@ class Claims:
 def prove(claims: Claims, reader: Reader, path: Path) -> dict[str, Any]:
     """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
 
-    Methods whose result is no sum of the inputs' changes are not recomputed: only the tensors' bytes are counted.
+    Methods whose result is not a sum of the inputs' changes are not recomputed: only the tensors' bytes are counted.
     """
     made = open_checkpoint(path)
     found = sum(info.nbytes for info in made.tensors.values())

@@ -61,10 +61,10 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
     text = str(text).strip()
     name, _, value = text.partition(":")
     if most is not None and not 1 <= most <= MOST:
-        raise UsageError(f"{most} is no rank", "--max-rank", f"use a whole number from 1 to {MOST}")
+        raise UsageError(f"{most} cannot be a rank", "--max-rank", f"use a whole number from 1 to {MOST}")
     if re.fullmatch(r"[0-9]{1,7}", name) and not value:
         if not 1 <= int(name) <= MOST:
-            raise UsageError(f"{name} is no rank", option, f"use a whole number from 1 to {MOST}")
+            raise UsageError(f"{name} cannot be a rank", option, f"use a whole number from 1 to {MOST}")
         return Rule(COUNT, int(name), most)
     if name in (EXACT, SAME, NOISE) and not value:
         return Rule(name, most=most)
@@ -89,7 +89,7 @@ def _number(value: str) -> float | None:
 
 
 def _unknown(text: object, option: str) -> UsageError:
-    return UsageError(f"{str(text)[:40]!r} is no rule for ranks", option, f"use {GRAMMAR}")
+    return UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"use {GRAMMAR}")
 
 
 def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0) -> int:

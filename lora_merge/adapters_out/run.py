@@ -142,7 +142,7 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> torch.dtyp
     """Return the dtype of the output: as asked, or the one that holds those of all inputs."""
     if job.inputs.dtype != "keep":
         if DTYPES.get(job.inputs.dtype) not in TORCH_DTYPES:
-            raise UsageError(f"{job.inputs.dtype} is no dtype for an adapter", "--dtype", "use fp32, fp16 or bf16")
+            raise UsageError(f"an adapter cannot be written in {job.inputs.dtype}", "--dtype", "use fp32, fp16 or bf16")
         return TORCH_DTYPES[DTYPES[job.inputs.dtype]]
     own = {info.dtype for a in adapters for m in a.modules for info in m.slots.values() if info.dtype in FLOATS}
     wide = {d for d in own if ITEM_BYTES[d] > 1}

@@ -72,7 +72,7 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numeric_rank(values: Tensor, share: float) -> int:
-    """Return how many singular values are no rounding errors; 0 for a matrix of zeros."""
+    """Return how many singular values are more than rounding errors; 0 for a matrix of zeros."""
     return int((values > values[0] * share).sum()) if len(values) and values[0] > 0 else 0
 
 

@@ -143,7 +143,7 @@ class _Loader:
         return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
 
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
-        """Return a table without the fields that are wrong, so that its other mistakes are told as well."""
+        """Return a table without the fields that are wrong, so that its other mistakes are reported as well."""
         bad = self._wrong[place]
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
@@ -212,7 +212,7 @@ class _Loader:
             written = {name: self._as_written((*place, n, name), value) for name, value in row.items()}
             for name, value in written.items():
                 if value not in known.get(name, ()):
-                    why = f"{value} is no value of {name}" if name in axes else f"the matrix has no {name}"
+                    why = f"{value} is not a value of {name}" if name in axes else f"the matrix has no {name}"
                     self._note((*place, n, name), why)
             names = tuple(sorted(written))
             if row and known.keys() >= written.keys():
@@ -301,7 +301,7 @@ class _Loader:
             try:
                 return number(text)
             except ValueError:
-                raise NoSuchName(f"{given!r} becomes {text!r}, which is no number") from None
+                raise NoSuchName(f"{given!r} becomes {text!r}, which is not a number") from None
         return 1.0
 
     def _path(self, text: str) -> Path:

@@ -82,7 +82,7 @@ class Search:
         return entry.is_symlink() and (self.folder / path).resolve().is_relative_to(Path(entry.path).resolve())
 
     def _entries(self, path: Path) -> list[os.DirEntry[str]]:
-        """Return what lies in a folder; nothing for what is no folder, or cannot be read."""
+        """Return what lies in a folder; nothing for a path that is not a folder, or that cannot be read."""
         self._look(FOLDER)
         try:
             with os.scandir(self.folder / path) as entries:

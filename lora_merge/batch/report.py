@@ -76,7 +76,7 @@ class Reports(list[JobReport]):
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
-    """Return the report of a job that failed; a failure that is none of ours is told with its traceback."""
+    """Return the report of a job that failed; other failures than ours are reported with their traceback."""
     if isinstance(error, Exception):
         error = as_resource_error(error) or error
     if not isinstance(error, MergeError):

@@ -103,7 +103,7 @@ def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) 
     try:
         there = open_checkpoint(job.output)
     except MergeError as e:
-        return f"is no complete checkpoint: {e.what}"
+        return f"is not a complete checkpoint: {e.what}"
     folder = there.path.is_dir()
     weights = {f.relative_to(there.path).as_posix() if folder else "": f for f in there.files}
     if KEY not in there.metadata:

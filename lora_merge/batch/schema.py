@@ -45,7 +45,7 @@ def _strength(value: Any) -> Any:
     except OverflowError:
         raise ValueError("a number of hundreds of digits") from None
     except ValueError:
-        raise ValueError(f"{value!r} is no number and has no template") from None
+        raise ValueError(f"{value!r} is not a number and holds no template") from None
     if not math.isfinite(found):
         raise ValueError(f"{value} is not finite")
     return found

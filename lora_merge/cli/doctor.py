@@ -63,7 +63,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> int:
-    """Return the bytes of the machine's memory; 0 where that is not told."""
+    """Return the bytes of the machine's memory; 0 where the system does not say."""
     if sys.platform == "win32" or "SC_PHYS_PAGES" not in os.sysconf_names:
         return 0
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -172,7 +172,7 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
     """Return the rates of the disk in bytes per second, through the cache and past it, and the choice of `auto`."""
     found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "writes": "cached", "problems": []}
     if not (exists(folder) and folder.is_dir()):
-        return found | {"problems": [f"{folder} is no folder"]}
+        return found | {"problems": [f"{folder} is not a folder"]}
     kind = file_system(folder)
     found |= {"file_system": kind, "free": free_bytes(folder), "writes": "direct" if kind in DIRECT_ON else "cached"}
     if found["free"] < 2 * size:

@@ -63,7 +63,7 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
-        """Raise UsageError for a first word that is no file and no command, or for a command after its options."""
+        """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""
         word = next((a for a in args if a not in FLAGS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")

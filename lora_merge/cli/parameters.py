@@ -40,7 +40,7 @@ def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Co
 
 
 KINDS: Final = {"switch": bool, "whole": int, "number": float}
-"""Kind of an option → type of its value on the command line, where it is no text."""
+"""Kind of an option → type of its value on the command line, where it is not text."""
 
 
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:

@@ -36,7 +36,7 @@ LIMITS: Final = {
 """Stage of the pipeline → what the merge spends most time on, for people."""
 
 SURE: Final = 0.002
-"""Share of the work that must be done before the time left is told; it is a guess until then."""
+"""Share of the work that must be done before the remaining time is shown; before that it would be a guess."""
 
 MOST: Final = 8
 """Lines for jobs under way; further ones are counted."""

@@ -1,4 +1,4 @@
-"""Output streams that nobody may read, and report files: what cannot be told does not undo what was done."""
+"""Output streams that nobody may read, and report files: a message that cannot be written does not undo the work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SafeStream:
         if hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(errors=ESCAPED)
         self.lost: OSError | None = None
-        """Why something could not be written; nobody reading any more is no reason."""
+        """Why something could not be written; a closed pipe does not count."""
 
     def write(self, text: str) -> int:
         """Write, or leave it."""

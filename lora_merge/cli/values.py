@@ -107,14 +107,14 @@ def _part(text: str) -> tuple[str, Any]:
     with suppress(ValueError):
         if equals:
             return name, number(value)
-    raise UsageError(f"{text!r} is no PART=FLOAT", "--strength-for", "write it like te=0.5")
+    raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", "write it like te=0.5")
 
 
 def one_setting(text: str) -> tuple[str, Any]:
     """Return ("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"{text!r} is no NAME=VALUE", "--setting", "write it like lora_alpha=16")
+        raise UsageError(f"{text!r} does not give a setting and its value", "--setting", "write it like lora_alpha=16")
     try:
         return name, from_json(value)
     except ValueError:
@@ -125,7 +125,9 @@ def one_entry(text: str) -> tuple[str, str]:
     """Return ("modelspec.author", "me") for "modelspec.author=me"."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise UsageError(f"{text[:80]!r} is no KEY=VALUE", "--metadata", "write it like modelspec.author=NAME")
+        raise UsageError(
+            f"{text[:80]!r} does not give an entry and its text", "--metadata", "write it like modelspec.author=NAME"
+        )
     return name, value
 
 
@@ -135,11 +137,11 @@ def as_number(text: str, option: str, *, whole: bool) -> float:
         return int(text) if whole and "_" not in text else number(text)
     except ValueError as e:
         fix = f"use a {'whole ' if whole else ''}number such as 1"
-        raise UsageError(f"{text[:40]!r} is no number", option, fix) from e
+        raise UsageError(f"{text[:40]!r} is not a number", option, fix) from e
 
 
 def whole_number(text: str, option: str) -> int:
     """Return 2 for "2"."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
-    raise UsageError(f"{text[:40]!r} is no whole number", option, "give 1 or more")
+    raise UsageError(f"{text[:40]!r} is not a whole number", option, "give 1 or more")

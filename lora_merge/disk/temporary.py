@@ -116,7 +116,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if possible. A failure is no error: the next run tries again."""
+    """Remove a file or folder if possible. A failure is not an error: the next run tries again."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

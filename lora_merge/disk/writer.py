@@ -149,7 +149,7 @@ class Writer:
             raise failure(e, path, size) from e
 
     def _reserve(self, size: int, *, sharing: bool) -> None:
-        """Reserve the whole file; a full disk is no error if the file may share blocks with an input."""
+        """Reserve the whole file; a full disk is not an error if the file may share blocks with an input."""
         try:
             allocate(self._fd, size)
         except OSError as e:

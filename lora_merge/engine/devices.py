@@ -33,7 +33,11 @@ def places(devices: str, dtype: str) -> tuple[Placement, ...]:
     """Return the placements for `--device`, one device or several of one kind; ResourceError if one is missing."""
     found = tuple(place(d.strip(), dtype) for d in devices.split(","))
     if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
-        raise ResourceError(f"{devices!r} is no list of devices to share the work", "--device", "write cuda:0,cuda:1")
+        raise ResourceError(
+            f"{devices!r} names devices that cannot share the work: they must differ and be of one kind",
+            "--device",
+            "write cuda:0,cuda:1",
+        )
     return found
 
 

@@ -97,7 +97,7 @@ def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: F
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
     """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
 
-    Raises InputError for scales that are no scales.
+    Raises InputError for scales that are not positive, finite numbers.
     """
     encoding = weight.packing.encoding
     if encoding.plain:

@@ -277,7 +277,9 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[str, ...] = ()) -> Ind
     for name in dict.fromkeys(table.values()):
         if name not in present:
             plain = name not in (".", "..") and not set(name) & set("/\\:\0")
-            why = f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is no plain file name"
+            why = (
+                f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is a path, not the name of a file"
+            )
             raise _bad_index(weights.index, why)
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
     homes = {n: info.file for n, info in index.tensors.items()}

@@ -34,7 +34,7 @@ MAGIC: Final = (
 """Formats that people pass instead of a checkpoint; used only for files without a valid header."""
 
 BESIDE: Final = (
-    "load it beside the model when that runs; it changes none of the model's weights, so nothing can be merged"
+    "load it beside the model when that runs; it does not change the weights of the model, so nothing can be merged"
 )
 
 EMBEDDING: Final = "an embedding (textual inversion)"
@@ -112,7 +112,7 @@ TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
-    """Return the error for a file of `size` bytes that begins with `start` and is no safetensors file."""
+    """Return the error for a file of `size` bytes that begins with `start` and is not a safetensors file."""
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):

@@ -117,7 +117,7 @@ def _json(raw: bytes) -> Any:
     except _Malformed:
         raise
     except ValueError as e:  # includes JSONDecodeError and UnicodeError
-        raise _Malformed(f"its header is no JSON ({e})") from e
+        raise _Malformed(f"its header is not JSON ({e})") from e
     return value
 
 

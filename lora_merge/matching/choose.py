@@ -128,7 +128,7 @@ class _Chooser:
         """Raise InputError if a factor of the formula holds whole numbers, because no scale for them is stored."""
         integer = {*ALGORITHMS[name].integer_slots, *SCALES, "reshape"}
         for slot, info in {**module.shared, **module.slots}.items():
-            if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is no number
+            if slot not in integer and info.dtype in WHOLE and info.dtype != "BOOL":  # a switch is not a number
                 where = f"{info.file}: {info.name} is {info.dtype}"
                 raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
 

@@ -83,7 +83,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str]) -> str:
-    """Return what an adapter is for, by its names, where the base is no model of images or videos; else ""."""
+    """Return what an adapter is for, by its names, where the base is not a model of images or videos; else ""."""
     if not names.known and any(m.startswith(UNET) for m in unmatched) and not any(map(names.knows, unmatched)):
         return f"the denoiser of an image or video model ({UNET[0]}…)"
     if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):

@@ -230,7 +230,7 @@ def _wanted(module: Module, view: WeightView, adapter: AdapterFile, values: Valu
         info = module.shared["reshape"]
         sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= MOST_AXES else [None]
         if None in sizes:
-            raise InputError("reshape_weight is no list of sizes", f"{info.file}: {info.name}", "export it again")
+            raise InputError("reshape_weight is not a list of sizes", f"{info.file}: {info.name}", "export it again")
         return tuple(size for size in sizes if size is not None)
     first = module.parameter == "weight" and FIRST.fullmatch(module.name)
     if not first or not {"up", "down"} <= set(module.slots):

@@ -37,7 +37,7 @@ def in_order(names: Sequence[str], model: str) -> list[str] | None:
 
 
 def _ordered(names: list[str], depth: int, parent: str, known: Sequence[Table]) -> list[str] | None:
-    """Order paths with the same first `depth` parts, as `in_order`; `parent` is the last of these that is no number."""
+    """Order paths with the same first `depth` parts, as `in_order`; `parent` is the last of these but numbers."""
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(name.split(".")[depth] if name.count(".") >= depth else "", []).append(name)

@@ -50,7 +50,7 @@ def card(plan: Plan, earlier: Path | None) -> bytes | None:
 
 
 def read_card(path: Path) -> str | None:
-    """Return the text of a card, "" if there is none; None if it is too long, or no text."""
+    """Return the text of a card, "" if there is none; None if it is too long, or not text."""
     if not path.is_file():
         return ""
     try:
@@ -61,7 +61,7 @@ def read_card(path: Path) -> str | None:
 
 
 def _split(text: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the front matter and the rest; None as front matter that is no table."""
+    """Return the front matter and the rest; None as front matter that is not a table."""
     match = _FRONT.match(text)
     if match is None:
         return {}, text

@@ -104,7 +104,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
 
 
 def input_of(value: Mapping[str, Any]) -> Input:
-    """Return an input that a recipe names; LookupError, TypeError or ValueError for what is none."""
+    """Return an input that a recipe names; LookupError, TypeError or ValueError for other values."""
     files = tuple((_inside(f["name"]), _count(f["size"]), text_of(f["sha256"])) for f in value["files"])
     if not files:
         raise ValueError("an input without files")
@@ -112,9 +112,9 @@ def input_of(value: Mapping[str, Any]) -> Input:
 
 
 def text_of(value: Any) -> str:
-    """Return a text of a recipe; TypeError or ValueError for what is none."""
+    """Return a text of a recipe; TypeError or ValueError for another value."""
     if not isinstance(value, str):
-        raise TypeError(f"{quoted(str(value))} is no text")
+        raise TypeError(f"{quoted(str(value))} is not a text")
     value.encode()  # ValueError for an unpaired surrogate
     return value
 
@@ -126,9 +126,9 @@ def _count(value: Any) -> int:
 
 
 def number_of(value: Any) -> float:
-    """Return a number of a recipe; TypeError for what is none."""
+    """Return a number of a recipe; TypeError for another value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{quoted(str(value))} is no number")
+        raise TypeError(f"{quoted(str(value))} is not a number")
     return float(value)
 
 
@@ -136,12 +136,12 @@ def _inside(value: Any) -> str:
     """Return a name of a file inside its input; ValueError for one that leads out of it."""
     path = PurePosixPath(text_of(value))
     if path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value or not path.parts:
-        raise ValueError(f"{quoted(value)} is no file of an input")
+        raise ValueError(f"{quoted(value)} is not a path inside the input")
     return str(path)
 
 
 def _file_name(value: Any) -> str:
     """Return a name that a file in any folder can have."""
     if "/" in _inside(value) or len(value.encode()) > NAME_LIMIT or not value.isprintable():
-        raise ValueError(f"{quoted(value)} is no name of a file")
+        raise ValueError(f"{quoted(value)} is not the name of a file")
     return str(value)

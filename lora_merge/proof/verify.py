@@ -129,7 +129,7 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
     try:
         found = read_header(path)
     except InputError as e:
-        raise _failed(f"the written file is no valid one: {e.what}", e.where) from e
+        raise _failed(f"the written file is damaged: {e.what}", e.where) from e
     if written is not None:
         raise _failed("the header is not the planned one", str(path))
     missing = [t.stored for t in file.targets if t.stored not in found.tensors]

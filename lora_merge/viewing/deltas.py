@@ -80,7 +80,7 @@ class Delta:
         return self.left @ self.right
 
     def singular_values(self) -> Tensor:
-        """Return the singular values, the largest first; of a large matrix that is no product, the largest alone."""
+        """Return the singular values, the largest first; of a large matrix that is not a product, only the largest."""
         if self.full is None:
             assert self.left is not None
             assert self.right is not None
@@ -96,8 +96,8 @@ class Delta:
         return largest
 
     def spaces(self) -> tuple[Tensor, Tensor] | None:
-        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r]; None if ΔW is no
-        product of two factors."""
+        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r]; None if ΔW is not
+        a product of two factors."""
         if self.left is None or self.right is None:
             return None
         return torch.linalg.qr(self.left).Q, torch.linalg.qr(self.right.T).Q

@@ -30,7 +30,7 @@ from .adapter import block_name, rank_of, spread
 from .deltas import Delta, Deltas
 
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
-"""Shares of ‖ΔW‖² for which the least rank is told: so far the adapter can be resized."""
+"""Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
 
 
 @undisturbed()

@@ -27,7 +27,7 @@ SECTIONS: Final = frozenset({
     "schema", "match", "patterns", "blocks", "trained", "hashes", "metadata", "merged", "recipe", "rank_range",
     "alpha_range", "weights", "incomplete", "notes",
 })  # fmt: skip
-"""Facts that are told below the plain ones, or only in JSON."""
+"""Facts that are printed below the plain ones, or only in JSON."""
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -39,8 +39,8 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "prediction_type": ("modelspec.prediction_type",),
     "comment": ("ss_training_comment",),
 }
-"""What is told → metadata entries that say it, the first that is there counts. sd-scripts and musubi-tuner write `ss_*`
-(library/train_util.py), and all newer trainers https://github.com/Stability-AI/ModelSpec."""
+"""Fact → metadata entries that may hold it; the first of them that exists counts. sd-scripts and musubi-tuner write
+`ss_*` (library/train_util.py), and all newer trainers https://github.com/Stability-AI/ModelSpec."""
 
 NOTHING: Final = ("", "None", "null", "{}", "[]")
 
@@ -69,7 +69,7 @@ def training(index: Index) -> dict[str, Any]:
 
 
 def entry(index: Index, key: str) -> Any:
-    """Return the value of an entry that holds JSON; None without such an entry, or for text that is no JSON."""
+    """Return the value of an entry that holds JSON; None without such an entry, or for text that is not JSON."""
     try:
         return from_json(index.metadata.get(key, "null"))
     except ValueError:

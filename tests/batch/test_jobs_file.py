@@ -71,8 +71,8 @@ def test_numbers_are_those_of_today(tmp_path: Path) -> None:
     job = "version: 1\njobs: [{{base: b, adapters: [{{path: a, strength: {}}}], output: o, matrix: {{x: [{}]}}}}]"
     assert read(tmp_path, job.format("010", "1"))[0].job.adapters[0].strength == 10
     for odd in ("1_0", "1:30", "0x10", "-1_0.5", "'1_0'"):
-        assert "is no number" in refused(tmp_path, job.format(odd, "1"))
-        assert "which is no number" in refused(tmp_path, job.format("'{x}'", odd))
+        assert "is not a number" in refused(tmp_path, job.format(odd, "1"))
+        assert "which is not a number" in refused(tmp_path, job.format("'{x}'", odd))
 
 
 def test_options_of_a_job_beat_the_defaults(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ jobs:
         (5, "jobs[0].adaptrs", "did you mean adapters?"),
         (8, "{styl}", "did you mean style?"),
         (8, "strength", "becomes 'x'"),
-        (9, "exclude[0].s", "7 is no value of s"),
+        (9, "exclude[0].s", "7 is not a value of s"),
         (11, "adapters[0].pth", "did you mean path?"),
         (11, "dtype", "did you mean bf16?"),
         (12, "jobs[3].base", "text"),
@@ -214,7 +214,7 @@ jobs:
         ("version: 1\njobs: [{base: b, adapters: [{path: a, strength_for: {tee: 1}}], output: o}]", "tee"),
         (
             "version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+': 1}}]",
-            "no valid regular expression",
+            "is not valid: ",
         ),
         ("version: 1\njobs: !!python/object/apply:os.getcwd []", "tag"),
         ("version: 1\njobs: {a: 1}", "list"),

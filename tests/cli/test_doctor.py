@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_there_or_full_or_closed_is_a_problem(
         assert lines(found)[-1] == f"problem  {found['problems'][0]}"
         return str(found["problems"][0])
 
-    assert "no folder" in problem(tmp_path / "none")
+    assert "not a folder" in problem(tmp_path / "none")
     assert "are free" in problem(tmp_path, 1 << 60)
 
     def refused(self: Path, *_: object, **__: object) -> None:
@@ -83,7 +83,7 @@ def test_the_command_prints_json_and_says_it_by_its_exit_code(tmp_path: Path) ->
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert found["problems"]
-    assert "is no folder" in lines(found)[-1]
+    assert "is not a folder" in lines(found)[-1]
 
 
 def test_a_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,11 +199,11 @@ def test_a_scale_that_is_no_positive_number_is_refused(number: float, dtype: str
     tensors[f"{LAYERS[0]}.scale_weight"] = torch.tensor(number)
     source = save(tensors, tmp_path / "base.safetensors", entries)
     lora = save(adapter(LAYERS[:1]), tmp_path / "lora.safetensors")
-    with pytest.raises(InputError, match="scale is no positive number") as caught:
+    with pytest.raises(InputError, match="scale is not a positive number") as caught:
         lora_merge.merge(source, lora, tmp_path / "out.safetensors", dtype=dtype)
     assert LAYERS[0] in caught.value.where
     assert not (tmp_path / "out.safetensors").exists()
-    with pytest.raises(InputError, match="scale is no positive number"):
+    with pytest.raises(InputError, match="scale is not a positive number"):
         lora_merge.merge_state_dict(tensors, [load(lora)], dtype=dtype)
 
 

@@ -206,7 +206,7 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, adapter: Path) -
     info, raw = open_checkpoint(base).tensors[f"{TOUCHED[0]}.weight"], bytearray(base.read_bytes())
     raw[info.offset + 208 : info.offset + 210] = b"\xff\xff"
     base.write_bytes(raw)
-    with pytest.raises(InputError, match="scale is no number"):
+    with pytest.raises(InputError, match="scale is not a number"):
         lora_merge.merge(base, adapter, tmp_path / "out.gguf")
 
 

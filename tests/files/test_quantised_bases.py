@@ -128,7 +128,7 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
     """The tensors with one scale that is `number`, or with the byte of it; None where the format has no such scale."""
     key = f"{NAMES[0]}.{form.scale}"
     scale = tensors[key].clone()
-    if scale.dtype in {torch.uint8, torch.float8_e8m0fnu}:  # powers of two: only 255 is no number
+    if scale.dtype in {torch.uint8, torch.float8_e8m0fnu}:  # powers of two: only 255 is not a number
         scale.view(-1).view(torch.uint8)[0] = 255
     elif number == 0.0 and (form.scale in {"SCB", "weight.absmax"} or scale.dtype == torch.float8_e4m3fn):
         return None  # a block of zeros may have the scale 0

@@ -93,14 +93,14 @@ def test_a_reshape_weight_that_is_no_list_of_sizes_is_refused(
     """As a state dict and as a file, with one error each and nothing written."""
     base = {"m.a.weight": rand(6, 4)}
     lora = {"m.a.lora_up.weight": rand(8, 2), "m.a.lora_down.weight": rand(2, 5), "m.a.reshape_weight": NO_SIZES[kind]}
-    with pytest.raises(InputError, match="reshape_weight is no list of sizes"):
+    with pytest.raises(InputError, match="reshape_weight is not a list of sizes"):
         lora_merge.merge_state_dict(base, lora)
     files = save(base, tmp_path / "b.safetensors"), save(lora, tmp_path / "a.safetensors")
     monkeypatch.setattr("sys.argv", ["lora-merge", *map(str, files), "-o", str(tmp_path / "o.safetensors")])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 3
-    assert capsys.readouterr().err.startswith("error: reshape_weight is no list of sizes\n  where: ")
+    assert capsys.readouterr().err.startswith("error: reshape_weight is not a list of sizes\n  where: ")
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 

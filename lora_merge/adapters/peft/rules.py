@@ -278,7 +278,7 @@ def _from_metadata(text: str, where: str) -> PeftRules:
     try:
         config = from_json(text)
     except ValueError as e:
-        raise InputError(f"the configuration is no JSON: {e}", where, "save the file again") from e
+        raise InputError(f"the configuration is not JSON: {e}", where, "save the file again") from e
     if not isinstance(config, dict):
         raise InputError("the configuration is not a JSON object", where, "save the file again")
     return _by_component(config, where)

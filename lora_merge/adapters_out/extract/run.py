@@ -83,7 +83,7 @@ def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dty
     asked = task.job.inputs.dtype
     if asked != "keep":
         if DTYPES.get(asked) not in TORCH_DTYPES:
-            raise UsageError(f"{asked} is no dtype for an adapter", "--dtype", "use fp32, fp16 or bf16")
+            raise UsageError(f"{asked} cannot hold an adapter", "--dtype", "use fp32, fp16 or bf16")
         return TORCH_DTYPES[DTYPES[asked]]
     count: Counter[str] = Counter()
     for key in dict.fromkeys(piece.key for pair in pairs for piece in pair.tuned.pieces):

@@ -53,9 +53,11 @@ def make_extraction(
     own = {**OWN, **{name: given.pop(name) for name in OWN if name in given}}
     to = None if own["format"] == FORMAT else dialect(str(own["format"]))
     if own["format"] != FORMAT and to is None:
-        raise UsageError(f"{shown(own['format'])!r} is no format", "--format", f"use one of {', '.join(names())}")
+        raise UsageError(
+            f"the format {shown(own['format'])!r} does not exist", "--format", f"use one of {', '.join(names())}"
+        )
     if own["others"] not in OTHERS:
-        raise UsageError(f"{shown(own['others'])!r} is no way to treat biases and norms", "--others",
+        raise UsageError(f"biases and norms cannot be treated as {shown(own['others'])!r}", "--others",
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
     parts = {n: (own[n],) if isinstance(own[n], str) else tuple(own[n]) for n in ("include", "exclude")}
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})

@@ -133,14 +133,14 @@ NUMBERS = {**dict.fromkeys(("density", "gamma", "epsilon", "t", "scale"), float)
 
 
 def as_number(name: str, value: Any) -> Any:
-    """Return the value of an option; options arrive as text (`take_text`). UsageError for a text that is no number."""
+    """Return the value of an option, which arrives as text (`take_text`); UsageError if it is not a number."""
     if name not in NUMBERS:
         return value
     try:
         return NUMBERS[name](value)
     except ValueError as e:
         flag = f"--{name.replace('_', '-')}"
-        raise UsageError(f"{str(value)[:40]!r} is no number", flag, "use a number such as 1") from e
+        raise UsageError(f"{str(value)[:40]!r} is not a number", flag, "use a number such as 1") from e
 
 
 def carry_out(

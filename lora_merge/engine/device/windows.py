@@ -58,7 +58,7 @@ class DeviceWindows:
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
-        bytes are no numbers that the device has. `item` returns a block with its tensors on the host."""
+        bytes are not numbers that the device has. `item` returns a block with its tensors on the host."""
         change, ours = task.change, list[Fold]()
         made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:

@@ -34,7 +34,7 @@ DRAW: Final = "draw"
 
 
 class InvalidPart(ValueError):
-    """A stored scale or code that stands for no number. The message says what is wrong, without the tensor's name."""
+    """The error for a scale or a code that is not a number. Its message does not name the tensor; the caller does."""
 
 
 class OutOfRange(ValueError):

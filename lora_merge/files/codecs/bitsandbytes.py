@@ -81,7 +81,7 @@ class Bnb4(Encoding):
             spread = parts[NESTED].repeat_interleave(self.nested)[: len(scale)]
             scale = parts[NESTED_MAP][scale.int()] * spread + self.offset
         if not bool(scale.isfinite().all()) or (not self.nested and bool((scale < 0).any())):
-            raise InvalidPart("a scale is negative or no finite number")
+            raise InvalidPart("a scale is negative or not a finite number")
         return scale
 
     def _fitted(

@@ -49,7 +49,7 @@ class Fp4(Encoding):
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
         bad = role == WHOLE and not all(0 < n < inf for n in numbers)
-        return f"its scale is no positive number: {numbers[0]:g}" if bad else ""
+        return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""
@@ -104,7 +104,7 @@ class Fp4(Encoding):
             return 1.0
         scale = parts[WHOLE].item()
         if not 0 < scale < inf:
-            raise InvalidPart(f"its scale is no positive number: {scale:g}")
+            raise InvalidPart(f"its scale is not a positive number: {scale:g}")
         return 1 / scale if self.divided else scale
 
     def _scale(self, parts: Parts, count: int) -> Tensor:
@@ -116,7 +116,7 @@ class Fp4(Encoding):
         if self.swizzled:
             found = found[arithmetic.swizzle(count // self.cols, self.cols // self.size)]
         if not bool((found >= 0).all()):
-            raise InvalidPart("a scale is negative or no number")
+            raise InvalidPart("a scale is negative or not a number")
         return found * self._whole(parts)
 
     def _stored(self, made: Tensor, parts: Parts, count: int) -> Tensor:

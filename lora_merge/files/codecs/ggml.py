@@ -47,7 +47,7 @@ class Ggml(Encoding):
         return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
-        """Return the numbers, in fp32; InvalidPart for scales that are no numbers."""
+        """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
         values = self._decoded(parts[CODES])
         if self.offset:
             values = values - self.offset

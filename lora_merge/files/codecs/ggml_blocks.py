@@ -104,7 +104,7 @@ class Kind(NamedTuple):
     powers: bool = False  # whether scales are powers of two, in one byte
 
     def fields(self, blocks: Tensor) -> Fields:
-        """Return the scales; InvalidPart for those that are no numbers."""
+        """Return the scales; InvalidPart for those that are not finite numbers."""
         layout = self.layout
         if layout.d is None:
             return Fields(_power_of_two(blocks[:, :1].int() - 128))
@@ -112,7 +112,7 @@ class Kind(NamedTuple):
         m = None if layout.m is None else half(blocks, layout.m)
         for found in (d, m):
             if found is not None and not bool(found.isfinite().all()):
-                raise InvalidPart("a scale is no number")
+                raise InvalidPart("a scale is not a number")
         if layout.scales is None:
             return Fields(d, m)
         return Fields(d, m, *layout.scales.unpack(blocks[:, layout.scales.start : layout.scales.stop]))
@@ -157,7 +157,7 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
 
 
 def decode(name: str, raw: Tensor) -> Tensor:
-    """Return the numbers of blocks, flat, in fp32; InvalidPart for scales that are no numbers. `raw`: u8, flat."""
+    """Return the numbers of blocks, flat, in fp32; InvalidPart for scales that are not finite. `raw`: u8, flat."""
     kind = KINDS[name]
     blocks = raw.reshape(-1, kind.layout.size)
     fields = kind.fields(blocks)

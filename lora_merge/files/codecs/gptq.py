@@ -55,7 +55,7 @@ class Transposed(Encoding):
             zero = zero + int(self.plus_one)
         scale = parts[SCALE].view(-1, rows)[:, low:high].float()
         if not bool(scale.isfinite().all()):
-            raise InvalidPart("a scale is no finite number")
+            raise InvalidPart("a scale is not a finite number")
         group = parts[ORDER] if ORDER in parts else arithmetic.repeated(len(scale), cols)
         if bool((group < 0).any()) or bool((group >= len(scale)).any()):
             raise InvalidPart("its g_idx names a group that is not there")

@@ -65,10 +65,10 @@ class Affine(Encoding):
         return int(2**self.bits - 1)
 
     def _line(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is no finite number."""
+        """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is not finite."""
         scale, bias = (parts[role].float().view(-1, 1) for role in (SCALE, BIAS))
         if not bool((scale.isfinite() & bias.isfinite()).all()):
-            raise InvalidPart("a scale or a bias is no finite number")
+            raise InvalidPart("a scale or a bias is not a finite number")
         return scale, bias
 
     def _fitted(self, low: Tensor, high: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

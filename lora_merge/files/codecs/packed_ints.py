@@ -101,7 +101,7 @@ class Packed(Encoding):
     def _scale(self, parts: Parts, rows: int) -> Tensor:
         found = parts[SCALE].float().view(rows, -1, 1)
         if not bool(((found > 0) & (found < inf)).all()):
-            raise InvalidPart("a scale is no positive number")
+            raise InvalidPart("a scale is not a positive number")
         return found
 
     def _zero(self, parts: Parts, rows: int) -> Any:

@@ -55,7 +55,7 @@ class Scaled(Encoding):
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
         bad = role == SCALE and not all(0 < n < inf for n in numbers)
-        return f"its scale is no positive number: {numbers[0]:g}" if bad else ""
+        return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
@@ -119,7 +119,7 @@ class Scaled(Encoding):
         return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor)}
 
     def _scale(self, parts: Parts, count: int) -> Any:
-        """Return the scales in fp32, flat; InvalidPart if one is no positive number."""
+        """Return the scales in fp32, flat; InvalidPart if one is not a positive number."""
         from . import arithmetic
 
         raw = parts[SCALE]
@@ -128,7 +128,7 @@ class Scaled(Encoding):
             found = found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)]
         good = ((found > 0) | ((found == 0) & self.zero_rows)) & (found < inf)
         if not bool(good.all()):
-            raise InvalidPart(f"a scale is no positive number: {found[~good][0].item():g}")
+            raise InvalidPart(f"a scale is not a positive number: {found[~good][0].item():g}")
         return found if self.block[0] else found.item()
 
     @property
@@ -227,7 +227,7 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How the scales are stored; "" where they are no numbers of a known kind."""
+        """How the scales are stored; "" where they are not numbers of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALES.get(self.scale.dtype, "")
 
 

@@ -235,7 +235,7 @@ def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
     for _ in range(count):
         name = cursor.text()
         if name in seen or not name or "\0" in name:
-            raise _Malformed(f"the name {quoted(name)} of a tensor appears twice, or is none")
+            raise _Malformed(f"the name {quoted(name)} of a tensor is empty, holds NUL or appears twice")
         seen.add(name)
         axes = cursor.number("I")
         if axes > AXES:

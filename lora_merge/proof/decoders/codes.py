@@ -20,7 +20,7 @@ def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
     """Return the scales as float64; BadPart unless all are positive, or 0 where a row of zeros has that."""
     found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
     if not (np.isfinite(found) & ((found > 0) | (zero & (found == 0)))).all():
-        raise BadPart("a scale is no positive number")
+        raise BadPart("a scale is not a positive number")
     return nonzero(found)
 
 
@@ -83,7 +83,7 @@ def fp4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arra
     levels = E2M1[nibbles(raw["codes"], high_first=encoding.high_first)]
     found = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
     if not (np.isfinite(found) & (found >= 0)).all():
-        raise BadPart("a scale is negative or no number")
+        raise BadPart("a scale is negative or not a number")
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
         found = found / whole if encoding.divided else found * whole
@@ -127,7 +127,7 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
         outer = decode(raw["nested"], "F32")[np.arange(len(scale)) // encoding.nested]
         scale = decode(raw["nested_map"], "F32")[scale] * outer + encoding.offset
     if not np.isfinite(scale).all() or (not encoding.nested and (scale < 0).any()):
-        raise BadPart("a scale is negative or no finite number")
+        raise BadPart("a scale is negative or not a finite number")
     levels = table[nibbles(raw["codes"], high_first=True)[:count]]
     return levels, Grid(Table(table), np.copysign(nonzero(np.abs(scale)), scale)[np.arange(count) // encoding.size])
 
@@ -141,7 +141,7 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
     row, column = np.arange(first // cols, (first + count) // cols)[:, None], np.arange(cols)[None, :]
     group = np.frombuffer(raw["order"], "<i4")[column] if "order" in raw else column // (cols // len(scale))
     if not np.isfinite(scale).all() or (group < 0).any() or (group >= len(scale)).any():
-        raise BadPart("a scale is no finite number, or a column belongs to no group")
+        raise BadPart("a scale is not a finite number, or a column belongs to no group")
     if encoding.along_rows:
         shift = bits * np.array([0, 4, 1, 5, 2, 6, 3, 7])[row % each]
         level = codes[column * (rows // each) + row // each] >> shift & mask

@@ -36,7 +36,7 @@ class Form(NamedTuple):
 def _half(raw: Array, at: int) -> Array:
     found = np.ascontiguousarray(raw[:, at : at + 2]).view(np.float16).astype(np.float64)
     if not np.isfinite(found).all():
-        raise BadPart("a scale is no number")
+        raise BadPart("a scale is not a number")
     return np.asarray(found)
 
 
