@@ -56,6 +56,9 @@ def merge(
         rounding: "nearest", or "stochastic": each merged number becomes one of its two neighbours in the output's
             dtype or format, the nearer one more often. Changes smaller than a step survive on average, as noise.
         seed: Of stochastic rounding, dare and della: the same seed gives the same bytes.
+        keep_precision: Weights that a quantising `dtype` ("fp8_scaled", "nvfp4", "nf4", "q8_0" …) leaves as they are:
+            "re:" and a regular expression, or a glob, for keys of the base, in addition to the usual ones (norms,
+            embeddings, first and last layers, modulation); "none" quantises those too.
         method: "sum" (the rule above); "compose": adapters one after the other, in the order given; or a method that
             makes one change of all changes of a weight, as for `combine`: "mean", "ties", "dare", "dare_ties", "della",
             "della_ties", "breadcrumbs", "breadcrumbs_ties", "prune", "slerp", "karcher", "model_stock", "consensus".
@@ -207,6 +210,7 @@ def verify(  # noqa: PLR0913  # the options of the command
         on_overflow: See `merge`.
         rounding: See `merge`.
         seed: See `merge`.
+        keep_precision: Not used here: tensors in memory are not quantised.
         method: See `merge`.
         density: See `merge`.
         gamma: See `merge`.

@@ -81,6 +81,14 @@ _NAMES: Final = {row.option: name for name, row in TABLE.items() if row.option}
 DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")}
 """Value of `--dtype` → name in files; `keep` is not a dtype."""
 
+GGUF_TYPES: Final = (
+    "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs",
+)  # fmt: skip
+"""Values of `--dtype` that are types of GGUF files."""
+
+FORMATS: Final = ("fp8_scaled", "fp8_block", "mxfp8", "nvfp4", "int8", "nf4", *GGUF_TYPES)
+"""Values of `--dtype` that quantise: codes with scales beside them."""
+
 COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}
 """Value of `--compute-dtype` → name in files."""
 

@@ -98,6 +98,8 @@ class Job:
     rounding: Rounding = "nearest"
     """How merged numbers become those of the output: the nearest one, or one of both neighbours by draws."""
     seed: int = 0
+    keep_precision: tuple[str, ...] = ()
+    """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
@@ -154,6 +156,8 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
     base = expand(base)
     found["max_memory"] = parse_size(found["max_memory"])
+    texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
+    found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
     found["setting"] = _settings({} if found["setting"] is None else found["setting"])
     found["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}"))
                               for key, value in dict(pairs(found["metadata"] or {}, "--metadata")).items())  # fmt: skip

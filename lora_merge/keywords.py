@@ -20,6 +20,7 @@ class VerifyOptions(TypedDict, total=False):
     on_overflow: OnOverflow
     rounding: Rounding
     seed: int
+    keep_precision: Sequence[str]
     method: MethodName
     density: float | None
     gamma: float | None

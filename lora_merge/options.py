@@ -16,12 +16,15 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from .dtypes import COMPUTE_DTYPES, DTYPES, TABLE
+from .dtypes import COMPUTE_DTYPES, DTYPES, FORMATS, TABLE
 from .errors import ResourceError, UsageError
 from .methods import DIVISORS, ELECTIONS, METHODS, SUM
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
+
+NO_DEFAULTS: Final = "none"
+"""The value of `--keep-precision` with which the usual exceptions are quantised too."""
 
 BLOCK_WEIGHTS: Final = "lbw"
 """The part whose value is a list of one weight for each block, or the name of a preset; see models/blocks.py."""
@@ -85,7 +88,7 @@ class Option:
         return self.recorded != "never" or self.kind == "size"
 
 
-_DTYPES: Final = ("keep", *DTYPES)
+_DTYPES: Final = ("keep", *DTYPES, *FORMATS)
 _COMPUTE: Final = tuple(COMPUTE_DTYPES)
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
@@ -111,6 +114,9 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                get_args(Rounding), together=True, in_verify=True),
         Option("seed", "whole", 0, "Of stochastic rounding, dare and della: another number, other draws.", "given",
                together=True, in_verify=True, metavar="INT"),
+        Option("keep_precision", "texts", (),
+               "re:REGEX or glob over base keys: not quantised; none: not even norms, embeddings …", "given",
+               metavar="PATTERN"),
         Option("method", "word", SUM, "How adapters meet: sum, compose (one after the other), ties, dare …", "given",
                tuple(METHODS), in_verify=True, group="Method"),
         Option("density", "number", None, "Share of entries that ties, dare, della … keep.", "given", in_verify=True,

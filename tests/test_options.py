@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 JOB = {f.name: f.default for f in fields(Job)[3:]}
 OTHERS: dict[str, Any] = {
     "dtype": "bf16", "compute_dtype": "fp64", "device": "cpu", "strength": [0.5], "strength_for": {"te": 0.5},
-    "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
+    "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "keep_precision": ["re:x"], "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
     "density": 0.5, "gamma": 0.25, "epsilon": 0.125, "t": 0.5, "elect": "count", "normalise": "weight", "agree": 1,
     "scale": 2.0, "title": "Ink", "metadata": {"a": "b"}, "no_metadata": True, "card": True,

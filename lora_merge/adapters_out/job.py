@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
+from ..dtypes import FORMATS
 from ..errors import FitError, UsageError
 from ..job import Adapter, Job, make_job
 from ..method_numbers import Numbers, numbers_of
@@ -62,6 +63,8 @@ def make_adapter_job(
     """Return the job of `combine` or `resize`; UsageError for an option or a value that is wrong."""
     given = {name: value for name, value in options.items() if name in OWN and value is not None}
     common = {name: value for name, value in options.items() if name not in OWN}
+    if str(common.get("dtype")) in FORMATS or common.get("keep_precision"):
+        raise UsageError("adapters are not quantised", f"--dtype {shown(common.get('dtype'))}", "write --dtype bf16")
     own = {**OWN, "alpha": "keep" if command == "resize" else "rank", **given}
     method = SAME_COMBINATION.get(own["method"], own["method"])
     if method not in COMBINATIONS:

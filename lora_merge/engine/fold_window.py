@@ -21,7 +21,8 @@ from .devices import device_bytes, one_core, places, release, threads
 from .fold_blocks import BlockMerger, Item, made_again, settled
 from .patch_tensors import PatchTensors
 from .placement import convert, settle
-from .tensors import Codes, TensorCache, decoded, new_parts, packed, raw, recode, refitted
+from .storing.new_codes import NewCodes
+from .tensors import TensorCache, decoded, new_parts, packed, raw, refitted
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -49,6 +50,7 @@ class WindowMerger:
         self.outcomes = [Outcome() for _ in plans]
         """For each plan, the results that are too large for their dtype."""
         self.spools = [Spool(part.parent) for part in parts]
+        self.codes = NewCodes(plans, self.blocks, self.pool, self.cache.read)
 
     def begin(self, task: WindowTask) -> None:
         """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
@@ -57,22 +59,24 @@ class WindowMerger:
         if not task.last:
             for low, high in _kept(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
+        task.under_way += self.codes.measure(task.plan, task.change)
         for c in task.change.converts:
+            if not c.target.packing.encoding.plain:
+                task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
+                continue
             name, weight = c.target.name, c.target.weight
             numbers = packed(
                 base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,)
             )
             values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
-            if not c.target.packing.encoding.plain:
-                recode(c.target, c.first, values, Codes(into, into, None), self.cache.fetch)
-                continue
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
         kept = None if task.last else base_bytes  # the last task overwrites the base values
 
         def item(f: Fold) -> Item:
-            return _item(f, out, base if f.apart else kept)
+            block = self.codes.block(task.plan, f.block)
+            return _item(replace(f, block=block), out, base if f.apart else kept)
 
         left = task.change.folds
         if self.whole is not None:

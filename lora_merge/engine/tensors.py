@@ -21,7 +21,7 @@ from ..errors import InputError, TooLarge
 from ..files.codecs.base import CODES, DRAW, InvalidPart, OutOfRange, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
-from .placement import TORCH_DTYPES, Placement, host, odd, stage
+from .placement import TORCH_DTYPES, Placement, finite, host, odd, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -47,6 +47,10 @@ class TensorCache:
                 check_finite(tensor, info)
             self._kept[key] = tensor
         return tensor
+
+    def read(self, info: StoredTensor) -> Tensor:
+        """Return the tensor as stored, on the CPU; it is not kept."""
+        return view_bytes(self._reader.view(info), info.dtype, info.shape)
 
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""
@@ -179,6 +183,9 @@ def recode(
     """
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
+    if afresh and not bool(finite(values).all()):
+        raise InputError("the base holds NaN or infinite numbers, which no code stands for",
+                         f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
     old = parts_of(torch.zeros_like(codes.into) if afresh else codes.base, packing, first, count, fetch)
     if codes.uniform is not None:
         old[DRAW] = codes.uniform

@@ -218,12 +218,16 @@ def _indented(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def configured(content: bytes, dtype: str | None, resized: Resized, *, unpacked: bool = False) -> bytes:
+def configured(
+    content: bytes, dtype: str | None, resized: Resized, *, unpacked: bool = False,
+    section: Mapping[str, Any] | None = None,
+) -> bytes:  # fmt: skip
     """Return a model's config.json with the new dtype and sizes of the weights; unchanged bytes if neither changed.
 
     `unpacked`: the weights were quantised and are plain numbers now, so nothing may say how they are quantised.
+    `section`: what says how the output is quantised.
     """
-    if dtype not in CONFIG_DTYPES and not resized and not unpacked:
+    if dtype not in CONFIG_DTYPES and not resized and not unpacked and section is None:
         return content
     try:
         config = from_json(content)
@@ -231,8 +235,8 @@ def configured(content: bytes, dtype: str | None, resized: Resized, *, unpacked:
         return content
     if not isinstance(config, dict):
         return content
-    if unpacked:
-        _without_sections(config)
+    if unpacked or section is not None:
+        _tell_quantisation(config, section)
     for key in ("dtype", "torch_dtype"):
         if dtype in CONFIG_DTYPES and isinstance(config.get(key), str):
             config[key] = CONFIG_DTYPES[dtype]
@@ -246,11 +250,13 @@ def configured(content: bytes, dtype: str | None, resized: Resized, *, unpacked:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _without_sections(config: dict[str, Any]) -> None:
-    """Remove what says how the weights are quantised."""
+def _tell_quantisation(config: dict[str, Any], section: Mapping[str, Any] | None) -> None:
+    """Replace what says how the weights are quantised."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in SECTIONS:
             part.pop(key, None)
+    if section is not None:
+        config[SECTIONS[0]] = dict(section)
 
 
 def _resize(config: dict[str, Any], name: str, old: Shape, new: Shape) -> None:

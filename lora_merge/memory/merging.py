@@ -18,7 +18,7 @@ from torch import Tensor
 from ..adapters.file import AdapterFile, group
 from ..disk.reader import Reader
 from ..disk.spool import PartBytes
-from ..dtypes import COMPUTE_DTYPES
+from ..dtypes import COMPUTE_DTYPES, FORMATS
 from ..engine.blocks import Block, blocks
 from ..engine.buffers import Outcome
 from ..engine.devices import places
@@ -127,6 +127,9 @@ def prepare(
         options = {**options, "device": _device(own.values())}
     paths, files = _adapters(adapters)
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
+    if job.dtype in FORMATS or job.keep_precision:
+        raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
+                         "use `merge`, which writes the file that loaders read")  # fmt: skip
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)

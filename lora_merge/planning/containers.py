@@ -9,10 +9,11 @@ from typing import Final
 
 from ..adapters.file import AdapterFile, group
 from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS
+from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.codecs.base import Packing
+from ..files.codecs.making import Made
 from ..files.gguf.adapter import with_heads
 from ..files.gguf.layout import gguf_layout
 from ..files.gguf.view import as_plain
@@ -22,12 +23,12 @@ from ..models.weights import Weight
 from .plan import OutputTensor
 
 GGUF: Final = ".gguf"
-GGUF_DTYPES: Final = ("keep", "fp32", "fp16", "bf16")
+GGUF_DTYPES: Final = ("keep", "fp32", "fp16", "bf16", *GGUF_TYPES)
 
 
 def in_gguf(job: Job, base: Index) -> bool:
     """Return whether the output is GGUF. A diffusion model in another dtype is an ordinary checkpoint."""
-    return base.gguf is not None and (job.dtype == "keep" or base.gguf.language)
+    return base.gguf is not None and (job.dtype in ("keep", *GGUF_TYPES) or base.gguf.language)
 
 
 def check_names(job: Job, base: Index) -> None:
@@ -70,12 +71,20 @@ def in_order(adapter: AdapterFile, base: Index) -> AdapterFile:
     return group(replace(adapter.index, tensors=with_heads(adapter.index.tensors, base.config)))
 
 
-def stored_as(job: Job, base: Index, info: StoredTensor, weight: Weight) -> tuple[str, Packing | None]:
+def stored_as(
+    job: Job, base: Index, info: StoredTensor, weight: Weight, form: Made | None
+) -> tuple[str, Packing | None]:
     """Return dtype and packing of an output tensor; `info` is the base's, whose weight an adapter may replace.
 
-    In GGUF files of a language model vectors stay as they are.
+    `form`: its new quantised form, if it gets one. In GGUF files of a language model vectors stay as they are.
     """
     packed = weight.packed or base.packed.get(info.name)
+    if form is not None and form.packing.codes is not None:
+        return form.packing.codes.dtype, form.packing
+    if job.dtype in FORMATS and (packed is None or in_gguf(job, base)):
+        return info.dtype, packed
+    if job.dtype in FORMATS:
+        return "BF16", None  # a quantised weight of the base that keeps its precision
     if job.dtype == "keep" or (in_gguf(job, base) and len(weight.shape) < 2):
         return info.dtype, packed
     if info.dtype not in FLOATS and packed is None:

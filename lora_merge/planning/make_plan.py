@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from ..adapters.file import AdapterFile, FileValues, Values
@@ -16,6 +17,8 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..errors import InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import Index
+from ..files.codecs.base import Packing
+from ..files.codecs.making import Made
 from ..files.codecs.plain import plain
 from ..files.side_files import (
     ON_QUANTISATION,
@@ -45,6 +48,7 @@ from .combining import Combining
 from .containers import check_container, check_names, check_tensors, header_of, in_order, stored_as
 from .metadata import kept_entries
 from .plan import OutputFile, OutputTensor, Plan, weights
+from .quantising import quantising
 from .recipe import blanks, entries
 
 SMALL: Final = 64  # bytes of a part of a weight that is checked before the merge; larger ones are checked when read
@@ -99,17 +103,18 @@ def make_plan(matched: Matched) -> Plan:
     """Give every output tensor its origin and its place."""
     job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
     check_stored(matched)
-    files, indexes = _files(job, base, found)
+    quantised = quantising(job, base, matched.inputs.names)
+    files, indexes = _files(job, base, found, quantised.made)
     sides, left = side_files(base) if base.path.is_dir() else ((), ())
     if base.packed and job.dtype != "keep":
         sides = tuple(name for name in sides if Path(name).name not in ON_QUANTISATION)
-    notes = [f"not copied, because they hold other weights: {listed(left)}"] if left else []
+    notes = [*quantised.notes, *([f"not copied, because they hold other weights: {listed(left)}"] if left else [])]
     if led := led_outside(base.path, sides):
         notes.append(f"copied through links that lead out of the model folder: {listed(led)}")
     notes += other_tokenizers(base.path, [ref.path for ref in job.adapters])
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    return Plan(job, base, matched.inputs.names.architecture, found, files, sides, indexes)
+    return Plan(job, base, matched.inputs.names.architecture, found, files, sides, indexes, quantised)
 
 
 def matches(inputs: Inputs, values: Values) -> tuple[Match, ...]:
@@ -179,11 +184,11 @@ def check_stored(matched: Matched) -> None:
 
 
 def _files(
-    job: Job, base: Index, matched: Sequence[Match]
+    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made]
 ) -> tuple[tuple[OutputFile, ...], tuple[tuple[str, bytes], ...]]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries); index files."""
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
-    for path, target in outputs(job, base, matched):
+    for path, target in outputs(job, base, matched, made):
         by_file[path].append(target)
     check_tensors(job, base, (t for targets in by_file.values() for t in targets))
     adapters = [m.adapter.index for m in matched]
@@ -197,14 +202,21 @@ def _files(
     return tuple(files), tuple(index_files(base, by_file))
 
 
-def outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known."""
+def outputs(
+    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made] = MappingProxyType({})
+) -> Iterator[tuple[Path, OutputTensor]]:
+    """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
+
+    `made`: weight → its quantised form in the output.
+    """
     combining = Combining.of(job, [one.adapter for one in matched])
-    for path, target in _outputs(job, base, matched):
+    for path, target in _outputs(job, base, matched, made):
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(
+    job: Job, base: Index, matched: Sequence[Match], made: Mapping[str, Made]
+) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield the same without the way in which changes are combined."""
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
@@ -218,23 +230,26 @@ def _outputs(job: Job, base: Index, matched: Sequence[Match]) -> Iterator[tuple[
     for key, info in base.tensors.items():
         if key in dropped:
             continue
-        yield info.file, _target(job, base, info, replaced.get(key, own[key]), uses)
+        form, weight = made.get(key), replaced.get(key, own[key])
+        yield info.file, _target(job, info, weight, uses, stored_as(job, base, info, weight, form))
+        for new in form.beside if form else ():
+            yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in parted:
             sibling = base.tensors[beside]
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in parted else stored)
-            yield sibling.file, _target(job, base, like, replaced.get(key, own[key]), uses)
+            weight = replaced.get(key, own[key])
+            yield sibling.file, _target(job, like, weight, uses, stored_as(job, base, like, weight, None))
 
 
 def _target(
-    job: Job, base: Index, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]]
-) -> OutputTensor:
-    name, method = info.name, METHODS[job.method]
+    job: Job, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]],
+    stored_as: tuple[str, Packing | None],
+) -> OutputTensor:  # fmt: skip
+    name, method, (dtype, packed) = info.name, METHODS[job.method], stored_as
     uses = tuple(all_uses.get(name, ()))
-    floats = info.dtype in FLOATS or info.name in base.packed
-    dtype, packed = stored_as(job, base, info, weight)
-    if uses and not floats:
+    if uses and packed is None and dtype not in FLOATS:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {info.dtype}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip

@@ -49,11 +49,17 @@ def contents(plan: Plan) -> Contents:
         file = plan.base.path / name
         sides[name] = file
         if file.name == "config.json":
-            resized = plan.resized(str(Path(name).parent))
-            sides[name] = configured(file.read_bytes(), DTYPES.get(plan.job.dtype), resized, unpacked=plan.unpacked)
+            sides[name] = _configured(plan, name, DTYPES.get(plan.job.dtype))
     if plan.is_folder and plan.has_card and (made := card(plan, plan.base.path / CARD)) is not None:
         sides[CARD] = Card(made)
     return Contents(frozenset(f.name for f in plan.files), sides)
+
+
+def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
+    """Return the config.json of this name for the output."""
+    content, resized = (plan.base.path / name).read_bytes(), plan.resized(str(Path(name).parent))
+    section = plan.quantising.section
+    return configured(content, dtype, resized, unpacked=plan.unpacked, section=section)
 
 
 def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
@@ -72,7 +78,7 @@ def misleading(plan: Plan, output: Path) -> list[str]:
             found.append(name)
         elif Path(name).name == "config.json":
             content = (plan.base.path / name).read_bytes()
-            resized = configured(content, None, plan.resized(str(Path(name).parent)), unpacked=plan.unpacked)
+            resized = _configured(plan, name, None)
             texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))

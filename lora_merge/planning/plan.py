@@ -20,6 +20,7 @@ from ..matching.patch import Match, PatchPart
 from ..methods import METHODS, SUM, Method
 from ..models.weights import Weight, unstored
 from ..text import by_component, by_pattern, html_table, size
+from .quantising import NOTHING, Quantising
 
 if TYPE_CHECKING:
     from .combining import Combining
@@ -126,6 +127,7 @@ class Plan:
     files: tuple[OutputFile, ...]
     sides: tuple[str, ...] = ()  # files of the base folder that are copied as they are
     indexes: tuple[tuple[str, bytes], ...] = ()  # `*.index.json`: name, content
+    quantising: Quantising = NOTHING
 
     def __repr__(self) -> str:
         return "Plan: " + "; ".join(f"{name} {value}" for name, value in self._told())
@@ -156,8 +158,9 @@ class Plan:
     def changed(self) -> int:
         """How many output tensors adapters change."""
         own = self.base.tensors
+        new = {one.name for made in self.quantising.made.values() for one in made.beside}
         targets = (t for f in self.files for t in f.targets)
-        return sum(1 for t in targets if t.uses or t.source is not own.get(t.name))
+        return sum(1 for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new))
 
     def resized(self, folder: str) -> dict[str, tuple[Shape, Shape]]:
         """Return tensor → (shape in the base, shape in the output) for the tensors of one folder that change shape.

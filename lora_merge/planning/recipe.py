@@ -33,6 +33,7 @@ STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
     {
         "settings": dict,
         "entries": dict,
+        "texts": list,
         "path": lambda path: {"name": path.name, "text": path.read_text(encoding="utf-8")},
     }
 )

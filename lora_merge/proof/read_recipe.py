@@ -95,6 +95,7 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
         options["setting"] = dict(value["setting"])
     kinds: dict[str, Callable[[Any], Any]] = {"whole": _count, "number": number_of}
     options |= {o.name: kinds[o.kind](value[o.name]) for o in OPTIONS.values() if o.kind in kinds and o.name in value}
+    options |= {"keep_precision": [*map(text_of, value["keep_precision"])]} if "keep_precision" in value else {}
     options |= {"title": text_of(value["title"])} if "title" in value else {}
     options |= {"metadata": dict(value["metadata"])} if "metadata" in value else {}
     table = value.get("map", {"name": "", "text": None})

@@ -183,19 +183,20 @@ def check_sources(base: Index, adapters: Sequence[Match], targets: Sequence[Outp
     own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.parted, *m.created)}
-    recoded = [p for key, p in base.packed.items() if key in written and written[key].packed is None]
-    dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are plain numbers now
-    if left := sorted(dropped & written.keys()):
+    recoded = [p for key, p in base.packed.items() if key in written and written[key].recoded]
+    dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are stored otherwise now
+    new = {name for t in targets if t.packing.encoding.fresh for name in t.packing.names}
+    if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
     for name, info in own.items():
-        if name in dropped:
+        if name in dropped or name in new:
             continue
         target = written.get(name)
         source = target.source if target is not None else None
         if source is None or (source is not info and source != info and source.file not in files):
             where = f"{base.path}: {quoted(name)} from {quoted(source.name) if source else 'nowhere'}"
             raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT)
-    if extra := sorted(written.keys() - own.keys() - added):
+    if extra := sorted(written.keys() - own.keys() - added - new):
         raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
 
 

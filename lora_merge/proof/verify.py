@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,9 +29,10 @@ from ..progress import Progress, Step, unwatched
 from ..text import quoted
 from .account import account
 from .findings import RETAINED, Findings
+from .grids import plain_grid
 from .loadable import check_loadable
 from .recompute import UNASKED, Recomputation, read_exactly
-from .reference.floats import beyond, decode, saturated, step
+from .reference.floats import decode
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading import read_again
 from .stored import coded_output
@@ -63,7 +65,8 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who is told
         headers = [*written] or [b""] * len(paths)
         checked = [check_header(f, p, h or None) for f, p, h in zip(plan.files, paths, headers, strict=True)]
         places = {t.name: (path, t) for path, targets in zip(paths, checked, strict=True) for t in targets}
-        merged.outputs = {n: coded_output(t, places, read_bytes) for n, (_, t) in places.items() if t.uses and t.packed}
+        merged.outputs = {n: coded_output(t, places, read_bytes) for n, (_, t) in places.items()
+                          if t.packed and not t.copied}  # fmt: skip
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, told)
     notes = check_loadable(plan, part, written)
@@ -194,25 +197,28 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
             at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
-    width = ITEM_BYTES[target.dtype]
-    low, high = first // width, (first + count) // width
+    made = target.packing.encoding
+    low, high = made.count(first), min(made.count(first + count), prod(target.shape))
     if (coded := merged.stored.coded(source)) is not None:
         exact, grid = coded.span(low, high)
         slack = DECODED * (np.abs(exact) if grid.turn is None else np.abs(exact).max(initial=0.0))
     else:
-        slack = 0.0
         scale = ITEM_BYTES[source.dtype]
         exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
-    got = decode(found, target.dtype)
+        slack = DECODED * np.abs(exact) if target.packed else 0.0
+    if target.name in merged.outputs:
+        got, grid = merged.outputs[target.name].span(low, high)
+    else:
+        got, grid = decode(found, target.dtype), plain_grid(target.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        over = beyond(exact, target.dtype)
-        right = saturated(exact, target.dtype) if merged.saturate else exact
-        near = np.abs(got - right) <= 0.5 * step(right, target.dtype) + slack
+        over = grid.beyond(exact)
+        right = grid.saturated(exact) if merged.saturate else exact
+        near = np.abs(got - right) <= 0.5 * grid.step(right) + slack
     same = near | (got == right) | (np.isnan(got) & np.isnan(right))
     if not same.all():
         at = int(np.argmin(same))
-        where = f"{target.name}, element {first // width + at}: {exact[at]:.8g} became {got[at]:.8g}"
-        raise _failed(f"a tensor was wrongly converted to {target.dtype}", f"{where}; {UNASKED}" if over[at] else where)
+        where = f"{target.name}, element {low + at}: {exact[at]:.8g} became {got[at]:.8g}"
+        raise _failed(f"a tensor was wrongly converted to {made.title}", f"{where}; {UNASKED}" if over[at] else where)
     return int(np.count_nonzero(over))
 
 

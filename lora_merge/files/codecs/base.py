@@ -71,6 +71,7 @@ class Encoding:
     group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
 
     label: str = ""  # for the user, where it is not the name
+    fresh: bool = False  # whether the scales are made for an output whose base has none, so that none is kept
 
     name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
     stochastic: ClassVar[bool] = False
@@ -80,6 +81,11 @@ class Encoding:
     """The reason why new numbers cannot be stored; "" if they can."""
     afresh: ClassVar[bool] = False
     """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether a new part of the whole weight depends on its largest number: 0 stands for it until that is known."""
+        return False
 
     @property
     def title(self) -> str:

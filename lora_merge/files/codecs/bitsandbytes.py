@@ -155,6 +155,11 @@ def _four_bits(found: Checkpoint, name: str, state: str) -> Claim | None:
     return made._replace(weight=replace(made.weight, dtype="U8"))  # the codes may be stored as another dtype
 
 
+def fresh_four_bits(size: int) -> Bnb4:
+    """Return the encoding of new nf4 weights with a scale for each `size` numbers, without double quantisation."""
+    return _encoding(size, size=size, label="bitsandbytes nf4", fresh=True)
+
+
 def _count(told: Mapping[str, Any], key: str) -> int:
     """Return a positive whole number of the JSON; 0 for anything else."""
     number = told.get(key)

@@ -46,6 +46,11 @@ class Fp4(Encoding):
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a new scale for the whole weight."""
+        return self.fresh and self.kind != E8M0
+
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
         bad = role == WHOLE and not all(0 < n < inf for n in numbers)
@@ -66,6 +71,8 @@ class Fp4(Encoding):
         from . import arithmetic, draws
 
         count = values.numel()
+        if self.measured and not parts[WHOLE].item():
+            return None
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         blocks = values.view(-1, self.size)
@@ -87,7 +94,7 @@ class Fp4(Encoding):
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
         import torch
 
-        scale = largest / (FP8 * LARGEST)
+        scale = largest / (FP8 * LARGEST) or 1.0
         return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
 
     def _fitted(self, wanted: Tensor, whole: float) -> Tensor:
@@ -139,7 +146,9 @@ class Fp4Tensors(NamedTuple):
     beside: frozenset[str] = frozenset()
 
 
-def fp4(of: Fp4Tensors, *, high_first: bool = False, swizzled: bool = False, divided: bool = False) -> Packing | None:
+def fp4(
+    of: Fp4Tensors, *, high_first: bool = False, swizzled: bool = False, divided: bool = False, fresh: bool = False
+) -> Packing | None:
     """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
 
     With a scale of the whole weight it is nvfp4, without one mxfp4.
@@ -158,7 +167,7 @@ def fp4(of: Fp4Tensors, *, high_first: bool = False, swizzled: bool = False, div
     kind = "F8_E4M3" if nv else E8M0
     part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
     found = _encoding(part.numbers if swizzled else size, kind=kind, size=size, cols=cols, label=of.label,
-                      high_first=high_first, swizzled=swizzled, divided=divided)  # fmt: skip
+                      high_first=high_first, swizzled=swizzled, divided=divided, fresh=fresh)  # fmt: skip
     parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
     return Packing(found, codes, parts, of.beside)
 

@@ -46,6 +46,10 @@ class Ggml(Encoding):
         """Return the same with plain numbers of this dtype; None if these are stored as they are."""
         return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
 
+    def as_type(self, kind: str) -> Ggml:
+        """Return the same with new blocks of a type."""
+        return _made(kind, self.head, self.cols, self.offset, fresh=True)
+
     def decode(self, parts: Parts, first: int, count: int) -> Tensor:
         """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
         values = self._decoded(parts[CODES])
@@ -92,6 +96,11 @@ def ggml(kind: str) -> Ggml:
     return _made(kind, 0, 0, 0.0)
 
 
+def fresh(kind: str) -> Ggml:
+    """Return the encoding of new blocks of a type."""
+    return _made(kind, 0, 0, 0.0, fresh=True)
+
+
 def permuted(kind: str, head: int, cols: int) -> Ggml:
     """Return the encoding of a type for q or k of llama: heads of so many rows, of so many numbers."""
     return _made(kind, head, cols, 0.0)
@@ -103,7 +112,7 @@ def shifted(kind: str, offset: float) -> Ggml:
 
 
 @cache
-def _made(kind: str, head: int, cols: int, offset: float) -> Ggml:
+def _made(kind: str, head: int, cols: int, offset: float, *, fresh: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
     unit = TYPES[kind].unit
-    return Ggml(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset)
+    return Ggml(unit, group=max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)

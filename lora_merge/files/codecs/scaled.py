@@ -52,6 +52,11 @@ class Scaled(Encoding):
     name: ClassVar[str] = "scaled"
     stochastic: ClassVar[bool] = True
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is one new scale for the whole weight."""
+        return self.fresh and not self.block[0]
+
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
         bad = role == SCALE and not all(0 < n < inf for n in numbers)
@@ -78,6 +83,8 @@ class Scaled(Encoding):
         from . import arithmetic
 
         count = values.numel()
+        if self.measured and not parts[SCALE].item():
+            return None
         if not self.block[0]:
             levels = values / (self._scale(parts, count) * self.factor)
             codes = arithmetic.to_bytes(self._drawn(levels, parts), self.dtype, self.lowest)
@@ -86,7 +93,7 @@ class Scaled(Encoding):
             values = arithmetic.rotated(values, self.rotation)
         blocks = self._blocks(values)
         low, high = blocks.amin((2, 4)), blocks.amax((2, 4))
-        old, found = self._scale(parts, count).view(low.shape), {}
+        old, found = torch.ones_like(low) if self.fresh else self._scale(parts, count).view(low.shape), {}
         if self.zeros:
             zero = parts[ZERO].view(low.shape).to(low.dtype)
             scale, zero = self._fitted_with_zero(low, high, old, zero)
@@ -116,7 +123,7 @@ class Scaled(Encoding):
         import torch
 
         limit = TABLE[self.dtype].largest or 127
-        return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor)}
+        return {SCALE: torch.full_like(parts[SCALE], largest / limit / self.factor if largest else 1.0)}
 
     def _scale(self, parts: Parts, count: int) -> Any:
         """Return the scales in fp32, flat; InvalidPart if one is not a positive number."""
@@ -176,6 +183,7 @@ class Scaled(Encoding):
         coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
         wanted = (largest if floats else torch.maximum(high, -low * (127.0 / -self.lowest))) / (limit * self.factor)
         new = self._rounded(wanted)
+        over |= self.fresh
         return torch.where((over | coarse) & (new > 0) & (new < inf), new, old)
 
     def _fitted_with_zero(self, low: Tensor, high: Tensor, old: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:

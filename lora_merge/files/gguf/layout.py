@@ -19,7 +19,10 @@ from .types import TYPES
 
 FILE_TYPE: Final = "general.file_type"
 
-FILE_TYPES: Final = {"F32": 0, "F16": 1, "BF16": 32}
+FILE_TYPES: Final = {
+    "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12,
+    "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30,
+}  # fmt: skip
 """Type of most tensors → value of that entry (llama.cpp, `llama_ftype`)."""
 
 

@@ -12,9 +12,9 @@ from ...disk.files import StoredTensor
 from ...errors import InputError
 from ...text import quoted
 from ..codecs.base import Packing
-from ..codecs.ggml import ggml, permuted, shifted
+from ..codecs.ggml import fresh, ggml, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
-from .types import READ, UNREAD
+from .types import READ, TYPES, UNREAD
 
 ARCHITECTURE: Final = "general.architecture"
 ORIGINAL: Final = "comfy.gguf.orig_shape."
@@ -94,6 +94,18 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
                          f"{info.file}: {ORIGINAL}{info.name} is {told}, the tensor has {list(info.shape)}",
                          "convert the model again")  # fmt: skip
     return tuple(told)
+
+
+def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
+    """Return how a weight is stored in the same file as blocks of this type; None where its rows are no blocks.
+
+    `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
+    """
+    codes = info if packing is None or packing.codes is None else packing.codes
+    if not codes.shape or codes.shape[-1] % TYPES[kind].unit[0]:
+        return None
+    encoding = packing.encoding.as_type(kind) if packing is not None else fresh(kind)  # type: ignore[attr-defined]
+    return Packing(encoding, replace(codes, dtype=kind, nbytes=encoding.nbytes(prod(codes.shape))))
 
 
 def as_plain(packing: Packing, dtype: str) -> Packing | None:

@@ -1,0 +1,1 @@
+"""Weights that the output stores in another way than the base."""

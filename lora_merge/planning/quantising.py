@@ -1,0 +1,166 @@
+"""Which weights an output quantises, and in which form: `--dtype fp8_scaled`, `nf4`, `q4_0` and the like.
+
+Only matrices of linear layers are quantised. Norms, embeddings, the first and last layers, modulation and what embeds
+times and positions keep their numbers: they are few, and errors there spread over the whole model. Text encoders and
+VAE of a file with a diffusion model keep theirs too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+from ..disk.files import StoredTensor
+from ..dtypes import FLOATS, FORMATS, GGUF_TYPES
+from ..errors import UsageError
+from ..files.checkpoint import Index
+from ..files.codecs.making import FILES, FOLDERS, Form, Made
+from ..files.gguf.view import as_blocks
+from ..files.side_files import stored_name
+from ..job import Job
+from ..models.names import Names
+from ..options import NO_DEFAULTS, REGEX
+from ..patterns import STEPS_A_NAME, Refused, Steps
+
+DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
+"""Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
+
+PRECISE: Final = re.compile(
+    r"norm|embed|(^|[._])emb(_|\.|$)|emb_layers|modulation|adaln|(^|[._])mod\.|_mod(_|\.)|"  # scales, times, positions
+    r"(^|\.)(\w*patch\w*|conv_in|\w+_in|proj_in_\w+|time_\w+|pos_\w+|wte|wpe|shared|cap_\w+)\.|"  # first layers
+    r"(^|\.)(final_layer|last_layer|lm_head|head|score|classifier|conv_out|out|output|norm_out)\.|"  # last layers
+    r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?proj_out\.|"
+    r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
+    r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|merger)\.",
+    re.IGNORECASE,
+)
+"""Names of weights that keep their numbers."""
+
+INSIDE: Final = re.compile(r"(attn\w*|attention|to_out)\.(out|output)\.", re.IGNORECASE)
+"""Names of layers that are called like a last layer and are none."""
+
+NARROW: Final = 32  # rows or columns below which a matrix is too small to be worth it
+EVEN: Final = 16  # numbers of a row, and of a whole matrix, are a multiple of it
+NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt", "decision_transformer"))
+"""Values of `model_type` whose layers are transposed (Conv1D), which loaders of quantised folders take for others."""
+
+
+@dataclass(frozen=True)
+class Quantising:
+    """What an output quantises."""
+
+    made: Mapping[str, Made]  # weight → its new form
+    section: Mapping[str, Any] | None = None  # of config.json, for folders
+    notes: tuple[str, ...] = ()
+
+
+NOTHING: Final = Quantising({})
+
+
+def quantising(job: Job, base: Index, names: Names) -> Quantising:
+    """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
+    if job.dtype not in FORMATS:
+        if job.keep_precision:
+            raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
+                             f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
+        return Quantising({})
+    form = None if job.dtype in GGUF_TYPES else _form(job, base)
+    if job.dtype in GGUF_TYPES and base.gguf is None:
+        raise UsageError("a GGUF file is made of a GGUF base only", f"--dtype {job.dtype}", _instead(base))
+    chosen = [*_chosen(job, base, names)]
+    made: dict[str, Made] = {}
+    for info in chosen:
+        one = _blocks(job, base, info) if form is None else form.make(info)
+        if one is not None and not any(t.name in base.tensors and not _dropped(base, t.name) for t in one.beside):
+            made[info.name] = one
+    if not made:
+        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}",
+                         "write --dtype keep, or change --keep-precision")  # fmt: skip
+    matrices = [i for i in base.tensors.values() if len(i.shape) == 2 and i.name.endswith(".weight")]
+    kept = [stored_name(i).removesuffix(".weight") for i in matrices if i.name not in made]
+    section = None if form is None or form.section is None else form.section(sorted({*kept, "lm_head"}))
+    note = f"{len(made)} weights are quantised to {job.dtype}; {len(kept)} other matrices keep their numbers"
+    return Quantising(made, section, (note,))
+
+
+def _form(job: Job, base: Index) -> Form:
+    """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
+    where, folder = f"--dtype {job.dtype}", base.path.is_dir()
+    if base.gguf is not None:
+        types = ", ".join(GGUF_TYPES)
+        raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
+    if base.components:
+        raise UsageError("a pipeline is quantised component by component", where,
+                         "give the sub-folder of its transformer, and write --dtype nf4 or int8")  # fmt: skip
+    table = FOLDERS if folder else FILES
+    if job.dtype not in table:
+        what = "transformers and diffusers read no folder" if folder else "ComfyUI reads no file"
+        raise UsageError(f"{what} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
+    if folder and not base.config:
+        raise UsageError("a folder without config.json cannot tell how it is quantised", f"{base.path}: {where}",
+                         f"give the file in it, and write --dtype {' or '.join(FILES)}")  # fmt: skip
+    if job.dtype == "fp8_block" and "_class_name" in base.config:
+        raise UsageError("diffusers reads no folder of fp8_block", where, "write --dtype nf4 or int8")
+    if folder and base.config.get("model_type") in NO_CONVERSION:
+        raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
+                         f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip
+    return table[job.dtype]
+
+
+def _instead(base: Index) -> str:
+    """Return the formats for a base that is no GGUF file."""
+    table = FOLDERS if base.path.is_dir() else FILES
+    others = "convert the merged model by llama.cpp or ComfyUI-GGUF, which write its tokenizer and settings"
+    return f"write --dtype {' or '.join(table)}; for GGUF {others}"
+
+
+def _chosen(job: Job, base: Index, names: Names) -> Iterator[StoredTensor]:
+    """Yield the weights that are quantised, where the format can hold them."""
+    parts = {key: names.component(key) for key in base.tensors}
+    main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
+    kept = _kept(job)
+    for key, info in base.tensors.items():
+        rows, cols = (info.shape[0], info.shape[-1]) if len(info.shape) == 2 else (0, 0)
+        even = rows >= NARROW <= cols and cols % EVEN == 0 == prod(info.shape) % EVEN
+        if even and key.endswith(".weight") and _numbers(info, base) and parts[key] in main and not kept(key):
+            yield info
+
+
+def _numbers(info: StoredTensor, base: Index) -> bool:
+    """Return whether a tensor holds numbers that can be read."""
+    return info.name in base.packed or info.dtype in FLOATS
+
+
+def _kept(job: Job) -> Callable[[str], bool]:
+    """Return whether a weight keeps its numbers because of its name."""
+    usual = NO_DEFAULTS not in job.keep_precision
+    steps, given = Steps(), [text for text in job.keep_precision if text != NO_DEFAULTS]
+
+    def found(key: str) -> bool:
+        if usual and PRECISE.search(key) and not (INSIDE.search(key) and not PRECISE.search(INSIDE.sub("", key))):
+            return True
+        steps.left += STEPS_A_NAME
+        return any(_matches(text.removeprefix(REGEX), key, steps) for text in given)
+
+    return found
+
+
+def _matches(expression: str, key: str, steps: Steps) -> bool:
+    try:
+        return steps.pattern(expression).matches(key, steps, anywhere=True)
+    except Refused as e:
+        where = f"--keep-precision re:{expression[:80]}, at {key[:80]!r}"
+        raise UsageError(f"a regular expression that is {e}", where, "use a simpler one") from e
+
+
+def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:
+    packing = as_blocks(base.packed.get(info.name), info, job.dtype.upper())
+    return Made(packing, ()) if packing is not None else None
+
+
+def _dropped(base: Index, name: str) -> bool:
+    """Return whether a tensor belongs to a quantised weight of the base, which the output stores in another way."""
+    return any(name in packing.names for packing in base.packed.values())
