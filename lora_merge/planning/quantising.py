@@ -21,9 +21,9 @@ from ..files.codecs.making import FILES, FOLDERS, Form, Made
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
+from ..limits import STEPS_A_NAME, Refused, Steps
 from ..models.names import Names
 from ..options import NO_DEFAULTS, REGEX
-from ..patterns import STEPS_A_NAME, Refused, Steps
 
 DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
