@@ -24,7 +24,7 @@ from .batch import batch
 from .habits import ASKED, check_command, check_options, completed, expanded, with_ending
 from .helping import REFUSED, examples, files, refused, with_groups
 from .look import show_error, styled, taken
-from .making import combining, converting, extracting
+from .making import commands
 from .merge_look import conclude, describe
 from .parameters import read, take_text, with_options
 from .stages import paused, watching
@@ -116,7 +116,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command(epilog=EXAMPLES)
-@with_options(*OPTIONS, before="dry_run")
+@with_options(*OPTIONS.values(), before="dry_run")
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
     adapters: Annotated[
@@ -204,7 +204,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (combining, converting, extracting, tables, viewing, proof):
+for room in (commands, tables, viewing, proof):
     room.add_to(app)
 
 

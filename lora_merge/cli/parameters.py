@@ -19,18 +19,18 @@ DEVICES: Final = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")
 """Devices that the shell offers."""
 
 
-def with_options(*names: str, before: str, stated: bool = False) -> Callable[[Command], Command]:
+def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
     """Return a decorator that gives a command these options in place of its `**options`.
 
-    `before`: the parameter that `--help` lists after them. `stated`: they say how an output was made that does not say
-    so itself, and have no defaults.
+    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they say how an output
+    was made that does not say so itself, and have no defaults.
     """
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        made = [_parameter(OPTIONS[name], stated=stated) for name in names]
-        place = [p.name for p in own].index(before)
+        made = [_parameter(row, stated=stated) for row in rows]
+        place = [p.name for p in own].index(before) if before else len(own)
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own[:place], *made, *own[place:])]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -58,11 +58,10 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def read(options: Mapping[str, Any], adapters: int) -> dict[str, Any]:
-    """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a text that says
-    none."""
+def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
+    """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a wrong text."""
     found = dict(options)
-    for option in (OPTIONS[name] for name in found if name in OPTIONS):
+    for option in (rows[name] for name in found if name in rows):
         if option.kind in ("whole", "number") and isinstance(found[option.name], str):
             found[option.name] = as_number(found[option.name], option.flag, whole=option.kind == "whole")
     found["strength"] = strengths(found.get("strength") or (), adapters)

@@ -28,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(hidden=True)(unmerge)  # for those who look for it: the answer says how to get the base back
 
 
-@with_options(*(name for name, option in OPTIONS.items() if option.in_verify), before="search", stated=True)
+@with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
     output: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     base: Annotated[
@@ -71,7 +71,7 @@ def verify(
         show_proof(proof)
 
 
-@with_options("device", "overwrite", before="as_json")
+@with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
     made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
