@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(1)
 
-.PHONY: demo test lint types check bench docs clean
+.PHONY: demo test lint types check bench gpu docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ docs: $(call STAMP,test)
 
 bench: $(call STAMP,test)
 	$(BIN)/python -m tests.bench
+
+gpu: $(call STAMP,test)
+	$(BIN)/python -m tests.gpu
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -30,7 +30,6 @@ from lora_merge.planning.plan import Plan
 GB: Final = 1e9
 COPIED: Final = 2**30  # bytes of a copy whose rate is taken
 COPIES: Final = 8  # one after the other, so that waiting for the end does not count
-WAYS: Final = {"batched": None, "one by one": 1}  # → bytes of --max-vram; with one byte every block goes alone
 
 Interval = tuple[float, float]
 
@@ -169,9 +168,9 @@ def shares(sizes: dict[str, int], seconds: float, spent: dict[str, float], rate:
     return found
 
 
-def folding(device: str, base: Path, adapter: Path, way: str, *, rounds: int, rate: dict[str, float]) -> dict[str, Any]:
+def folding(device: str, base: Path, adapter: Path, *, rounds: int, rate: dict[str, float]) -> dict[str, Any]:
     """The folds of one merge, after a warm-up: median seconds of a pass, then one that is recorded."""
-    plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device, max_vram=WAYS[way]))
+    plan = plan_merge(make_job(base, [(adapter, 0.7)], base.with_name("none"), device=device))
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         work = Folding(plan, reader)
         try:
@@ -189,7 +188,7 @@ def main() -> None:
         return
     device, base, adapter, rounds = sys.argv[1:]
     rate = rates(torch.device(device.split(",")[0]))
-    found = {way: folding(device, Path(base), Path(adapter), way, rounds=int(rounds), rate=rate) for way in WAYS}
+    found = folding(device, Path(base), Path(adapter), rounds=int(rounds), rate=rate)
     print(json.dumps({"rates": rate, "folds": found}))
 
 

@@ -47,8 +47,8 @@ def measure(b: Bench, device: str) -> None:
         commands = {
             "disk floor": [sys.executable, "-m", "tests.bench.floor", str(base), str(b.file("out.safetensors"))],
             "cpu": b.ours(base, lora, device="cpu", options=["--no-verify"]),
-            f"{device}, batched": b.ours(base, lora, device=device, options=["--no-verify"]),
-            f"{device}, one by one": b.ours(base, lora, device=device, options=["--no-verify", "--max-vram", "1B"]),
+            device: b.ours(base, lora, device=device, options=["--no-verify"]),
+            "auto": b.ours(base, lora, device="auto", options=["--no-verify"]),
         }  # fmt: skip
         for state in b.caches:
             b.compare(f"gpu, {size}", commands, dict.fromkeys(commands, (base, lora)), state)
@@ -57,16 +57,15 @@ def measure(b: Bench, device: str) -> None:
 
 
 def folds(b: Bench, size: str, device: str, base: Path, lora: Path) -> None:
-    """What the folds of a merge reach, batched and one by one."""
+    """What the folds of a merge reach."""
     command = [sys.executable, "-m", "tests.bench.device", device, str(base), str(lora), str(b.rounds)]
     found = json.loads(run(command).output.strip().rpartition("\n")[2])
     print(f"\ngpu, {size}: copies " + ", ".join(f"{way} {rate / 1e9:.1f} GB/s" for way, rate in found["rates"].items()))
     b.results.append({"suite": "gpu", "name": f"{size}, rates", **found["rates"]})
-    for way, figures in found["folds"].items():
-        print(f"  {way:12}" + told(figures), flush=True)
-        b.results.append({"suite": "gpu", "name": f"{size}, {way}", **figures})
+    print("  " + told(found["folds"]), flush=True)
+    b.results.append({"suite": "gpu", "name": f"{size}, folds", **found["folds"]})
 
 
 def told(figures: Mapping[str, Any]) -> str:
-    """One way's figures in words; what was not found out is left out."""
+    """The figures in words; what was not found out is left out."""
     return " · ".join(f"{figures[k] * factor:.4g} {what}" for k, (what, factor) in FIGURES.items() if k in figures)

@@ -1,0 +1,56 @@
+"""`make gpu`: every check that needs a GPU, in less than 30 minutes; writes figures.json and the table of README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..bench.gpu import names
+from .predictions import PREDICTIONS, table
+from .steps import STEPS, carry_out
+
+HERE = Path(__file__).parent
+NO_GPU = """no CUDA device here: nothing was checked.
+make gpu needs a machine with an NVIDIA GPU and a torch that is built for CUDA; see tests/gpu/README.md"""
+
+
+def written(figures: Mapping[str, Any], text: str) -> str:
+    """Return the text of the page with the figures of a run in its table."""
+    rows = f"<!-- figures -->\n{table(figures)}\n<!-- end -->"
+    return re.sub(r"<!-- figures -->.*?<!-- end -->", lambda _: rows, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Run the steps that were asked for; 0 if no prediction is refuted."""
+    p = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    p.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(s.name for s in STEPS))
+    p.add_argument(
+        "--data", type=Path, default=Path("/dev/shm/lora-merge-gpu"), help="where files of full size are made"
+    )
+    o = p.parse_args()
+    if unknown := [s for s in o.steps if s not in {step.name for step in STEPS}]:
+        p.error(f"no step is called {unknown[0]!r}")
+    if not names():
+        print(NO_GPU, file=sys.stderr)
+        return 1
+    o.data.mkdir(parents=True, exist_ok=True)
+    known, path = dict[str, Any](), HERE / "figures.json"
+    if o.steps and path.exists():
+        known = json.loads(path.read_text())
+    figures = known | carry_out([s for s in STEPS if not o.steps or s.name in o.steps], o.data)
+    figures["date"] = time.strftime("%Y-%m-%d %H:%M")
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+    page = HERE / "README.md"
+    page.write_text(written(figures, page.read_text(encoding="utf-8")), encoding="utf-8")
+    print(table(figures))
+    return int(any(x.verdict(figures) == "refuted" for x in PREDICTIONS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
