@@ -87,8 +87,9 @@ def resize(
 
 def convert(  # noqa: PLR0913  # each is an option of the command
     adapter: OneAdapter, output: str | Path | None = None, *, to: str, base: str | Path | None = None,
-    rank: str | int | None = None, max_rank: int | None = None, algorithm: str = "keep", alpha: str | float = "keep",
-    include: Sequence[str] = (), **options: Unpack[AdapterReading],
+    rank: str | int | None = None, conv_rank: str | int | None = None, max_rank: int | None = None,
+    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = "keep",
+    alpha: str | float = "keep", include: Sequence[str] = (), **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write an adapter in another dialect: kohya, lycoris, onetrainer, comfy, diffusers or peft (a folder).
 
@@ -98,9 +99,10 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         to: The dialect.
         base: The model that it was trained on; of it only names are read, unless a formula reads its weights.
         rank: A rule that brings every module to LoRA at a rank, as for `combine`.
-        max_rank: A ceiling for the rule.
+        conv_rank: The rule for convolutions; `rank_for` for parts of the model.
+        max_rank: A ceiling for the rules.
         algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
-        alpha: "keep" or a number, where the dialect stores α.
+        alpha: "keep", "rank" (α = rank) or a number, where the dialect stores α.
         include: The components to write, such as "unet".
 
     Returns:
@@ -116,7 +118,8 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     from .convert import run as run_conversion
 
     with interruptible():
-        own = {"to": to, "rank": rank, "max_rank": max_rank, "algorithm": algorithm, "alpha": alpha, "include": include}
+        own = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
+               "alpha": alpha, "include": include, **({"rank_for": rank_for} if rank_for else {})}  # fmt: skip
         return run_conversion(make_conversion(adapter, output, base, {**own, **options}))
 
 

@@ -20,7 +20,7 @@ from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, InputError, TooLarge, UsageError, VerificationFailed
 from ..job import Adapter
-from ..options import shown
+from ..options import pairs, shown
 from ..paths import absolute
 from ..planning.cache import CheckpointCache
 from ..version import __version__
@@ -29,9 +29,10 @@ from .converting import KEEP, Converter, Made
 from .dialects import DIALECTS, Dialect, dialect, names
 from .job import FACTORS, STORED_AS, AdapterJob, make_adapter_job
 from .layers import numbers_of
-from .peft_folder import CONTENTS, config, write_folder
-from .places import Filled, filled, places
-from .rank_rules import Rule, parse
+from .peft.complete import completed
+from .peft.folder import CONTENTS, config, write_folder
+from .places import Filled, Place, filled, places
+from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .run import coverage, entry
 from .sources import GIVE_BASE, Sources, open_sources
@@ -46,7 +47,8 @@ SLACK: Final = 1e-6
 """By how much the change of the output may differ from the input's, beyond the loss that was reported."""
 
 
-OWN: Final = ("to", "rank", "max_rank", "algorithm", "include", "alpha")
+RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
+OWN: Final = ("to", "algorithm", "include", "alpha", *RANKS)
 """The options of this command alone."""
 
 
@@ -56,7 +58,7 @@ class Conversion:
 
     job: AdapterJob
     to: Dialect
-    rule: Rule | None
+    rules: RankRules | None  # None: exactly
     include: tuple[str, ...] = ()
 
 
@@ -65,8 +67,8 @@ def make_conversion(
 ) -> Conversion:
     """Return the job of `convert`; UsageError for an option or a value that is wrong."""
     given = {name: value for name, value in options.items() if value is not None}
-    to, rank, most = given.pop("to", None), given.pop("rank", None), given.pop("max_rank", None)
-    algorithm, include = given.pop("algorithm", KEEP), given.pop("include", ())
+    to, algorithm, include = given.pop("to", None), given.pop("algorithm", KEEP), given.pop("include", ())
+    ranks: dict[str, Any] = {name: given.pop(name) for name in RANKS if name in given}
     found = dialect(to) if isinstance(to, str) else None
     if found is None:
         raise UsageError(f"the format {shown(to)!r} does not exist", "--to", f"use one of {', '.join(names())}")
@@ -82,26 +84,38 @@ def make_conversion(
         if not found.folder:
             made = replace(made, inputs=replace(made.inputs, output=made.output.with_name(f"{name}.safetensors")))
     include = (include,) if isinstance(include, str) else tuple(include)
-    told = {"to": found.name, "algorithm": algorithm, "rank": rank, "max_rank": most, "include": [*include]}
+    told = {"to": found.name, "algorithm": algorithm, "include": [*include], **ranks}
     recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP, [])))
-    rule = None if rank is None else parse(rank, most)
-    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, rule, include)
+    return Conversion(replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), include)
+
+
+def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
+    """Return the rules that the options state; None where they state none."""
+    if not ranks:
+        return None
+    if "rank" not in ranks:
+        raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
+    parts = pairs(ranks.get("rank_for", ()), "--rank-for")
+    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), parts)
+    if rules.has(NOISE):
+        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+    return rules
 
 
 @undisturbed()
 def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
     started, job = time.monotonic(), task.job
-    sources, there = opened(task)
+    sources, there, everywhere = opened(task)
     with ExitStack() as stack:
         reader = stack.enter_context(Reader(sources.indexes))
         files = [p for i in sources.indexes for p in i.files]
         cache = TensorCache(reader, frozenset(p for a in sources.adapters for p in a.index.files))
-        converter = Converter(job, task.to, task.rule, Evaluator(sources, cache, place("cpu", "F64")))
+        converter = Converter(job, task.to, task.rules, Evaluator(sources, cache, place("cpu", "F64")))
         made, zeros = _made(converter, there, progress)
         if not made:
             raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
-        entries = entries_of(task.to, made)
+        entries = entries_of(task.to, completed(made, everywhere, task.to, converter.value))
         facts = {prefix_name(task.to, m): numbers_of(m.layer) for m in made}
         squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
         residual = sqrt(lost / squares) if squares else 0.0
@@ -129,12 +143,12 @@ def run(task: Conversion, progress: Callable[[int], object] = lambda _: None) ->
 
 def plan(task: Conversion) -> AdapterReport:
     """Return what `run` would do, from headers alone."""
-    sources, there = opened(task)
+    sources, there, _ = opened(task)
     layers = {}
     for one in there:
         ranks = [s.patch.shapes["down"][0] for s in one.shares if "down" in s.patch.shapes]
         kinds = [s.patch.algorithm for s in one.shares] or ["replacement"]
-        layers[one.place.prefix + one.place.name] = {"algorithm": kinds[0], "rank": sum(ranks)}
+        layers[one.place.label] = {"algorithm": kinds[0], "rank": sum(ranks)}
     job = task.job
     size = sum(i.nbytes for a in sources.adapters for m in a.modules for i in m.slots.values())
     dtype = next(i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values())
@@ -142,15 +156,16 @@ def plan(task: Conversion) -> AdapterReport:
                          tuple(dict.fromkeys(sources.notes)), None, __version__, planned=True)  # fmt: skip
 
 
-def opened(task: Conversion) -> tuple[Sources, list[Filled]]:
-    """Return the adapter's changes of the base, and the modules of the dialect that they become."""
+def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
+    """Return the adapter's changes of the base, the modules of the dialect that they become, and all that there are."""
     job = task.job
     check_output(job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
                  contents=CONTENTS)  # fmt: skip
     sources = open_sources(job)
     assert job.base is not None, "the command requires it"
     _, lookup = CheckpointCache().base(job.base, job.inputs.map)
-    there = filled(sources.targets, places(lookup, task.to))
+    everywhere = [*places(lookup, task.to)]
+    there = filled(sources.targets, everywhere)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
     there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
     if task.include:
@@ -159,15 +174,15 @@ def opened(task: Conversion) -> tuple[Sources, list[Filled]]:
     if task.to.folder and len(components) > 1:
         raise UsageError(f"a folder of PEFT is for one component, the adapter changes {', '.join(sorted(components))}",
                          "--include", f"choose one: --include {min(components)}")  # fmt: skip
-    return sources, there
+    return sources, there, everywhere
 
 
 def _made(
     converter: Converter, there: Sequence[Filled], progress: Callable[[int], object]
 ) -> tuple[list[Made], list[str]]:
-    found, zeros = [], []
+    found, zeros, ranks = [], [], converter.ranks(there)
     for one in there:
-        made = converter.made(one)
+        made = converter.made(one, ranks.get(one.place.label))
         if any(not bool(torch.isfinite(t).all()) for t in made.tensors.values() if t.dtype.itemsize > 1):
             raise TooLarge("a number is too large for the dtype of the output", one.place.name, "use --dtype fp32")
         if made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):

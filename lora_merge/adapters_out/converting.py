@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,15 +13,16 @@ from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..dtypes import DTYPES
 from ..engine.placement import TORCH_DTYPES
+from ..engine.tensors import gathered
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .changes import Change, Evaluator
 from .dialects import COPIED, Dialect
 from .job import FACTORS, WHOLE, AdapterJob
-from .layers import Cut, Layer, Storage, Wanted
+from .layers import Cut, Layer, Storage, Wanted, shared_out
 from .places import Filled, Place, Share
-from .rank_rules import EXACT, Rule
+from .rank_rules import EXACT, RankRules, Rule
 from .sources import Target
 
 KEEP: Final = "keep"
@@ -43,19 +44,29 @@ class Converter:
 
     job: AdapterJob
     to: Dialect
-    rule: Rule | None
+    rules: RankRules | None
     evaluator: Evaluator
 
-    def made(self, filled: Filled) -> Made:
-        """Return the tensors of one module; FitError where the dialect cannot hold them."""
+    def ranks(self, there: Iterable[Filled]) -> dict[str, int]:
+        """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
+        if self.rules is None or not self.rules.together:
+            return {}
+        matrices = (f for f in there if len(f.place.view.shape) > 1 and f.value is None)
+        wanted = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
+        dtype = self._dtype([s for f in there for s in f.shares])
+        return shared_out(self.rules.linear, wanted, dtype.itemsize, 0.0)
+
+    def made(self, filled: Filled, rank: int | None = None) -> Made:
+        """Return the tensors of one module, at the rank that `ranks` gave; FitError where the dialect cannot hold
+        them."""
         place, shares = filled.place, filled.shares
         if filled.value is not None:
             return self._value(filled)
         if len(place.view.shape) < 2:
             return self._vector(place, shares)
-        if self.job.algorithm == KEEP and self.rule is None and (copied := self._copy(place, shares)):
+        if self.job.algorithm == KEEP and self.rules is None and (copied := self._copy(place, shares)):
             return copied
-        return self._factored(place, shares)
+        return self._factored(place, shares, rank)
 
     def _copy(self, place: Place, shares: Sequence[Share]) -> Made | None:
         """Return the module with its tensors as they are; None where it is a plain LoRA, which `_factored` keeps."""
@@ -109,10 +120,10 @@ class Converter:
         wide = [k for k in kinds if k.itemsize > 1]
         return wide[0] if len({*wide}) == 1 else torch.float32
 
-    def _factored(self, place: Place, shares: Sequence[Share]) -> Made:
+    def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
         magnitude = None
-        if self.job.algorithm == KEEP and self.rule is None and any(s.patch.magnitude for s in shares):
+        if self.job.algorithm == KEEP and self.rules is None and any(s.patch.magnitude for s in shares):
             magnitude = self._magnitudes(place, shares)
             shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
         wanted, scale = self._wanted(place, shares)
@@ -122,13 +133,14 @@ class Converter:
             alpha = wanted.left.shape[1] * scale
         elif not isinstance(self.job.alpha, str):
             alpha = float(self.job.alpha)
-        if alpha is not None and not self.to.alpha and self.rule is None:
+        if alpha is not None and not self.to.alpha and self.rules is None:
             alpha = None
         algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
         storage = Storage(algorithm, self._dtype(shares), 0.0)
-        if algorithm == FACTORS and wanted.left is None and self.rule is None:
+        if algorithm == FACTORS and wanted.left is None and self.rules is None:
             raise FitError("the change is not low-rank, so it has no exact factors", place.name, GIVE_RANK)
-        layer = storage.layer(target, wanted, Cut(self.rule or Rule(EXACT), None, alpha))
+        rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
+        layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
                            "give --rank, or convert to kohya or comfy")  # fmt: skip
@@ -198,9 +210,19 @@ class Converter:
         for s in shares:
             total += s.strength * _placed(self._change(s.patch).dense(), s, size)
         ending = vector_ending(place, self.to)
+        change = total.reshape(place.view.shape)
+        if ending is None and self.to.whole and not place.bare:
+            return value_made(place, self.value(place).double() + change, change, self._dtype(shares))
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-        return whole_made(place, ending, total.reshape(place.view.shape), self._dtype(shares))
+        return whole_made(place, ending, change, self._dtype(shares))
+
+    def value(self, place: Place) -> Tensor:
+        """Return a parameter of the base."""
+        return gathered(place.view, self._rows, self.evaluator.at).reshape(place.view.shape)
+
+    def _rows(self, piece: RowSlice) -> Tensor:
+        return self.evaluator.values(piece.key).reshape(-1, piece.cols)
 
     def _value(self, filled: Filled) -> Made:
         """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
@@ -234,6 +256,14 @@ def whole_made(place: Place, ending: str, change: Tensor, dtype: torch.dtype) ->
     rounded = change.to(dtype)
     lost = float((rounded.double() - change.double()).square().sum())
     tensors = {ending: rounded.contiguous()}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
+
+
+def value_made(place: Place, value: Tensor, change: Tensor, dtype: torch.dtype) -> Made:
+    """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
+    rounded = value.to(dtype)
+    lost = float((rounded.double() - value.double()).square().sum())
+    tensors = {f".{place.parameter}": rounded.contiguous()}
     return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, float(change.double().square().sum()), lost))
 
 

@@ -16,7 +16,7 @@ from ..method_numbers import Numbers, numbers_of
 from ..methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..options import is_finite, pairs, shown
 from ..paths import absolute, expand
-from .rank_rules import EXACT, NOISE, RankRules
+from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -74,8 +74,7 @@ def make_adapter_job(
     rank_for = pairs(own["rank_for"], "--rank-for")
     rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
     if rules.has(NOISE) and command != "extract":
-        raise UsageError("noise is that of a checkpoint's dtype, which only extract knows", "--rank noise",
-                         "give a number or energy:x")  # fmt: skip
+        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     job = make_job(base if base is not None else "no base", adapters, output, **common)
     if output is None:
         job = _named(job, command, str(own["rank"]))

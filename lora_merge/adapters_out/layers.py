@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ from ..errors import FitError
 from ..methods import COMBINATIONS
 from .changes import Change
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .rank_rules import EXACT, SAME, Rule, choose
+from .rank_rules import EXACT, SAME, Rule, choose, share_out
 from .sources import Target
 from .truncation import Triples, apart, inner, of_dense, of_factors, squares_of, stored
 
@@ -35,6 +35,14 @@ class Wanted:
     right: Tensor | None
     whole: Tensor | None
     before: int  # the largest rank of the inputs
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) of Δ."""
+        if self.whole is not None:
+            return self.whole.shape[0], self.whole.shape[1]
+        left, right = self.factors
+        return left.shape[0], right.shape[1]
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -122,6 +130,18 @@ def spectrum(wanted: Wanted, rule: Rule, noise: float) -> Triples:
         return of_dense(left @ right, None, noise)
     ceiling = wanted.before or None if rule.name == SAME else rule.ceiling
     return of_dense(wanted.whole, ceiling if rule.name in ("count", SAME) else None, noise)
+
+
+def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, noise: float) -> dict[str, int]:
+    """Return the rank of each layer by the rule `size`, which looks at all of them; `itemsize`: bytes of a number."""
+    spectra, widths = {}, {}
+    everything = replace(rule, name="energy", value=1.0)
+    for name, wanted in layers:
+        if wanted.squares > 0:
+            values = spectrum(wanted, everything, noise).values.tolist()
+            spectra[name] = values[: choose(everything, values)]
+            widths[name] = sum(wanted.matrix) * itemsize
+    return share_out(spectra, widths, int(rule.value), rule.most)
 
 
 class Cut(NamedTuple):

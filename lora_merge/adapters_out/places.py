@@ -24,11 +24,22 @@ class Place(NamedTuple):
     view: WeightView  # its rows in the base
     component: str
     norm: bool  # whether it belongs to a norm: the weight is a vector
+    bare: bool = False  # whether it is a parameter of no module
 
     @property
     def name(self) -> str:
         """The parameter for reports."""
         return self.module if self.parameter == "weight" else f"{self.module}.{self.parameter}"
+
+    @property
+    def label(self) -> str:
+        """The parameter, unique in the output."""
+        return self.prefix + self.name
+
+    @property
+    def kernel(self) -> bool:
+        """Whether it is a convolution whose kernel has more than one number."""
+        return any(n > 1 for n in self.view.shape[2:])
 
 
 class Run(NamedTuple):
@@ -72,7 +83,8 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
                 module, parameter = name, "weight"
             if module:
                 beside = views.get(f"{module}.weight", view)
-                yield Place(prefix, module, parameter, view, part.label, len(beside.shape) == 1)
+                norm, bare = len(beside.shape) == 1, module == name
+                yield Place(prefix, module, parameter, view, part.label, norm, bare)
 
 
 def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:

@@ -20,6 +20,8 @@ from ..options import REGEX
 
 EXACT, SAME, COUNT, SIZE, NOISE = "exact", "same", "count", "size", "noise"
 
+NO_NOISE: Final = "noise is that of a checkpoint's dtype, which only extract knows"
+
 SHARES: Final = ("energy", "fro", "sum")
 RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
 SLACK: Final = 1e-12

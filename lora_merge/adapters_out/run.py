@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -27,9 +27,9 @@ from ..planning.combining import Combining
 from ..version import __version__
 from .changes import Evaluator
 from .job import FACTORS, WHOLE, AdapterJob
-from .layers import Cut, Layer, Storage, Wanted, combine, numbers_of, spectrum
+from .layers import Cut, Layer, Storage, Wanted, combine, numbers_of, shared_out
 from .proof import Claims, prove
-from .rank_rules import COUNT, EXACT, SAME, choose, share_out
+from .rank_rules import COUNT, EXACT, SAME
 from .report import AdapterReport
 from .sources import Sources, Target, open_sources
 from .truncation import STORED_IN_16
@@ -222,18 +222,14 @@ class Maker:
 
     def _shared_out(self) -> dict[str, int]:
         """Return the rank of every layer for the rule `size`."""
-        spectra, widths = {}, {}
-        budget = int(self.job.rules.linear.value)
+        return shared_out(self.job.rules.linear, self._matrices(), self.dtype.itemsize, self.noise)
+
+    def _matrices(self) -> Iterator[tuple[str, Wanted]]:
         for target in self.sources.targets:
             wanted = self._wanted(target) if len(target.shape) > 1 else None
-            if wanted is not None and wanted.squares > 0:
-                name = target.label
-                rule = replace(self.job.rules.linear, name="energy", value=1.0)
-                values = spectrum(wanted, rule, self.noise).values.tolist()
-                spectra[name] = values[: choose(rule, values)]
-                widths[name] = sum(target.matrix) * self.dtype.itemsize
+            if wanted is not None:
+                yield target.label, wanted
             self.evaluator.forget()
-        return share_out(spectra, widths, budget, self.job.rules.linear.most)
 
 
 def _has_kernel(target: Target) -> bool:

@@ -260,3 +260,47 @@ def test_a_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp
         code, told = in_process(*step)
         assert code == 0, told
     assert all((again / made.name).read_bytes() == made.read_bytes() for made in out.iterdir())
+
+
+def test_rules_for_kernels_and_parts_hold_for_conversions(folder: Path, tmp_path: Path) -> None:
+    base, adapter = folder / "sd1.safetensors", folder / "sd1-lora.safetensors"
+    output = tmp_path / "a.safetensors"
+    code, told = in_process("convert", adapter, "-o", output, "--to", "lycoris", "--base", base, "--rank", "3",
+                            "--conv-rank", "2", "--rank-for", "re:attn2=1", "--alpha", "rank")  # fmt: skip
+    assert code == 0, told
+    for name, down in load_file(output).items():
+        if name.endswith(".lora_down.weight"):
+            wanted = 1 if "attn2" in name else 2 if down.ndim == 4 and down.shape[-1] > 1 else 3
+            assert down.shape[0] == wanted, name
+            assert float(load_file(output)[name.replace("lora_down.weight", "alpha")]) == wanted
+    shared = lora_merge.convert(adapter, tmp_path / "b.safetensors", to="kohya", base=base, rank="size:8kB")
+    factors = load_file(tmp_path / "b.safetensors")
+    assert 7000 < sum(t.nbytes for n, t in factors.items() if not n.endswith("alpha")) <= 8000
+    assert len({layer["rank"] for layer in shared.layers.values()}) > 1
+
+
+@pytest.mark.parametrize(("bias", "fits"), [((H,), True), (None, False)])
+def test_peft_has_bias_factors_for_all_layers_or_for_none(
+    tmp_path: Path, bias: tuple[int, ...] | None, *, fits: bool
+) -> None:
+    """Where a layer's bias does not change its factor is zero; where it has none, the adapter is refused."""
+    base = {"model.layers.0.mlp.up_proj.weight": rand(H, H), "model.layers.0.mlp.up_proj.bias": rand(H),
+            "model.layers.0.mlp.down_proj.weight": rand(H, H, seed=1)}  # fmt: skip
+    base |= {"model.layers.0.mlp.down_proj.bias": rand(*bias)} if bias else {}
+    adapter = {}
+    for name in ("up_proj", "down_proj"):
+        adapter[f"diffusion_model.model.layers.0.mlp.{name}.lora_up.weight"] = rand(H, 2, seed=3)
+        adapter[f"diffusion_model.model.layers.0.mlp.{name}.lora_down.weight"] = rand(2, H, seed=4)
+    adapter["diffusion_model.model.layers.0.mlp.up_proj.diff_b"] = rand(H, seed=5)
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(adapter, tmp_path / "a.safetensors")
+    if not fits:
+        with pytest.raises(FitError, match="every layer a bias or none"):
+            lora_merge.convert(
+                tmp_path / "a.safetensors", tmp_path / "o", to="peft", base=tmp_path / "base.safetensors"
+            )
+        assert not (tmp_path / "o").exists()
+        return
+    lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "o", to="peft", base=tmp_path / "base.safetensors")
+    check(merged(tmp_path / "base.safetensors", tmp_path / "a.safetensors"),
+          merged(tmp_path / "base.safetensors", tmp_path / "o"), 1e-6)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.errors import FitError, InputError, UsageError
+from lora_merge.planning.cache import CheckpointCache
+from tests.adapters_out.test_convert import flux
 from tests.support import Tensors, in_process, kohya, rand, sd1
 
 
@@ -156,3 +160,68 @@ def test_it_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Pat
         assert code == 0, told
     for made in [*out.iterdir()] if out.is_dir() else [out]:
         assert made.read_bytes() == (again / made.name if out.is_dir() else again).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Flux in its authors' layout, the same tuned in every parameter, and that in diffusers' names."""
+    made = tmp_path_factory.mktemp("flux")
+    base = flux()
+    tuned = {k: v + rand(*v.shape, seed=77) for k, v in base.items()}
+    save_file(base, made / "base.safetensors")
+    save_file(tuned, made / "native.safetensors")
+    (part,) = CheckpointCache().base(made / "native.safetensors", None)[1].parts
+    renamed = {}
+    for name, view in part.views(CANONICAL).items():
+        rows = [tuned[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.pieces]
+        renamed[name] = torch.cat(rows).reshape(view.shape)
+    save_file(renamed, made / "diffusers.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("to", [*DIALECTS])
+@pytest.mark.parametrize("layout", ["native", "diffusers"])
+def test_layouts_of_both_sides_may_differ_in_every_dialect(models: Path, tmp_path: Path, layout: str, to: str) -> None:
+    base, tuned = models / "base.safetensors", models / f"{layout}.safetensors"
+    output = tmp_path / ("o" if DIALECTS[to].folder else "o.safetensors")
+    if to == "diffusers":  # it has no keys for norms
+        with pytest.raises(FitError, match="no place for biases and norms"):
+            lora_merge.extract(base, tuned, output, rank="exact", format=to)
+        return
+    lora_merge.extract(base, tuned, output, rank="exact", format=to)
+    again = merged(base, output)
+    for name, value in load_file(models / "native.safetensors").items():
+        assert torch.allclose(again[name], value, rtol=0, atol=2e-6), name
+
+
+def test_a_size_is_shared_by_all_layers_and_a_rule_for_a_part_wins(models: Path, tmp_path: Path) -> None:
+    base, tuned = models / "base.safetensors", models / "native.safetensors"
+    report = lora_merge.extract(base, tuned, tmp_path / "a.safetensors", rank="size:4kB", others="skip")
+    assert 3000 < sum(t.nbytes for n, t in load_file(tmp_path / "a.safetensors").items() if not n.endswith("alpha")) <= 4000
+    assert len({layer["rank"] for layer in report.layers.values()}) > 1
+    report = lora_merge.extract(base, tuned, tmp_path / "b.safetensors", rank=1, rank_for={"re:mlp": 3})
+    ranks = {name: layer["rank"] for name, layer in report.layers.items() if layer["rank"]}
+    assert {n for n, r in ranks.items() if r == 3} == {n for n in ranks if "mlp" in n}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_peft_gives_the_outputs_of_the_tuned_language_model(tmp_path: Path, tied: bool) -> None:  # noqa: FBT001
+    """Embeddings have factors of their own name; a head that shares their weight gets them too."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 20}  # fmt: skip
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p += rand(*p.shape, seed=number)
+    model.save_pretrained(tmp_path / "tuned")
+    report = lora_merge.extract(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank="exact")
+    assert report.format == "peft"
+    tokens = torch.arange(8)[None]
+    expected = model(tokens).logits
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights, which is what this is about
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ from ...engine.tensors import TensorCache, gathered, weight_values
 from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
-from ..converting import Made, vector_ending, whole_made
+from ..converting import Made, value_made, vector_ending, whole_made
 from ..job import AUTO, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted
 from ..rank_rules import EXACT, NOISE, Rule
@@ -67,6 +67,7 @@ class Difference:
 
     pair: Pair
     change: Tensor
+    value: Tensor  # of the tuned weight
     noise: float | None  # None: unknown, as the tuned weight is quantised
 
 
@@ -82,7 +83,7 @@ def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
         side, view = (tuned, pair.tuned) if bool(torch.isfinite(old).all()) else (base, pair.place.view)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.pieces[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
-    return Difference(pair, change, _noise(new, tuned.dtypes(pair.tuned)))
+    return Difference(pair, change, new, _noise(new, tuned.dtypes(pair.tuned)))
 
 
 def _noise(values: Tensor, dtypes: set[str]) -> float | None:
@@ -113,7 +114,7 @@ class Extractor:
         target = Target(where.name, where.parameter, shape, (), (), "")
         layer = self._layer(target, found, rank)
         if layer.algorithm == WHOLE and "diff" not in self.endings:
-            raise FitError("the format has no place for whole matrices", where.name, "use --format kohya or comfy")
+            raise FitError("the format has no place for whole matrices", where.name, "use --algorithm lora")
         tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
@@ -141,7 +142,7 @@ class Extractor:
     def rule(self, found: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
         view = found.pair.place.view
-        rule = self.task.job.rules.of_layer(found.pair.name, kernel=any(n > 1 for n in view.shape[2:]))
+        rule = self.task.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
         if rule.name == EXACT:
             return replace(rule, name="energy", value=1.0)
         if rule.name != NOISE:
@@ -160,8 +161,11 @@ class Extractor:
         if self.task.others == ERROR:
             raise FitError("a vector changed", where.name, "write it with --others diff, or drop it with --others skip")
         assert self.task.to is not None, "it is chosen when the files are opened"
+        shape = where.view.shape
         ending = vector_ending(where, self.task.to)
+        if ending is None and self.task.to.whole and not where.bare:
+            return value_made(where, found.value.reshape(shape), found.change, self.storage.dtype)
         if ending is None:
             raise FitError(f"{self.task.to.name} has no place for biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
-        return whole_made(where, ending, found.change.reshape(where.view.shape), self.storage.dtype)
+        return whole_made(where, ending, found.change.reshape(shape), self.storage.dtype)

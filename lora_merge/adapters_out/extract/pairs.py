@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     @property
     def name(self) -> str:
         """The parameter as reports and errors name it."""
-        return self.place.prefix + self.place.name
+        return self.place.label
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod, sqrt
@@ -22,14 +22,17 @@ from ...engine.torch_state import undisturbed
 from ...errors import InputError, TooLarge, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
+from ...models.tied_weights import TiedPair, tied
 from ...planning.cache import CheckpointCache
 from ...version import __version__
 from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
 from ..job import FACTORS, WHOLE
-from ..layers import Storage, numbers_of
-from ..peft_folder import CONTENTS, config, write_folder
+from ..layers import Storage, Wanted, numbers_of, shared_out
+from ..peft.complete import completed
+from ..peft.folder import CONTENTS, config, write_folder
+from ..places import Place
 from ..rank_rules import COUNT
 from ..report import AdapterReport
 from ..written import metadata, write
@@ -49,6 +52,7 @@ class Opened:
     pairs: Pairs
     to: Dialect
     dtype: torch.dtype
+    head: TiedPair | None = None  # the head that shares the weight of the embeddings
 
 
 def opened(task: Extraction) -> Opened:
@@ -69,7 +73,8 @@ def opened(task: Extraction) -> Opened:
                          "--include", f"choose one: --include {min(components)}")  # fmt: skip
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
-    return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs))
+    return Opened(replace(task, to=to), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
+                  tied(names, base.tensors, base.config))  # fmt: skip
 
 
 def _usual(names: Names) -> Dialect:
@@ -104,7 +109,8 @@ def run(task: Extraction, progress: Callable[[int], object] = lambda _: None) ->
         files = [*found.base.files, *found.tuned.files]
         sides = tuple(Side(i, TensorCache(reader, frozenset())) for i in (found.base, found.tuned))
         made, notes = _made(found, sides, progress)
-        entries = entries_of(found.to, made)
+        whole = _completed(found, made, sides[1])
+        entries = entries_of(found.to, whole)
         facts = {prefix_name(found.to, m): numbers_of(m.layer) for m in made}
         squares, lost = sum(m.layer.squares for m in made), sum(m.layer.lost for m in made)
         residual = sqrt(lost / squares)
@@ -117,12 +123,34 @@ def run(task: Extraction, progress: Callable[[int], object] = lambda _: None) ->
             reader.check_unchanged(files)
 
         if found.to.folder:
-            written = write_folder(job, files, config(made, {}), (entries, told), proven)
+            written = write_folder(job, files, config(whole, {}), (entries, told), proven)
         else:
             written = write(job, files, entries, told, proven)
     return AdapterReport(str(job.output), found.to.name, _called(found.dtype), _coverage(found, len(made)), facts,
                          residual, 1 - residual**2, written, time.monotonic() - started, (*found.pairs.notes, *notes),
                          proofs[0] if proofs else None, __version__)  # fmt: skip
+
+
+def _completed(found: Opened, made: Sequence[Made], tuned: Side) -> list[Made]:
+    """Return the modules with what the dialect asks for of parameters that did not change."""
+    own = {p.place.label: p for p in found.pairs.pairs}
+    if found.to.folder and found.head is not None:
+        made = [*made, *_head(found, made)]
+
+    def value(place: Place) -> torch.Tensor:
+        return tuned.rows(own[place.label].tuned, 4).to(found.dtype)
+
+    return completed(made, [p.place for p in own.values()], found.to, value)
+
+
+def _head(found: Opened, made: Sequence[Made]) -> list[Made]:
+    """Return the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
+    layer."""
+    assert found.head is not None, "the caller looked"
+    table = next((m for m in made if m.place.view.pieces[0].key == found.head.info.name and m.layer.rank), None)
+    if table is None:
+        return []
+    return [Made(table.place._replace(module=found.head.head), table.tensors, table.layer)]
 
 
 def _called(dtype: torch.dtype) -> str:
@@ -141,9 +169,11 @@ def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], obje
     storage = Storage(found.task.job.algorithm, found.dtype, 0.0)
     extractor = Extractor(found.task, storage, found.to.endings)
     made, skipped, equal = [], [], 0
+    rules = found.task.job.rules
+    ranks = shared_out(rules.linear, _matrices(found, sides), found.dtype.itemsize, 0.0) if rules.together else {}
     for pair in found.pairs.pairs:
         changed = difference(pair, base, tuned)
-        one = None if changed is None else extractor.made(changed)
+        one = None if changed is None else extractor.made(changed, ranks.get(pair.name))
         if changed is None:
             equal += 1
         elif one is None:
@@ -163,6 +193,16 @@ def _made(found: Opened, sides: tuple[Side, ...], progress: Callable[[int], obje
     return made, notes
 
 
+def _matrices(found: Opened, sides: tuple[Side, ...]) -> Iterator[tuple[str, Wanted]]:
+    """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
+    for pair in found.pairs.pairs:
+        changed = difference(pair, *sides) if len(pair.place.view.shape) > 1 else None
+        if changed is not None:
+            yield pair.name, Wanted(None, None, changed.change, 0)
+        for side in sides:
+            side.cache.forget()
+
+
 def plan(task: Extraction) -> AdapterReport:
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
     found = opened(task)
@@ -170,7 +210,7 @@ def plan(task: Extraction) -> AdapterReport:
     size = 0
     for pair in found.pairs.pairs:
         out, cols = pair.place.view.matrix
-        rule = task.job.rules.of_layer(pair.name, kernel=any(n > 1 for n in pair.place.view.shape[2:]))
+        rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
         whole = len(pair.place.view.shape) < 2 or task.job.algorithm == WHOLE
         rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
         layers[pair.name] = {"algorithm": WHOLE if whole else FACTORS, "rank": rank or 0}

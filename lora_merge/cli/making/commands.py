@@ -58,7 +58,7 @@ def resize(
     _carry_out("resize", [adapter], {"rank": rank, **options})
 
 
-@_takes("base", "max_rank", "algorithm", "alpha", *ADAPTERS)
+@_takes("base", *RANKS, "algorithm", "alpha", *ADAPTERS)
 def convert(
     adapter: Adapter,
     to: Annotated[str, typer.Option(metavar="FORMAT", help=OWN["format"].help)],

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.publish import replacing
-from ..disk.writer import require_space
-from ..files.headers import layout
-from .job import AdapterJob
-from .written import Entry
+from ...disk.publish import replacing
+from ...disk.writer import require_space
+from ...files.headers import layout
+from ..job import AdapterJob
+from ..written import Entry
 
 if TYPE_CHECKING:
-    from .converting import Made
+    from ..converting import Made
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CONTENTS: Final = (CONFIG, WEIGHTS)

@@ -1,0 +1,1 @@
+"""What PEFT asks of a folder."""

@@ -1,0 +1,84 @@
+"""What PEFT asks of all modules together: bias factors for every layer or for none, whole modules with all parameters,
+and embeddings under names of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...errors import FitError
+from ..converting import Made
+from ..dialects import Dialect
+from ..job import WHOLE
+from ..layers import Layer
+from ..places import Place
+
+TABLE: Final = re.compile(
+    r"(?:^|\.)(?:embed_tokens|embed_positions|embed_in|wte|wpe|shared|tok_embeddings"
+    r"|(?:word|position|token|token_type)_embeddings?|relative_attention_bias)$"
+)
+"""Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
+
+
+def completed(
+    made: Sequence[Made], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor]
+) -> list[Made]:  # fmt: skip
+    """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
+
+    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change.
+    """
+    bias = to.endings.get("up_bias")
+    if bias is None:
+        return list(made)
+    own = {(p.module, p.parameter): p for p in there}
+    found = [_as_table(m, to) for m in made]
+    factored = {m.place.module for m in found if m.layer.rank}
+    if to.folder and not factored:
+        raise FitError("PEFT loads no folder without factors of a layer", found[0].place.label, KOHYA)
+    biased = {m.place.module for m in found if bias in m.tensors}
+    if lost := next((m for m in sorted(biased - factored)), None):
+        raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", lost, KOHYA)
+    added = []
+    for module in sorted(factored - biased) if biased else ():
+        place = own.get((module, "bias"))
+        if place is None:
+            raise FitError(f"{to.name} gives every layer a bias or none; this one has none in the base", module, KOHYA)
+        added.append(_plain(place, bias, torch.zeros(place.view.matrix[0], dtype=_dtype(found, bias))))
+    whole = {m.place.module for m in found if _stores_value(m)}
+    stored = {(m.place.module, m.place.parameter) for m in found if _stores_value(m)}
+    for key, place in own.items():
+        if key[0] in whole and key not in stored:
+            added.append(_plain(place, f".{key[1]}", value(place).reshape(place.view.shape).contiguous()))
+    return [*found, *added]
+
+
+KOHYA: Final = "use kohya or comfy; extract leaves biases out with --others skip"
+
+
+def _stores_value(made: Made) -> bool:
+    return f".{made.place.parameter}" in made.tensors
+
+
+def _plain(place: Place, ending: str, tensor: Tensor) -> Made:
+    tensors = {ending: tensor}
+    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
+
+
+def _dtype(made: Sequence[Made], bias: str) -> torch.dtype:
+    return next(m.tensors[bias].dtype for m in made if bias in m.tensors)
+
+
+def _as_table(made: Made, to: Dialect) -> Made:
+    """Return the factors of an embedding as PEFT stores them: both transposed, under other endings."""
+    down, up = to.endings["down"], to.endings["up"]
+    if "table_up" not in to.endings or up not in made.tensors or not TABLE.search(made.place.module):
+        return made
+    turned: Mapping[str, Tensor] = {
+        to.endings["table_down"]: made.tensors[up].mT.contiguous(),
+        to.endings["table_up"]: made.tensors[down].mT.contiguous(),
+    }
+    return Made(made.place, turned, made.layer)
