@@ -197,7 +197,11 @@ def test_layouts_of_both_sides_may_differ_in_every_dialect(models: Path, tmp_pat
 def test_a_size_is_shared_by_all_layers_and_a_rule_for_a_part_wins(models: Path, tmp_path: Path) -> None:
     base, tuned = models / "base.safetensors", models / "native.safetensors"
     report = lora_merge.extract(base, tuned, tmp_path / "a.safetensors", rank="size:4kB", others="skip")
-    assert 3000 < sum(t.nbytes for n, t in load_file(tmp_path / "a.safetensors").items() if not n.endswith("alpha")) <= 4000
+    assert (
+        3000
+        < sum(t.nbytes for n, t in load_file(tmp_path / "a.safetensors").items() if not n.endswith("alpha"))
+        <= 4000
+    )
     assert len({layer["rank"] for layer in report.layers.values()}) > 1
     report = lora_merge.extract(base, tuned, tmp_path / "b.safetensors", rank=1, rank_for={"re:mlp": 3})
     ranks = {name: layer["rank"] for name, layer in report.layers.items() if layer["rank"]}
