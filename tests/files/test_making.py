@@ -102,3 +102,30 @@ def test_a_file_is_quantised_as_comfyui_reads_it(name: str, form: Form, tmp_path
         data = 8 + int.from_bytes(f.read(8), "little")
     infos = open_checkpoint(out).headers[out].tensors.values()
     assert all((i.offset - data) % min(i.nbytes // max(torch.Size(i.shape).numel(), 1), 8) == 0 for i in infos)
+
+
+@pytest.mark.parametrize(("name", "form"), FOLDER.items())
+def test_a_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, tmp_path: Path) -> None:
+    source, tensors = base(tmp_path / "base", config=True)
+    lora, changes = adapter(tmp_path / "lora.safetensors")
+    out = tmp_path / "out"
+    report = lora_merge.merge(source, lora, out, dtype=name)
+    made = load(out / "model.safetensors")
+    for layer in NAMES:
+        want = tensors[f"{layer}.weight"].double() + changes.get(layer, 0)
+        found = parts(made, layer)
+        assert half_steps(form, found, want) <= 1.001
+        own = form.make(want.float())
+        assert own.keys() == found.keys()
+        for last in own:
+            assert (own[last].dtype, own[last].shape) == (found[last].dtype, found[last].shape) or "quant_state" in last
+    assert all(torch.equal(made[name], tensors[name]) for name in KEPT)
+    told = json.loads((out / "config.json").read_text())
+    section = told.pop("quantization_config")
+    assert told == json.loads((source / "config.json").read_text())
+    assert section["quant_method"] == form.config["quant_method"]
+    kept = section.get("modules_to_not_convert", section.get("llm_int8_skip_modules"))
+    assert kept == ["lm_head", "model.embed_tokens"]
+    assert report.verified is not None
+    assert {*open_checkpoint(out).packed} == {f"{layer}.weight" for layer in NAMES}
+    assert lora_merge.verify(out)["tensors"] == 2

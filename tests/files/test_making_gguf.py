@@ -1,0 +1,50 @@
+"""GGUF bases in plain numbers, or in other types, become GGUF of a type; the library reads them, and quantises too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from safetensors.torch import save_file
+
+import lora_merge
+from lora_merge.dtypes import GGUF_TYPES
+from lora_merge.proof.replay import prove
+
+from .. import gguf_files as by_library
+from .test_gguf import LAYERS, TOUCHED, change, flux, style
+
+THEIRS = {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
+"""Types that the library quantises too."""
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_a_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) -> None:
+    save_file(style(), tmp_path / "style.safetensors")
+    base = by_library.write(tmp_path / "flux.gguf", "flux", flux("F16"), {"general.file_type": 1})
+    out = tmp_path / "out.gguf"
+    report = lora_merge.merge(base, tmp_path / "style.safetensors", out, dtype=kind)
+    assert report.changed == 2
+    assert prove(out, full=True)["full"]
+    old, new = by_library.read(base), by_library.read(out)
+    assert old.keys() == new.keys()
+    assert by_library.fields(out)["general.file_type"] != 1
+    for name, (values, was) in old.items():
+        found, now = new[name]
+        stem = name.removesuffix(".weight")
+        if stem not in LAYERS or not name.endswith("weight"):
+            assert now == was
+            np.testing.assert_array_equal(found, values)
+            continue
+        assert now == kind.upper()
+        exact = values + (change(stem) if stem in TOUCHED else 0)
+        error = np.sqrt(np.mean((found - exact) ** 2))
+        if kind in THEIRS:
+            number = GGMLQuantizationType[now]
+            codes = quants.quantize(exact.astype(np.float32), number)
+            theirs = np.sqrt(np.mean((quants.dequantize(codes, number) - exact) ** 2))
+            assert error < 1.05 * theirs
+        else:
+            assert error < {"q2_k": 0.4, "q3_k": 0.2, "q6_k": 0.04}.get(kind, 0.15) * np.sqrt(np.mean(exact**2))
