@@ -143,16 +143,19 @@ def _kept(job: Job) -> Callable[[str], bool]:
         if usual and PRECISE.search(key) and not (INSIDE.search(key) and not PRECISE.search(INSIDE.sub("", key))):
             return True
         steps.left += STEPS_A_NAME
-        return any(_matches(text.removeprefix(REGEX), key, steps) for text in given)
+        return any(_matches(text, key, steps) for text in given)
 
     return found
 
 
-def _matches(expression: str, key: str, steps: Steps) -> bool:
+def _matches(text: str, key: str, steps: Steps) -> bool:
+    """Return whether a regular expression is found in a name, or a glob is all of it."""
+    anywhere = text.startswith(REGEX)
+    expression = text.removeprefix(REGEX) if anywhere else re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
     try:
-        return steps.pattern(expression).matches(key, steps, anywhere=True)
+        return steps.pattern(expression).matches(key, steps, anywhere=anywhere)
     except Refused as e:
-        where = f"--keep-precision re:{expression[:80]}, at {key[:80]!r}"
+        where = f"--keep-precision {text[:80]}, at {key[:80]!r}"
         raise UsageError(f"a regular expression that is {e}", where, "use a simpler one") from e
 
 

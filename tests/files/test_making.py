@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import lora_merge
+from lora_merge.engine.merge import run
+from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.proof.replay import plan_again, prove
 
 from ..support import Tensors, load, rand, save
 from .quantised_forms import FORMS, SHAPE, Form
@@ -129,3 +133,120 @@ def test_a_folder_is_quantised_as_transformers_reads_it(name: str, form: Form, t
     assert report.verified is not None
     assert {*open_checkpoint(out).packed} == {f"{layer}.weight" for layer in NAMES}
     assert lora_merge.verify(out)["tensors"] == 2
+
+
+@pytest.mark.parametrize("name", ["fp8_scaled", "nvfp4"])
+def test_it_is_proven_and_made_again_and_small_windows_change_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lora_merge.engine import windows
+
+    source, _ = base(tmp_path / "base")
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+    out, again = tmp_path / "out.safetensors", tmp_path / "again.safetensors"
+    lora_merge.merge(source, lora, out, dtype=name, rounding="stochastic", seed=3)
+    assert prove(out, full=True)["full"]
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(windows, "SMALLEST_WINDOW", 20_000)
+    run(plan_again(out, again))
+    assert again.read_bytes() == out.read_bytes()
+    raw = bytearray(out.read_bytes())
+    for key in (f"{NAMES[0]}.weight", f"{NAMES[2]}.weight", f"{NAMES[2]}.weight_scale", f"{NAMES[0]}.comfy_quant"):
+        info = open_checkpoint(out).headers[out].tensors[key]
+        place = info.offset + (3 if info.dtype == "F32" else 0)  # the exponent
+        raw[place] ^= 0x40
+        out.write_bytes(raw)
+        with pytest.raises((VerificationFailed, InputError)):
+            prove(out, full=True)
+        raw[place] ^= 0x40
+
+
+def test_a_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:
+    source, _ = base(tmp_path / "base")
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+    jobs = [{"base": str(source), "adapters": [{"path": str(lora), "strength": s}], "output": f"{s}.safetensors"}
+            for s in (0.5, 1.0)]  # fmt: skip
+    text = {"version": 1, "defaults": {"dtype": "fp8_scaled", "keep_precision": [f"re:{NAMES[1]}"]}, "jobs": jobs}
+    (tmp_path / "jobs.yaml").write_text(json.dumps(text))
+    reports = lora_merge.run_batch(tmp_path / "jobs.yaml")
+    assert all(report.error is None for report in reports)
+    for s in (0.5, 1.0):
+        alone = tmp_path / "alone.safetensors"
+        lora_merge.merge(
+            source, (lora, s), alone, dtype="fp8_scaled", keep_precision=[f"re:{NAMES[1]}"], overwrite=True
+        )
+        assert alone.read_bytes() == (tmp_path / f"{s}.safetensors").read_bytes()
+
+
+def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
+    source, tensors = base(tmp_path / "base")
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+
+    def quantised(*patterns: str) -> set[str]:
+        out = tmp_path / "out.safetensors"
+        lora_merge.merge(source, lora, out, dtype="int8", keep_precision=patterns, overwrite=True)
+        return {key for key, value in load(out).items() if value.dtype == torch.int8}
+
+    weights = {f"{layer}.weight" for layer in NAMES}
+    assert quantised() == weights
+    assert quantised("re:layers.0") == quantised("model.layers.0.*") == weights - {f"{NAMES[0]}.weight"}
+    assert quantised("re:layers.0", "*.2.*") == {f"{NAMES[1]}.weight"}
+    assert quantised("none") == weights | {*KEPT[1:]}
+    assert quantised("none", "lm_*") == weights | {KEPT[1]}
+
+
+def test_what_no_loader_reads_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    file, _ = base(tmp_path / "file")
+    folder, _ = base(tmp_path / "folder", config=True)
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+
+    def refused(source: Path, **options: Any) -> str:
+        with pytest.raises(UsageError) as caught:
+            lora_merge.merge(source, lora, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+        return f"{caught.value.what}; {caught.value.fix}"
+
+    for name in ("nf4", "fp8_block"):
+        assert "fp8_scaled" in refused(file, dtype=name)
+    for name in ("fp8_scaled", "mxfp8", "nvfp4"):
+        assert "fp8_block" in refused(folder, dtype=name)
+    assert "llama.cpp" in refused(file, dtype="q4_0")
+    assert "keep-precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
+    assert "regular expression that is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
+    assert "nothing is quantised" in refused(file, keep_precision=["re:x"])
+    (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    assert "nf4" in refused(folder, dtype="fp8_block")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "transposed" in refused(folder, dtype="nf4")
+    with pytest.raises(UsageError, match="in memory"):
+        lora_merge.merge_state_dict(load(file), lora, dtype="fp8_scaled")
+    with pytest.raises(UsageError, match="not quantised"):
+        lora_merge.combine([lora], tmp_path / "x.safetensors", dtype="int8")
+
+
+def test_numbers_that_no_code_stands_for_are_refused(tmp_path: Path) -> None:
+    source, tensors = base(tmp_path / "base")
+    lora, _ = adapter(tmp_path / "lora.safetensors")
+    for layer in (NAMES[0], NAMES[2]):
+        tensors[f"{layer}.weight"][5, 5] = float("nan")
+        save(tensors, source)
+        for name in ("fp8_scaled", "int8"):
+            with pytest.raises(InputError, match="NaN or infinite"):
+                lora_merge.merge(source, lora, tmp_path / "out", dtype=name)
+        assert not (tmp_path / "out").exists()
+
+
+def test_one_format_becomes_another(tmp_path: Path) -> None:
+    """Dequantised, merged and quantised: the scales of the old format are gone."""
+    source, _ = base(tmp_path / "base")
+    lora, changes = adapter(tmp_path / "lora.safetensors")
+    lora_merge.merge(source, (lora, 0.0), tmp_path / "int8.safetensors", dtype="int8", unmatched="skip")
+    before = load(tmp_path / "int8.safetensors")
+    lora_merge.merge(tmp_path / "int8.safetensors", lora, tmp_path / "out.safetensors", dtype="nvfp4")
+    made, form = load(tmp_path / "out.safetensors"), FILE["nvfp4"]
+    for layer in NAMES:
+        want = FILE["int8"].read(parts(before, layer)).double() + changes.get(layer, 0)
+        found = parts(made, layer)
+        assert json.loads(bytes(found.pop("comfy_quant").tolist()))["format"] == "nvfp4"
+        assert half_steps(form, found, want) <= 1.001
+    assert {*open_checkpoint(tmp_path / "out.safetensors").packed} == {f"{layer}.weight" for layer in NAMES}
