@@ -179,7 +179,7 @@ def test_a_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:
 
 
 def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
-    source, tensors = base(tmp_path / "base")
+    source, _ = base(tmp_path / "base")
     lora, _ = adapter(tmp_path / "lora.safetensors")
 
     def quantised(*patterns: str) -> set[str]:
