@@ -14,6 +14,7 @@ from ..paths import exists, expand
 from ..text import Lines
 from .habits import completed, expanded
 from .helping import examples
+from .tables import parts
 from .text import echo
 from .values import named_adapter
 
@@ -41,9 +42,15 @@ def inspect(
         bool, typer.Option("--weights", help="Read the numbers too: norms, ranks; with a base what it keeps.")
     ] = False,
     hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
+    blocks: Annotated[bool, typer.Option("--blocks", help="Parts and blocks of a base, for --strength-for.")] = False,
     as_json: AS_JSON = False,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
+    if blocks:
+        if len(files) > 1:
+            raise UsageError("blocks are those of one base", "--blocks", "name one file")
+        parts(files[0], as_json=as_json)
+        return
     from ..viewing.inspect import inspect as look
     from ..viewing.text import lines, match_lines
 

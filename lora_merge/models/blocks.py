@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from types import MappingProxyType
 from typing import Final
@@ -17,6 +17,7 @@ from ..errors import UsageError
 from ..options import number
 from ..text import listed
 from .names import Names
+from .presets import CURVES, FLUX_ALL, PRESETS
 from .spellings import Component
 
 REST: Final = "BASE"
@@ -33,21 +34,6 @@ FEW: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
 Source: hako-mikan/sd-webui-lora-block-weight, BLOCKID17 and BLOCKIDXLL.
 """
 
-PRESETS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "NONE": "",
-        "ALL": "",
-        "INS": "BASE IN01 IN02 IN04",
-        "IND": "BASE IN05 IN07 IN08",
-        "INALL": "BASE IN",
-        "MIDD": "BASE IN05 IN07 IN08 M00 OUT03 OUT04 OUT05 OUT06",
-        "OUTD": "BASE OUT03 OUT04 OUT05 OUT06",
-        "OUTS": "BASE OUT07 OUT08 OUT09 OUT10 OUT11",
-        "OUTALL": "BASE OUT",
-    }
-)
-"""Preset → the blocks with factor 1; all others have 0. Source: the default presets of sd-webui-lora-block-weight."""
-
 _UNET: Final = (
     (re.compile(r"input_blocks\.(\d+)\."), "IN"),
     (re.compile(r"(?:middle_block|mid_block)\."), "M"),
@@ -63,6 +49,9 @@ _COMMON: Final = frozenset(
 )
 """Words that occur in the names of many stacks, so that they tell no stack from the others."""
 
+SD_BLOCKS: Final = 26
+"""The number of blocks of Stable Diffusion 1, BASE included."""
+
 FLUX: Final = "Flux.1"
 """The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
 
@@ -77,6 +66,8 @@ class Blocks:
     """The blocks of the short list; () if the model has no short list."""
     of: Callable[[str], str]
     """Key of the base → its block; "" for a tensor without a block, such as one of a VAE."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The user's presets: name → list of numbers, or the name of another preset."""
 
     def chosen(self, text: str) -> frozenset[str]:
         """Return the blocks named by `IN04`, `IN04-IN08`, `IN`, or several joined by +; empty if one is unknown."""
@@ -100,7 +91,8 @@ class Blocks:
 
     def weights(self, value: str, where: str) -> Mapping[str, float]:
         """Return block → factor for a list of numbers, a preset or `ALL0.5`; UsageError for anything else."""
-        if value in PRESETS:
+        value = self.own.get(value, value)
+        if value in (*PRESETS, FLUX_ALL, *CURVES):
             return self._preset(value, where)
         constant = re.fullmatch(r"ALL([0-9.]+)", value)
         try:
@@ -108,7 +100,7 @@ class Blocks:
             if not all(map(isfinite, numbers)):
                 raise ValueError("not finite")
         except ValueError as e:
-            fix = f"give a list of numbers or one of {', '.join(PRESETS)}"
+            fix = f"give a list of numbers or one of {', '.join((*self.own, *PRESETS, FLUX_ALL, *CURVES))}"
             raise UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where, fix) from e
         if constant:
             return dict.fromkeys(self.order, numbers[0])
@@ -120,8 +112,15 @@ class Blocks:
         raise UsageError(f"{len(numbers)} block weights do not fit this base", where, f"give {wanted}")
 
     def _preset(self, name: str, where: str) -> Mapping[str, float]:
-        if name == "ALL":
+        of_flux = self.order[:2] == ("CLIP", "T5")
+        if name == "ALL" or (name == FLUX_ALL and of_flux):
             return dict.fromkeys(self.order, 1.0)
+        if name == FLUX_ALL or (name in CURVES and not (len(self.order) == SD_BLOCKS and "M00" in self.order)):
+            fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
+            made_for = FLUX if name == FLUX_ALL else f"the {SD_BLOCKS} blocks of Stable Diffusion 1"
+            raise UsageError(f"the preset {name} is for {made_for}", where, fix)
+        if name in CURVES:
+            return {block: CURVES[name](n - 1) if n else 0.0 for n, block in enumerate(self.order)}
         if PRESETS[name] and "M00" not in self.order:
             fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
             raise UsageError(f"the preset {name} is for U-Nets", where, fix)
@@ -154,7 +153,7 @@ def blocks(names: Names) -> Blocks:
             return "OUT" if _ENDS.match(body) else "IN"
         return block
 
-    return Blocks(order, few, of)
+    return Blocks(order, few, of, names.presets)
 
 
 def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...]]:

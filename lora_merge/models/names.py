@@ -94,6 +94,7 @@ class Names:
         self._numbers = numbers((*dict(PREFIXES), *dict(self._prefixes)))
         self._by_pattern: dict[tuple[str, str], list[tuple[int, list[Component]]]] = {}
         self.second = False  # whether the base lies in the folder of a pipeline's second expert
+        self.presets: Mapping[str, str] = MappingProxyType({})  # the user's lists of block weights
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or UNKNOWN
@@ -271,7 +272,8 @@ def names(index: Index, extra: Path | None = None) -> Names:
     stored = unwrapped(index.tensors)
     tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
-    parts = components(shapes, index.config, index.components, load(extra) if extra else None)
+    given = load(extra) if extra else None
+    parts = components(shapes, index.config, index.components, given if given and given.title else None)
     for part in parts:
         files = [tensors[key].file for key in part.keys.values()]
         part.sharded = any(file is not files[0] and file != files[0] for file in files)
@@ -279,6 +281,7 @@ def names(index: Index, extra: Path | None = None) -> Names:
     if stored:
         found.notes = (*found.notes, *wrapper_notes(stored))
     found.second = "transformer_2" in index.path.parts[-2:]
+    found.presets = given.lbw if given else found.presets
     return found
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lora_merge.errors import UsageError
-from lora_merge.models.blocks import FEW, PRESETS, Blocks, blocks
+from lora_merge.models.blocks import FEW, Blocks, blocks
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
+from lora_merge.models.presets import CURVES, PRESETS
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -177,3 +178,42 @@ def test_weights_that_are_no_finite_numbers_are_refused(value: str) -> None:
 
 def test_a_base_without_networks_has_no_blocks() -> None:
     assert blocks(Names([], {})).of("model_ema.decay") == ""
+
+
+CURVED = {
+    "GRAD_V": {"BASE": 0, "IN00": 1, "IN06": 0.5, "M00": 0, "OUT11": 1},
+    "GRAD_A": {"IN00": 0, "M00": 1, "OUT05": 0.5, "OUT11": 0},
+    "FLAT_25": {"BASE": 0, "IN00": 0.25, "OUT11": 0.25},
+    "WRAP14": {"IN06": 1, "IN07": 0, "OUT04": 0, "OUT05": 1},
+    "MID12_50": {"IN04": 0, "IN05": 0.5, "M00": 0.5, "OUT05": 0.5, "OUT06": 0},
+    "OUT12_5": {"IN11": 0, "M00": 0.5, "OUT00": 1},
+    "RING08_SOFT": {"IN05": 0.5, "IN06": 1, "IN09": 0.5, "M00": 0, "OUT02": 0.5, "OUT06": 0.5},
+    "SMOOTHSTEP": {"IN01": 0.00506365740740741, "M00": 0.5, "OUT08": 0.95703125, "OUT11": 1},
+    "SMOOTHSTEP*3": {"IN09": 0.94921875, "OUT02": 0.0507812500000004, "OUT11": 1},
+    "R_SMOOTHSTEP/4": {"IN01": 0.925925925925926, "IN06": 0, "OUT11": 1},
+    "COSINE": {"IN00": 1, "IN08": 0.75, "OUT11": 0},
+    "TRUE_CUBIC_HERMITE": {"IN00": 0, "IN01": 0.199031876929012, "OUT10": 0.842634789737655, "OUT11": 1},
+    "FAKE_REVERSE_CUBIC_HERMITE": {"IN01": 0.842423804012346, "M00": 0.5, "OUT11": 0},
+}
+"""Preset → some of its numbers, as the file of supermerger has them."""
+
+
+@pytest.mark.parametrize("preset", CURVED)
+def test_presets_of_26_numbers_are_those_of_supermerger_and_for_sd1_alone(preset: str) -> None:
+    weights = blocks_of("native/sd15").weights(preset, "x")
+    assert {block: weights[block] for block in CURVED[preset]} == pytest.approx(CURVED[preset], abs=1e-9)
+    with pytest.raises(UsageError, match="Stable Diffusion 1"):
+        blocks_of("diffusers/sdxl").weights(preset, "x")
+
+
+def test_every_curve_has_a_number_between_0_and_1_for_every_block() -> None:
+    for preset in CURVES:
+        weights = blocks_of("diffusers/sd15").weights(preset, "x")
+        assert weights.pop("BASE") == 0
+        assert all(0 <= w <= 1 for w in weights.values()) and any(weights.values())
+
+
+def test_a_preset_for_flux_is_for_flux() -> None:
+    assert [*blocks_of("native/flux-dev").weights("FLUXALL", "x").values()] == [1.0] * 61
+    with pytest.raises(UsageError, match="Flux"):
+        blocks_of("native/sd15").weights("FLUXALL", "x")

@@ -162,3 +162,24 @@ def test_an_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: P
     first, second = (" ".join(m.notes) for m in plan.adapters)
     assert "strength 80 is unusual" in first and "again" not in first
     assert "added again" in second and "unusual" not in second
+
+
+def test_a_map_may_hold_presets_of_the_users_own(files: Path) -> None:
+    """A file of nothing else, and beside names."""
+    table = files / "mine.yaml"
+    table.write_text("lbw:\n  MINE: 1,0,0.5,1,0\n  LISTED: [1, 0, 0.5, 1, 0]\n  OTHER: ALL0.5\n")
+    for name, factors in (("MINE", [0, 0.5, 1, 0]), ("LISTED", [0, 0.5, 1, 0]), ("OTHER", [0.5] * 4)):
+        out = files / f"{name}.safetensors"
+        options = {"strength_for": {"lbw": name}, "map": table}
+        lora_merge.merge(files / "base.safetensors", files / "one.safetensors", out, **options)  # type: ignore[arg-type]
+        check(out, wanted(files, {"one": factors}))
+        assert prove(out, search=[files])["proven"]
+    with pytest.raises(UsageError, match="neither a list of block weights nor a preset"):
+        lora_merge.merge(files / "base.safetensors", files / "one.safetensors", files / "no", map=table,
+                         strength_for={"lbw": "NOT"})  # fmt: skip
+
+
+def test_inspect_shows_blocks_too(files: Path) -> None:
+    one, other = (CliRunner().invoke(app, words) for words in (["inspect", str(files / "base.safetensors"), "--blocks"],
+                                                               ["parts", str(files / "base.safetensors")]))  # fmt: skip
+    assert one.exit_code == 0 and one.output == other.output and "5 numbers: BASE" in one.output

@@ -14,6 +14,7 @@ native in shards: {…}               # the table if several files hold the base
 spellings: {…}                      # further names that only adapters use, same notation
 native: sdxl                        # or: the same table as in sdxl.yaml
 adapter:                            # conditions on an adapter's names, see guess.py
+lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights; such a file may hold nothing else
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Architecture:
     ranges: Mapping[str, int] = field(default_factory=dict)
     adapter: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lbw: Mapping[str, str] = field(default_factory=dict)  # a user's preset → its block weights; see models/blocks.py
 
     @cached_property
     def spellings(self) -> Mapping[str, Table]:
@@ -148,6 +150,7 @@ class _Reader:
             "ranges": lambda n: {k.value: self.number(v) for k, v in self.pairs(n)},
             "adapter": lambda n: tuple(self.text(v) for v in self.items(n)),
             "variants": lambda n: {k.value: tuple(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
+            "lbw": lambda n: {k.value: ",".join(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
         }
         found: dict[str, Any] = {}
         tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
@@ -156,6 +159,8 @@ class _Reader:
                 found[key.value] = known[key.value](value)
             else:
                 tables[key.value] = self.table(value)
+        if found.keys() == {"lbw"} and not tables:
+            return Architecture("", self.file, lbw=found["lbw"])
         if "title" not in found:
             raise _bad(self.file, 1, "it has no title")
         layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {"spellings"}
