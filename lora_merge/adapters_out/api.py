@@ -137,7 +137,10 @@ def extract(  # noqa: PLR0913  # each is an option of the command
         tuned: The checkpoint after it, in the same or in another layout.
         output: The file or folder to write. None: `<tuned>-minus-<base>.safetensors` in the current folder.
         rank: A number or a rule, as for `combine`; "exact" keeps every direction, "noise" those that are larger than
-            the rounding errors of the tuned checkpoint. `conv_rank`, `max_rank` and `rank_for` as there.
+            the rounding errors of the tuned checkpoint.
+        conv_rank: The rule for convolutions. Default: `rank`.
+        max_rank: A ceiling for every rule.
+        rank_for: Pairs of a part and its rule.
         algorithm: "lora", "full" (whole differences), or "auto": whole ones where factors would be larger.
         others: "diff" writes biases, norms and other vectors, "skip" drops them with a note, "error" refuses them.
         include: Components such as "unet", or `re:REGEX` of keys of the base, that alone are compared.
