@@ -181,7 +181,7 @@ class Converter:
     def _change(self, patch: Patch) -> Change:
         """Return the whole change of a patch, in its own rows."""
         rows, cols = patch.view.matrix
-        piece = RowSlice(patch.view.pieces[0].key, 0, rows, cols)
+        piece = RowSlice(patch.view.row_slices[0].key, 0, rows, cols)
         target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
         return self.evaluator.changes(target)[0]
 
@@ -237,7 +237,7 @@ class Converter:
         if ending is None:
             raise FitError(f"{self.to.name} has no place for whole tensors", place.name,
                            "convert to kohya, comfy or peft")  # fmt: skip
-        base = self.evaluator.values(place.view.pieces[0].key)
+        base = self.evaluator.values(place.view.row_slices[0].key)
         change = strength * (value.double().reshape(place.view.shape) - base.double().reshape(place.view.shape))
         return whole_made(place, ending, change, torch.float32)
 

@@ -108,7 +108,7 @@ class Naming:
         for one in reversed(found):
             for key, uses in one.uses.items():
                 for use in uses:
-                    if use.patch.view.pieces == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
+                    if use.patch.view.row_slices == (use.piece,) and whole_of(use.piece, base.tensors.get(key)):
                         self.own[key.rpartition(".")[0]] = use.patch.module.name
         first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set()
         for module, name in self.own.items():
@@ -215,7 +215,7 @@ def _joined_target(
         if refs[number].parts:
             raise UsageError("parts of a model are known from its base", f"--strength-for {refs[number].parts[0][0]}",
                              GIVE_BASE)  # fmt: skip
-        uses.append(PatchPart(patch, patch.view.pieces[0], 0, refs[number].strength))
+        uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
     return Target(name, parameter, shape, tuple(uses))
 
 

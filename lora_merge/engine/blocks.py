@@ -43,7 +43,7 @@ class BlockPart:
     def needs_view(self) -> bool:
         """Whether the formula needs rows of the base that lie outside this block."""
         patch = self.use.patch
-        return self.taken is not None and patch.reads_base and len(patch.view.pieces) > 1
+        return self.taken is not None and patch.reads_base and len(patch.view.row_slices) > 1
 
     def entries(self, axis_length: int) -> tuple[int, int]:
         """Return (first, count) of the needed entries along an axis that `row_axes` names."""
@@ -87,7 +87,7 @@ class Block:
         """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
         patches = [s.use.patch for s in self.slices]
         views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
-        return {piece.key for view in views for piece in view.pieces}
+        return {piece.key for view in views for piece in view.row_slices}
 
     @property
     def room(self) -> int:

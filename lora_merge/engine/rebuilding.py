@@ -37,7 +37,7 @@ def from_base(
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
-        wide = any(base[piece.key].stored.dtype == "F64" for piece in view.pieces)
+        wide = any(base[piece.key].stored.dtype == "F64" for piece in view.row_slices)
         at = WIDE if wide else AS_LOADED
         return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
 

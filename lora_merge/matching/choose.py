@@ -119,7 +119,7 @@ class _Chooser:
         try:
             found, stated = self.context.orientation.ways(self.module, name, view)
         except Undecided as e:
-            where = f"{self.path}: {self.module.where} on {view.pieces[0].key} {list(view.shape)}: {e}"
+            where = f"{self.path}: {self.module.where} on {view.row_slices[0].key} {list(view.shape)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
         self.settings |= {SETTING} if stated else set()
         return found

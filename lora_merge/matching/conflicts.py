@@ -58,7 +58,7 @@ class DuplicateCheck:
         InputError if a different patch of another name changes some of the rows.
         """
         name = patch.module.name
-        for piece in patch.view.pieces:
+        for piece in patch.view.row_slices:
             others = self._taken.setdefault(piece.key, [])
             for start, stop, other in others:
                 by = other.module.name
@@ -107,10 +107,10 @@ def _meetings(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[str
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     met: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(one) if changed else ():
-        pieces = [*patch.view.pieces]
+        pieces = [*patch.view.row_slices]
         if len(pieces) == 1:  # a head with a new tensor of its own: the rows of that tensor
             pieces = [pieces[0]._replace(key=key)]
-        pieces += [piece for view in patch.beside.values() for piece in view.pieces]
+        pieces += [piece for view in patch.beside.values() for piece in view.row_slices]
         before = tuple(n for n, rows in enumerate(changed) if any(map(rows.meets, pieces)))
         if before:
             met.setdefault(before, []).append(patch.module.where)

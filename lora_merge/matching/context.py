@@ -88,7 +88,7 @@ class AdapterContext:
             raise ShapeMismatch(LACKS_FACTS, where, FROM_THE_TRAINING) from e
         if chosen is None:
             return [n for n in complete if _has_all(self.with_shared(module, n), n, near)], None
-        left = ALGORITHMS[chosen].starts_in_base and view.pieces[0].key in self.without_start
+        left = ALGORITHMS[chosen].starts_in_base and view.row_slices[0].key in self.without_start
         chosen = LORA.name if left and LORA.name in complete else chosen
         return [chosen] if _has_all(self.with_shared(module, chosen), chosen, near) else [], chosen
 

@@ -147,7 +147,7 @@ class MatchBuilder:
             if self._is_nothing(module):
                 return None
             view = self._new_bias(module)
-        if view is None or is_idle(module, self.base.get(view.pieces[0].key), self.values):
+        if view is None or is_idle(module, self.base.get(view.row_slices[0].key), self.values):
             self.unmatched[module.where] = "no such module in the base" if view is None else IDLE
             return None
         return view
@@ -158,7 +158,7 @@ class MatchBuilder:
             return
         if self.pair.as_one(module.name) and self._repeats(module.name, [m.name for m in self.context.adapter.modules]):
             self._leave_unused(module, COPY)
-            self._count(module.where, {self.names.component(view.pieces[0].key)})
+            self._count(module.where, {self.names.component(view.row_slices[0].key)})
             return
         slot = self.lacking.get(module.where)
         if slot and not (slot == "alpha" and ALPHA in self.context.given):
@@ -184,7 +184,7 @@ class MatchBuilder:
 
     def _untie(self, name: str, view: WeightView) -> None:
         """Record a module that may change one end of tied embeddings alone."""
-        key = view.pieces[0].key
+        key = view.row_slices[0].key
         shared = self.pair.tied is not None and key == self.pair.shared
         if (shared or self.places.lacks_head(name)) and not self.pair.as_one(name) and not key.endswith(".bias"):
             self.ends[name] = key
@@ -200,8 +200,8 @@ class MatchBuilder:
         """Return the weight at the adapter's size; add a note where it is larger than in the base."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
-            self.grown[view.pieces[0].key] = larger.shape
-            self.notes.append(f"{view.pieces[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
+            self.grown[view.row_slices[0].key] = larger.shape
+            self.notes.append(f"{view.row_slices[0].key} grows from {list(view.shape)} to {list(larger.shape)}")
         return larger
 
     def _place_bias(self, module: Module, patch: Patch) -> None:
@@ -225,7 +225,7 @@ class MatchBuilder:
             chosen = choose(*by_rows(module, view), self.context, near)
             patch, remarks = as_trained(chosen.patch, self.names.fused, self.context)
         except (InputError, ShapeMismatch) as e:
-            places = {piece.key: self.names.component(piece.key) for piece in view.pieces}
+            places = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
             left_out = self.ref.strength and not any(self.ref.factor(*place) for place in places.items())
             if left_out and isinstance(e, ShapeMismatch):
                 self._remark(LEFT_OUT, module)
@@ -245,14 +245,14 @@ class MatchBuilder:
         if weight is None or not all(info.name.endswith(".zeros") for info in module.slots.values()):
             return False
         self._leave_unused(module, ZEROS)
-        self._count(module.where, {self.names.component(piece.key) for piece in weight.pieces})
+        self._count(module.where, {self.names.component(piece.key) for piece in weight.row_slices})
         return True
 
     def _add(self, patch: Patch, key: str = "") -> None:
         if self.duplicates.repeats(patch):
             self._remark(TWICE, patch.module)
             self._leave_unused(patch.module, COPY)
-            self._count(patch.module.where, {self.names.component(key or piece.key) for piece in patch.view.pieces})
+            self._count(patch.module.where, {self.names.component(key or piece.key) for piece in patch.view.row_slices})
             return
         found = set()
         for piece, start in patch.view.addresses():
@@ -280,9 +280,9 @@ class MatchBuilder:
         if weight is None or not key:
             return None
         if self.context.by_config:
-            where = f"{self.path}: {module.where}: {weight.pieces[0].key} stands alone"
+            where = f"{self.path}: {module.where}: {weight.row_slices[0].key} stands alone"
             self.failures.append(ShapeMismatch(NO_BIAS, where, GIVE_BIAS))
-        self.created[key] = weight.shape[:1], weight.pieces[0].key
+        self.created[key] = weight.shape[:1], weight.row_slices[0].key
         return whole(key, weight.shape[:1])
 
     def replace(self, info: StoredTensor) -> None:
@@ -292,7 +292,7 @@ class MatchBuilder:
         view = self.places.look(name, parameter) if name else None
         if view is None:  # a bare parameter right below a prefix: `cond_stage_model.model.positional_embedding`
             bare = self.places.look(info.name)
-            view = bare if bare and bare.pieces[0].key.rpartition(".")[2] == parameter else None
+            view = bare if bare and bare.row_slices[0].key.rpartition(".")[2] == parameter else None
         if value is not None and value.kind != "value":
             self._leave(info, value, view)
         elif value is not None and value.rows is not None and self._repeats(name, self.pair.trained(value.rows)):
@@ -302,11 +302,11 @@ class MatchBuilder:
             self.unmatched[info.name] = STRANGE
         elif value is not None and value.rows is not None:
             self._replace_rows(info, view, value.rows)
-        elif (first := self.set.setdefault(view.pieces, info)) is info:
+        elif (first := self.set.setdefault(view.row_slices, info)) is info:
             if info.shape == view.shape:
                 self._untie(name, view)
             inside = saved_inside(self.context.rules.of(name).fields, info.name)
-            if inside and not is_copy(info, self.base[view.pieces[0].key], self.values):
+            if inside and not is_copy(info, self.base[view.row_slices[0].key], self.values):
                 self.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
             self._replace_whole(info, Module.of_value(name, parameter, info), self.names.value(view))
         elif not self.values.same(first, info):  # PEFT writes some parameters twice
@@ -315,9 +315,9 @@ class MatchBuilder:
             self.unused[info.name] = COPY
 
     def _replace_whole(self, info: StoredTensor, module: Module, view: WeightView) -> None:
-        piece = view.pieces[0]
+        piece = view.row_slices[0]
         strength, old = self.ref.factor(piece.key, self.names.component(piece.key)), self.base[piece.key].shape
-        all_of_it = len(view.pieces) == 1 and piece.size == prod(old)
+        all_of_it = len(view.row_slices) == 1 and piece.size == prod(old)
         resized = info.shape != old and len(info.shape) == len(old) and info.shape[1:] == old[1:]
         if all_of_it and strength == 1 and not piece.transposed and (resized or info.shape == old):
             self.placed.append(info.name)
@@ -329,8 +329,8 @@ class MatchBuilder:
         """Add a patch that replaces rows of an embedding, one piece for each row."""
         module = Module.of_value(*split_parameter(info.name), info)
         key, view = self.pair.key(view), self.pair.origin(view)
-        table = view.pieces[0]
-        if max(rows, default=0) >= view.shape[0] or len(view.pieces) > 1 or table.transposed:
+        table = view.row_slices[0]
+        if max(rows, default=0) >= view.shape[0] or len(view.row_slices) > 1 or table.transposed:
             self.failures.append(ShapeMismatch(
                 "the adapter trains tokens that the base does not have",
                 f"{self.path}: {info.name}: row {max(rows)} of {view.shape[0]}",
@@ -345,6 +345,6 @@ class MatchBuilder:
         """Record a tensor that the merge does not need; a copy of the base must have the base's shape."""
         if value.kind == "copy" and view is not None and prod(view.shape) != prod(info.shape):
             where = f"{info.name} is {list(info.shape)}, the base has {list(view.shape)}"
-            self.odd[view.pieces] = self.stored.resized(where)
+            self.odd[view.row_slices] = self.stored.resized(where)
         self.unused[info.name] = self.stored.notes.get(info.name, value.why)
         self.notes.append(f"{info.name}: {self.unused[info.name]}")

@@ -82,7 +82,7 @@ class Orientation:
         """Return whether the weight is [in, out]; None where the user's setting decides."""
         rules, name = self._rules.of(module.name), _leaf(module)
         known = conv1d_by_base(
-            name, self._base.types, recognised=self._base.recognised(view.pieces[0].key), kind=rules.kind
+            name, self._base.types, recognised=self._base.recognised(view.row_slices[0].key), kind=rules.kind
         )
         if known is not None:
             return known
@@ -121,7 +121,7 @@ class Orientation:
 
 
 def _may_turn(view: WeightView) -> bool:
-    return len(view.shape) == 2 and len(view.pieces) == 1 and not view.pieces[0].transposed
+    return len(view.shape) == 2 and len(view.row_slices) == 1 and not view.row_slices[0].transposed
 
 
 def _leaf(module: Module) -> str:

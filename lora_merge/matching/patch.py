@@ -50,7 +50,7 @@ class Patch:
         count = min(entries)
         if not count or any(n % count for n in (rows, *entries)):
             return rows
-        if self.reads_base and count < rows and len(self.view.pieces) > 1:  # they may lie in several tensors
+        if self.reads_base and count < rows and len(self.view.row_slices) > 1:  # they may lie in several tensors
             return rows
         return rows // count
 

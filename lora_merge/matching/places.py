@@ -57,7 +57,7 @@ class Places:
         try:
             return place(view, number, self._parts.get(name, {}), self.names.fused(view))
         except NoPlace as e:
-            where = f"{self._path}: {module.where} of {view.pieces[0].key}: {e}"
+            where = f"{self._path}: {module.where} of {view.row_slices[0].key}: {e}"
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
     def of(self, modules: Iterable[Module]) -> Iterator[Place]:
@@ -85,7 +85,7 @@ class Places:
     def dtype(self, module: Module) -> str:
         """Return the dtype of a module's weight in the base; "" where it has none."""
         view = self.named(module.name, "weight")
-        return self.base[view.pieces[0].key].dtype if view is not None else ""
+        return self.base[view.row_slices[0].key].dtype if view is not None else ""
 
     def embeddings(self) -> WeightView | None:
         """Return the embeddings whose weight is also the head's."""

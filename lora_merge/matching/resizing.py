@@ -70,7 +70,7 @@ def by_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     if info is None or info.shape != view.shape or view.matrix == flat(view.shape):
         return module, view
     slots = {**module.slots, "diff": replace(info, shape=view.matrix)}
-    return replace(module, slots=slots), WeightView(view.pieces, view.matrix)
+    return replace(module, slots=slots), WeightView(view.row_slices, view.matrix)
 
 
 IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that the base has"
@@ -151,14 +151,14 @@ def values_as_changes(matched: Sequence[Match], base: Mapping[str, StoredTensor]
 def _beside(one: Match) -> Iterator[str]:
     """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
     views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
-    return (piece.key for view in views for piece in view.pieces)
+    return (piece.key for view in views for piece in view.row_slices)
 
 
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     """Return the patch that replaces a parameter by a value."""
     view = whole(key, info.shape)
     module = Module.of_value(*split_parameter(key), info)
-    return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.pieces[0], 0, 1.0)
+    return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.row_slices[0], 0, 1.0)
 
 
 def clashes(refs: Sequence[Adapter], matched: Sequence[Match], values: Values) -> None:
@@ -205,23 +205,26 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
     shape = _wanted(module, view, adapter, values, model)
     if shape == view.shape:
         return view
-    piece, where = view.pieces[0], f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
+    piece, where = (
+        view.row_slices[0],
+        f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}",
+    )
     if len(shape) != len(view.shape):
         raise FitError(
             "the adapter gives a weight another number of axes", where, "merge into the model it was trained on"
         )
     if any(a < b for a, b in zip(shape, view.shape, strict=True)):
         raise FitError("the adapter makes a weight smaller", where, "merge into the model it was trained on")
-    if len(view.pieces) > 1 or piece.transposed or piece.size != prod(view.shape):
+    if len(view.row_slices) > 1 or piece.transposed or piece.size != prod(view.shape):
         raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")
     return whole(piece.key, shape)
 
 
 def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
     """Return the name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
-    piece = weight.pieces[0]
+    piece = weight.row_slices[0]
     whole_tensor = piece.rows == weight.shape[0] and piece.size == prod(base[piece.key].shape)
-    named = len(weight.pieces) == 1 and piece.key.endswith(".weight")
+    named = len(weight.row_slices) == 1 and piece.key.endswith(".weight")
     return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""
 
 

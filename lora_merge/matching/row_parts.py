@@ -48,7 +48,7 @@ def place(view: WeightView, number: int, parts: Mapping[int, int], splits: Mappi
     `parts`: number of rows of each part. `splits`: source in the base → rows of every fused layer, in order. Without
     a source, the parts follow each other and must fill the weight.
     """
-    if any(piece.transposed for piece in view.pieces):
+    if any(piece.transposed for piece in view.row_slices):
         raise NoPlace(TURNED)
     rows, height = view.shape[0], parts.get(number, 0)
     if parts.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split

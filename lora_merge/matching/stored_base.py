@@ -48,23 +48,23 @@ class StoredBase:
 
     def view(self, view: WeightView | None) -> WeightView | None:
         """Return a view of the base in the shape that the adapter's copy has."""
-        key = view.pieces[0].key if view else ""
+        key = view.row_slices[0].key if view else ""
         return whole(key, self.other[key].shape) if key in self.other else view
 
     def halves(self, names: Names, replaced: Mapping[str, StoredTensor]) -> dict[tuple[RowSlice, ...], MergeError]:
         """Return the errors for embeddings or heads that keep their rows while the adapter resizes the other end."""
         views = [view for end in (*EMBEDDINGS, "lm_head") if (view := names.find(end)) is not None]
-        old = {view.pieces[0].key: view.shape[0] for view in views}
+        old = {view.row_slices[0].key: view.shape[0] for view in views}
         new = {key: replaced.get(key, self.base[key]).shape[0] for key in old}
         grown = {old[key] for key in old if key in self.other and new[key] != old[key]}
-        left = {v.pieces: v.pieces[0].key for v in views if new[v.pieces[0].key] == v.shape[0] in grown}
+        left = {v.row_slices: v.row_slices[0].key for v in views if new[v.row_slices[0].key] == v.shape[0] in grown}
         return {
             pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in left.items()
         }
 
     def lacking(self, patch: Patch) -> MergeError | None:
         """Return the error for a start that was subtracted from tied ends whose rest the adapter does not store."""
-        key = patch.view.pieces[0].key
+        key = patch.view.row_slices[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
         if patch.algorithm not in STARTED or key not in ends - {*self.without_start}:
             return None
@@ -126,7 +126,7 @@ def _stored(
         view = names.find(*split_parameter(value.target))
         if view is None and tied is not None and f".{value.target}".endswith(f".{tied.head}.weight"):
             view = whole(tied.info.name, tied.info.shape)
-        own = base[view.pieces[0].key] if view else None
+        own = base[view.row_slices[0].key] if view else None
         if own is None or view != whole(own.name, own.shape):
             continue
         loaded = value.why == BASE_LAYER or info.shape != own.shape  # PEFT does not load other copies

@@ -91,7 +91,7 @@ class AdapterPair:
 
     def key(self, view: WeightView) -> str:
         """Return the name of a new tensor of the head; "" for all other places."""
-        return view.pieces[0].key if view.pieces[0].key in self.own else ""
+        return view.row_slices[0].key if view.row_slices[0].key in self.own else ""
 
     def as_one(self, name: str) -> bool:
         """Return whether both ends change as one: PEFT was configured so, and the saved changes of both ends are equal.
@@ -207,8 +207,8 @@ def _trains_tokens(use: PatchPart) -> bool:
 
 def _moved(use: PatchPart, key: str, strength: float) -> PatchPart:
     """Return the patch part on the same rows of another tensor of this shape."""
-    pieces = tuple(piece._replace(key=key) for piece in use.patch.view.pieces)
-    patch = replace(use.patch, view=use.patch.view._replace(pieces=pieces))
+    pieces = tuple(piece._replace(key=key) for piece in use.patch.view.row_slices)
+    patch = replace(use.patch, view=use.patch.view._replace(row_slices=pieces))
     return PatchPart(patch, use.piece._replace(key=key), use.start, strength)
 
 

@@ -97,7 +97,7 @@ class LoadedAdapter:
             factors = TensorCache(reader, frozenset(self.file.index.files))
             weight = Weight(shape, index_of("weight", {"weight": base_weight}).tensors["weight"])
             alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
-            piece = patch.view.pieces[0]
+            piece = patch.view.row_slices[0]
             part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
             stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
             made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]

@@ -88,7 +88,7 @@ def _cut(hit: Hit, view: WeightView, width: int) -> Iterator[tuple[str, int | No
         turn = row.block * len(names)
         for i, name in enumerate(names if shape and shape[0] % turn == 0 else ()):
             blocks = [rows_of(view, at, at + row.block) for at in range(i * row.block, shape[0], turn)]
-            pieces = tuple(piece for block in blocks for piece in block.pieces)
+            pieces = tuple(piece for block in blocks for piece in block.row_slices)
             yield name, None, WeightView(pieces, (shape[0] // len(names), *shape[1:]))
         return
     at = 0
@@ -104,7 +104,7 @@ def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, We
     each, rest = divmod(rows, len(parts))
     if rest or not each or count > MOST_EXPERTS:
         return
-    stack = WeightView(_matrices(view).pieces, (count * rows, cols))
+    stack = WeightView(_matrices(view).row_slices, (count * rows, cols))
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
@@ -116,7 +116,7 @@ def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, We
 def _matrices(view: WeightView) -> WeightView:
     """Return a stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
     count, rows, cols = view.shape
-    return WeightView((RowSlice(view.pieces[0].key, 0, count * rows, cols),), view.shape)
+    return WeightView((RowSlice(view.row_slices[0].key, 0, count * rows, cols),), view.shape)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
@@ -169,17 +169,17 @@ def _together(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightVi
         return None
     if row.parts[0].transposed:
         (view,) = parts.values()
-        return transposed(view) if len(view.shape) == 2 and len(view.pieces) == 1 else None
+        return transposed(view) if len(view.shape) == 2 and len(view.row_slices) == 1 else None
     if len(parts) == 1 and row.parts[0].half is None and not row.stack:
         return parts[0, 0]
     chosen = []
     for at, view in sorted(parts.items(), key=lambda item: item[0]):
         half, rows = row.parts[at[1]].half, view.shape[0] if view.shape else 1
-        if any(p.transposed for p in view.pieces) or (half is not None and rows % 2):
+        if any(p.transposed for p in view.row_slices) or (half is not None and rows % 2):
             return None
         chosen.append(view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2))
     chosen = _in_turn(chosen, row.block) if row.block else chosen
     made = stacked(chosen) if chosen else None
     if made is None or not row.stack:
         return made
-    return WeightView(made.pieces, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None
+    return WeightView(made.row_slices, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None

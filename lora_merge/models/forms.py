@@ -101,7 +101,7 @@ class NameTable:
             sources = dict.fromkeys(source for other in forms for source in self._sources[other])
             found, _ = self._canonical(sources)
             slices = self._layers[of] = {}
-            for pieces in (view.pieces for view in found.values() if view is not None):
+            for pieces in (view.row_slices for view in found.values() if view is not None):
                 if len(pieces) == 1 and not pieces[0].transposed:
                     slices.setdefault(pieces[0].key, set()).add(pieces[0])
         return sorted(self._layers[of].get(self._keys[body], ()))

@@ -137,7 +137,7 @@ class Names:
         """Return the view with the keys of the base."""
         if view is None or not self._stored:
             return view
-        return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.pieces), view.shape)
+        return WeightView(tuple(p._replace(key=self._stored[p.key]) for p in view.row_slices), view.shape)
 
     def lone_expert(self, modules: Sequence[str]) -> str:
         """Return the prefix of the base's names in an adapter for two experts, if the base is one of them; else ""."""
@@ -153,7 +153,7 @@ class Names:
 
         It differs from the layout of factors only for GPT-2's Conv1D: a LoRA sees `[out, in]`, stored is `[in, out]`.
         """
-        piece = view.pieces[0]
+        piece = view.row_slices[0]
         part = self._part(piece.key)
         own = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
         return transposed(view) if piece.transposed and self._as_stored(own) == view else view
@@ -168,7 +168,7 @@ class Names:
 
         For a model with an architecture file, its table is the only source.
         """
-        pieces = [p._replace(key=self.without_wrappers(p.key)) for p in view.pieces]
+        pieces = [p._replace(key=self.without_wrappers(p.key)) for p in view.row_slices]
         found = [part.cut(p) if (part := self._part(p.key)) else () for p in pieces]
         if not all(found):
             return {}
@@ -177,7 +177,7 @@ class Names:
         name, shapes = pieces[0].key, self._shapes
         part = self._part(name)
         kind = part.architecture.file.stem if part and part.architecture else ""
-        is_whole = whole(name, shapes[name]).pieces == (*pieces,)
+        is_whole = whole(name, shapes[name]).row_slices == (*pieces,)
         return splits(name, shapes, self._config, kind) if is_whole else {}
 
     def component(self, key: str) -> str:
@@ -258,7 +258,7 @@ class Names:
         return by_kind or by_position or (unsure if len(unsure) == 1 else [])
 
     def _ambiguous(self, module: str, parameter: str, views: Sequence[WeightView | None]) -> AmbiguousName:
-        keys = sorted({p.key for v in views if v for p in v.pieces})
+        keys = sorted({p.key for v in views if v for p in v.row_slices})
         experts = {p.label for p in self.parts if p.role == "denoiser"}
         found = sorted({self.component(key) for key in keys})
         fix = "rename it in the adapter so that it names one of them"

@@ -79,9 +79,9 @@ class Component:
         chosen: set[str] = set()
         # Some tables name fused rows and their parts: the smaller weights come first. What is left keeps its own name.
         for name, view in (*sorted(joined.items(), key=lambda item: _size(item[1])), *known.items()):
-            if not all(_inside(p, taken.get(p.key, ())) for p in view.pieces):
+            if not all(_inside(p, taken.get(p.key, ())) for p in view.row_slices):
                 chosen.add(name)
-                for piece in view.pieces:
+                for piece in view.row_slices:
                     taken.setdefault(piece.key, []).append(piece)
         return {name: view for name, view in (known | joined).items() if name in chosen}
 
@@ -102,7 +102,7 @@ class Component:
 
 
 def _size(view: WeightView) -> int:
-    return sum(piece.size for piece in view.pieces)
+    return sum(piece.size for piece in view.row_slices)
 
 
 def _inside(piece: RowSlice, others: Iterable[RowSlice]) -> bool:
@@ -118,7 +118,7 @@ def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
     """
     groups: dict[tuple[RowSlice, ...], list[str]] = {}
     for name, view in names.items():
-        groups.setdefault(view.pieces, []).append(name)
+        groups.setdefault(view.row_slices, []).append(name)
     held = {".".join(other[0].split(".")[:n]) for other in groups.values() if len(other) == 1 for n in range(1, 9)}
     chosen = {next((n for n in some if n.rsplit(".", 2)[0] not in held), some[0]) for some in groups.values()}
     return {name: view for name, view in names.items() if name in chosen}

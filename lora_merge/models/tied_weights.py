@@ -106,8 +106,8 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     own = names.find(found.head) if found else None
     if found is None or own is None:
         return found
-    fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.pieces) == 1
-    return replace(found, separable=False, stored=own.pieces[0].key) if fits else None
+    fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.row_slices) == 1
+    return replace(found, separable=False, stored=own.row_slices[0].key) if fits else None
 
 
 def _behind(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
@@ -131,9 +131,9 @@ def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
 def _of_decoder(names: Names, base: Mapping[str, StoredTensor], family: str) -> TiedPair | None:
     """Return the tied pair of a decoder. `family`: the type of a model whose head is known, "" for others."""
     view = next((v for v in map(names.find, EMBEDDINGS) if v is not None), None)
-    if view is None or len(view.pieces) > 1:
+    if view is None or len(view.row_slices) > 1:
         return None
-    info = base[view.pieces[0].key]
+    info = base[view.row_slices[0].key]
     name = info.name.removesuffix(".weight")
     if family in SEEING:
         return TiedPair(info, LM_HEAD, None, name in BESIDE and _plain(info), BESIDE.get(name, ""))

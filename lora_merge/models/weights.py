@@ -1,8 +1,8 @@
 """How every room addresses weights: their stored part, and the rows that an adapter sees as one matrix.
 
 An adapter for `attn.to_q` on a checkpoint that stores `qkv` fused sees rows [0:H) of that tensor: one
-piece. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three pieces. Swapped halves
-are two pieces in the other order; GPT-2's `[in, out]` weights are a transposed piece. So slicing, fusing,
+slice. An adapter for `qkv` on a checkpoint that stores q, k and v apart sees three slices. Swapped halves
+are two slices in the other order; GPT-2's `[in, out]` weights are a transposed slice. So slicing, fusing,
 swapping and transposing need no other concept. A weight that an adapter enlarges is padded with zeros; a weight that
 the base lacks is all padding. `Weight` states the stored part.
 """
@@ -57,7 +57,7 @@ class RowSlice(NamedTuple):
     """Rows [start, stop) of a stored tensor seen as a matrix `cols` wide; consecutive bytes.
 
     `cols` is the product of all axes but the first, except for stacked matrices `[E, out, in]`, which are
-    seen as `E·out` rows of width `in`. A transposed piece contributes `cols` rows of width `stop − start`.
+    seen as `E·out` rows of width `in`. A transposed slice contributes `cols` rows of width `stop − start`.
     """
 
     key: str
@@ -78,23 +78,23 @@ class RowSlice(NamedTuple):
 
 
 class WeightView(NamedTuple):
-    """The weight as the adapter sees it: the rows of all pieces, one below the other, in this shape."""
+    """The weight as the adapter sees it: the rows of all row slices, one below the other, in this shape."""
 
-    pieces: tuple[RowSlice, ...]
+    row_slices: tuple[RowSlice, ...]
     shape: Shape
 
     def addresses(self) -> Iterator[tuple[RowSlice, int]]:
-        """Yield every piece with the row of the view that it begins at."""
+        """Yield every row slice with the row of the view that it begins at."""
         first = 0
-        for piece in self.pieces:
+        for piece in self.row_slices:
             yield piece, first
             first += piece.rows
 
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the formulas see it: stacked matrices `[E, out, in]` are `E·out` rows of width `in`."""
-        first = self.pieces[0]
-        return sum(p.rows for p in self.pieces), first.stop - first.start if first.transposed else first.cols
+        first = self.row_slices[0]
+        return sum(p.rows for p in self.row_slices), first.stop - first.start if first.transposed else first.cols
 
 
 def whole(key: str, shape: Shape) -> WeightView:
@@ -104,7 +104,7 @@ def whole(key: str, shape: Shape) -> WeightView:
 
 
 def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
-    """Return the rows [start, stop) of a view whose pieces are not transposed."""
+    """Return the rows [start, stop) of a view whose row slices are not transposed."""
     pieces = []
     for p, at in view.addresses():
         lo, hi = max(start - at, 0), min(stop - at, p.rows)
@@ -115,13 +115,13 @@ def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
 
 def transposed(view: WeightView) -> WeightView:
     """Return the transpose of a whole matrix."""
-    (p,) = view.pieces
+    (p,) = view.row_slices
     return WeightView((p._replace(transposed=not p.transposed),), view.shape[::-1])
 
 
 def turned(like: WeightView, view: WeightView) -> WeightView:
     """Return a whole matrix transposed if `like` is seen transposed."""
-    return transposed(view) if like.pieces[0].transposed and not view.pieces[0].transposed else view
+    return transposed(view) if like.row_slices[0].transposed and not view.row_slices[0].transposed else view
 
 
 def stacked(parts: Sequence[WeightView]) -> WeightView | None:
@@ -130,7 +130,7 @@ def stacked(parts: Sequence[WeightView]) -> WeightView | None:
     Neighbouring rows of one tensor become one piece again, so q, k and v of a fused tensor are that tensor.
     """
     pieces: list[RowSlice] = []
-    for p in (p for part in parts for p in part.pieces):
+    for p in (p for part in parts for p in part.row_slices):
         last = pieces[-1] if pieces else None
         if last and last.key == p.key and last.stop == p.start and not (last.transposed or p.transposed):
             pieces[-1] = RowSlice(p.key, last.start, p.stop, p.cols)

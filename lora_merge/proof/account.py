@@ -119,7 +119,7 @@ def _stored(file: Path, index: Index) -> Collection[str]:
 def _check_places(used: _Used, ref: Adapter) -> None:
     """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
     for patch in () if _may_be_off(ref) else used.patches.values():
-        missing = [p for p in patch.view.pieces if p not in used.written[patch.module.where]]
+        missing = [p for p in patch.view.row_slices if p not in used.written[patch.module.where]]
         if missing:
             where = f"{ref.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
             raise VerificationFailed("the plan loses a part of an adapter's module", where, REPORT)

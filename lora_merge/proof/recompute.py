@@ -244,7 +244,9 @@ class Recomputation:
                 return whole if entries is None else whole[entries]
             if slot in patch.beside:
                 near = patch.beside[slot]
-                whole = self._view(near, patch.adapter, made.on(near.pieces[0].key), None).reshape(patch.shapes[slot])
+                whole = self._view(near, patch.adapter, made.on(near.row_slices[0].key), None).reshape(
+                    patch.shapes[slot]
+                )
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
@@ -264,7 +266,7 @@ class Recomputation:
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return held(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
-        wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.pieces)
+        wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)
         return held(self._view(view, 0, made, None), "F64" if wide else "F32")
 
     def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
@@ -277,7 +279,7 @@ class Recomputation:
                 continue
             lines = np.arange(piece.start, piece.stop) if piece.transposed else piece.start + inside
             values = self._base(self.plan.weights[piece.key], lines, piece.cols)
-            on = made if len(view.pieces) == 1 else made.on(piece.key)
+            on = made if len(view.row_slices) == 1 else made.on(piece.key)
             values = self._after(adapter, values, lines, on)
             parts.append(values.T[inside] if piece.transposed else values)
         found = np.concatenate(parts)

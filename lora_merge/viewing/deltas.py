@@ -140,7 +140,7 @@ class Deltas:
         first: StoredTensor = next(iter(module.slots.values()))
         weight = unstored("weight", shape, first)
         alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
-        piece = patch.view.pieces[0]
+        piece = patch.view.row_slices[0]
         part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, shape[0], (0, piece.rows), None, alone)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         try:

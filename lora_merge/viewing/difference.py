@@ -98,9 +98,9 @@ class _Pair:
             view = self.names.find(module, parameter)
         except AmbiguousName:
             view = None
-        if view is None or any(piece.key not in self.a.tensors for piece in view.pieces):
+        if view is None or any(piece.key not in self.a.tensors for piece in view.row_slices):
             return Found(info.name)
-        keys = tuple(piece.key for piece in view.pieces)
+        keys = tuple(piece.key for piece in view.row_slices)
         if prod(info.shape) != prod(view.shape):
             return Found(info.name, keys, f"{list(view.shape)} and {list(info.shape)}")
         return Found(info.name, keys, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))

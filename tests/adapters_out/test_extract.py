@@ -173,7 +173,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (part,) = CheckpointCache().base(made / "native.safetensors", None)[1].parts
     renamed = {}
     for name, view in part.views(CANONICAL).items():
-        rows = [tuned[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.pieces]
+        rows = [tuned[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.row_slices]
         renamed[name] = torch.cat(rows).reshape(view.shape)
     save_file(renamed, made / "diffusers.safetensors")
     return made

@@ -150,7 +150,7 @@ def convert(name: str, arguments: Mapping[str, Any], tags: dict[str, Any]) -> di
 def rows(view: WeightView, tags: Mapping[str, Any]) -> Any:
     import torch
 
-    return torch.cat([tags[p.key].flatten()[p.start : p.stop] for p in view.pieces])
+    return torch.cat([tags[p.key].flatten()[p.start : p.stop] for p in view.row_slices])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -178,7 +178,9 @@ def test_rows_are_where_diffusers_puts_them(
     for key, rows_there in moved.items():
         view = parameter(on_native, key)
         assert view is not None, key
-        if not any(p.transposed for p in view.pieces) and rows_there.numel() == (there[key][0] if there[key] else 1):
+        if not any(p.transposed for p in view.row_slices) and rows_there.numel() == (
+            there[key][0] if there[key] else 1
+        ):
             assert torch.equal(rows(view, tags), rows_there.flatten()), (key, view)
     present = set(torch.bincount(arrived >> 22).nonzero().flatten().tolist())
     for key in here:
@@ -186,7 +188,7 @@ def test_rows_are_where_diffusers_puts_them(
             continue  # not in the diffusers model: buffers, heads that are never run
         view = parameter(on_diffusers, key)
         assert view is not None, key
-        if not any(p.transposed for p in view.pieces):
+        if not any(p.transposed for p in view.row_slices):
             assert torch.equal(rows(view, moved), tags[key].flatten()), (key, view)
 
 
@@ -271,14 +273,14 @@ def test_rows_are_where_the_scripts_of_diffusers_put_them(name: str) -> None:
             continue
         view = parameter(on_native, key)
         assert view is not None, key
-        assert [(p.key, p.start, p.stop) for p in view.pieces] == rows_there, key
+        assert [(p.key, p.start, p.stop) for p in view.row_slices] == rows_there, key
     assert set(back) == set(native)
     for key, rows_here in back.items():
         if name == "hunyuandit" and SWAPPED.match(key):
             continue
         view = parameter(on_diffusers, key)
         assert view is not None, key
-        assert [(p.key, p.start, p.stop) for p in view.pieces] == [tuple(r[1:]) for r in sorted(rows_here)], key
+        assert [(p.key, p.start, p.stop) for p in view.row_slices] == [tuple(r[1:]) for r in sorted(rows_here)], key
 
 
 # --- rows against transformers' conversion ------------------------------------------------------------
@@ -408,12 +410,12 @@ def test_names_in_memory_are_where_transformers_stores_them(name: str, tmp_path:
             continue  # tied, not stored
         view = parameter(found, f"base_model.model.{key}")
         assert view is not None, key
-        parts = [stored[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.pieces]
-        there = torch.cat([part.T if p.transposed else part for part, p in zip(parts, view.pieces, strict=True)])
-        want = value.T if view.pieces[0].transposed else value
+        parts = [stored[p.key].reshape(-1, p.cols)[p.start : p.stop] for p in view.row_slices]
+        there = torch.cat([part.T if p.transposed else part for part, p in zip(parts, view.row_slices, strict=True)])
+        want = value.T if view.row_slices[0].transposed else value
         assert tuple(view.shape) == tuple(want.shape), key
         assert torch.equal(there.reshape(want.shape), want), key
-        checked += view.pieces[0].transposed
+        checked += view.row_slices[0].transposed
     assert bool(checked) == (name == "gpt2")
 
 

@@ -201,4 +201,4 @@ def test_what_a_form_cannot_be_is_not_worked_out() -> None:
         found.find(module)
     assert not table._made
     stack = found.find("model.layers.2.mlp.experts", "gate_up_proj")
-    assert stack is not None and len(stack.pieces) == 64 and len(table._made) == 1
+    assert stack is not None and len(stack.row_slices) == 64 and len(table._made) == 1

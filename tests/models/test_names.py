@@ -141,13 +141,13 @@ def assert_one_to_one(here: str, there: str, other_sizes: tuple[str, ...]) -> No
         view = found.find(module, parameter)
         assert view is not None, f"{module} ({parameter})"
         assert prod(view.shape) == prod(shape), f"{module}: {view} {shape}"
-        if not view.pieces[0].transposed:
+        if not view.row_slices[0].transposed:
             assert view.shape[:1] == shape[:1], f"{module}: {view} {shape}"
         kind = kinds[module, parameter]
         for dialect in dialects[seen[kind] % len(dialects) :: counts[kind]]:
             assert found.find(called(dialect, module), parameter) == view, called(dialect, module)
         seen[kind] += 1
-        for piece in view.pieces:
+        for piece in view.row_slices:
             rows[piece.key].append((piece.start, piece.stop, piece.cols))
     for key, shape in shapes.items():
         if unlike(key, other_sizes):
@@ -185,8 +185,8 @@ def test_own_names_mean_the_own_tensors(name: str) -> None:
         dialect, named = dialects[n % len(dialects)], leaf in ("weight", "bias", "scale")
         view = found.find(called(dialect, module), leaf) if named else found.find(called(dialect, key))
         assert view is not None, (dialect, key)
-        assert {p.key for p in view.pieces} == {key}, (dialect, key)
-        assert sum((p.stop - p.start) * p.cols for p in view.pieces) == prod(shapes[key]), (dialect, key)
+        assert {p.key for p in view.row_slices} == {key}, (dialect, key)
+        assert sum((p.stop - p.start) * p.cols for p in view.row_slices) == prod(shapes[key]), (dialect, key)
 
 
 @pytest.mark.parametrize("name", ["single-file/sdxl", "diffusers/ltx2-video", "single-file/sd3"])
@@ -256,10 +256,10 @@ def test_openclip_rows_and_transposed_projection() -> None:
     assert view == WeightView((RowSlice(key, 1280, 2560, 1280),), (1280, 1280))
     bias = sdxl.find("text_encoder_2.text_model.encoder.layers.3.self_attn.v_proj", "bias")
     assert bias is not None
-    assert (bias.pieces[0].start, bias.pieces[0].stop) == (2560, 3840)
+    assert (bias.row_slices[0].start, bias.row_slices[0].stop) == (2560, 3840)
     projection = sdxl.find("text_encoder_2.text_projection")
     assert projection is not None
-    assert projection.pieces[0].transposed
+    assert projection.row_slices[0].transposed
 
 
 def test_fused_adapter_on_split_base_and_back() -> None:
@@ -267,7 +267,7 @@ def test_fused_adapter_on_split_base_and_back() -> None:
     view = split.find("lora_unet_single_blocks_3_linear1")
     stem = "single_transformer_blocks.3"
     assert view is not None
-    assert [p.key for p in view.pieces] == [
+    assert [p.key for p in view.row_slices] == [
         f"{stem}.{n}.weight" for n in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
     ]
     assert view.shape == (21504, 3072)
@@ -282,10 +282,10 @@ def test_swapped_halves() -> None:
     assert base("native/flux-dev").find("final_layer.adaLN_modulation.1") == whole(key, (6144, 3072))
     context = base("native/sd3").find("transformer.transformer_blocks.23.norm1_context.linear")
     assert context is not None
-    assert len(context.pieces) == 2  # the last block has no gate: scale and shift change places
+    assert len(context.row_slices) == 2  # the last block has no gate: scale and shift change places
     context = base("native/sd3").find("transformer.transformer_blocks.22.norm1_context.linear")
     assert context is not None
-    assert len(context.pieces) == 1
+    assert len(context.row_slices) == 1
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_swapped_halves() -> None:
 def test_particular_names(name: str, module: str, parameter: str, key: str) -> None:
     view = base(name).find(module, parameter)
     assert view is not None
-    assert [p.key for p in view.pieces] == [key]
+    assert [p.key for p in view.row_slices] == [key]
 
 
 def test_stacked_experts_are_pieces_in_their_order() -> None:
@@ -384,14 +384,14 @@ def test_stacked_experts_are_pieces_in_their_order() -> None:
     assert view is not None
     assert view.shape == (8, 28672, 4096)
     stem = "model.layers.1.block_sparse_moe.experts"
-    assert [p.key for p in view.pieces[:3]] == [
+    assert [p.key for p in view.row_slices[:3]] == [
         f"{stem}.0.w1.weight",
         f"{stem}.0.w3.weight",
         f"{stem}.1.w1.weight",
     ]
     back = base("transformers/mixtral-8x7b.in-memory").find("model.layers.1.block_sparse_moe.experts.7.w3")
     assert back is not None
-    assert back.pieces == (RowSlice("model.layers.1.mlp.experts.gate_up_proj", 7 * 28672 + 14336, 8 * 28672, 4096),)
+    assert back.row_slices == (RowSlice("model.layers.1.mlp.experts.gate_up_proj", 7 * 28672 + 14336, 8 * 28672, 4096),)
 
 
 LLM = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
@@ -464,7 +464,7 @@ def test_stacks_of_experts_are_found_whatever_the_norms_are_called(norm: str) ->
     shapes = {"model.embed_tokens.weight": (4, 4), f"model.layers.0.{norm}.weight": (4,), **dict.fromkeys(keys, (3, 4))}
     view = names(index(shapes)).find(f"base_model.model.model.layers.0.{block}.experts", "gate_up_proj")
     assert view is not None
-    assert (view.shape, [p.key for p in view.pieces]) == ((2, 6, 4), keys)
+    assert (view.shape, [p.key for p in view.row_slices]) == ((2, 6, 4), keys)
 
 
 def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:
@@ -479,7 +479,7 @@ def test_a_stored_value_of_a_conv1d_is_taken_as_it_is() -> None:
     key = "transformer.h.0.attn.c_proj.weight"
     view = gpt2.find(f"base_model.model.{key.removesuffix('.weight')}")
     assert view is not None
-    assert view.pieces[0].transposed
+    assert view.row_slices[0].transposed
     assert gpt2.value(view) == whole(key, (768, 768))
     projection = clip.find("text_projection", "weight")
     assert projection is not None
@@ -495,7 +495,7 @@ def test_unknown_model_with_any_prefix() -> None:
             for key in shapes:
                 view = found.find(called(prefix, key.removesuffix(".weight")))
                 assert view is not None, (stored, prefix)
-                assert view.pieces[0].key == stored + key
+                assert view.row_slices[0].key == stored + key
         assert found.find("body.blocks.12.some_layer") is None
 
 
@@ -510,9 +510,9 @@ def test_a_base_saved_while_it_was_wrapped_is_the_same_base(wrapper: str, name: 
     for number, key in enumerate(list(header(theirs))[::7]):
         module, _, leaf = key.rpartition(".")
         there = plain.find(module, leaf)
-        wanted = there and [(wrapper + p.key, p.start, p.stop) for p in there.pieces]
+        wanted = there and [(wrapper + p.key, p.start, p.stop) for p in there.row_slices]
         view = found.find(called(ANY[number % len(ANY)], module) if leaf == "weight" else module, leaf)
-        assert (view and [(p.key, p.start, p.stop) for p in view.pieces]) == wanted, key
+        assert (view and [(p.key, p.start, p.stop) for p in view.row_slices]) == wanted, key
 
 
 def test_a_name_that_fits_two_places_is_refused() -> None:
@@ -530,7 +530,7 @@ def test_two_experts_in_one_folder_are_told_apart() -> None:
     for part in ("transformer", "transformer_2"):
         view = found.find(f"{part}.blocks.0.attn1.to_q")
         assert view is not None
-        assert view.pieces[0].key == f"{part}.blocks.0.attn1.to_q.weight"
+        assert view.row_slices[0].key == f"{part}.blocks.0.attn1.to_q.weight"
     for name in ("lora_unet_blocks_0_self_attn_q", "diffusion_model.blocks.0.self_attn.q", "blocks.0.attn1.to_q"):
         with pytest.raises(AmbiguousName) as refused:
             found.find(name)
@@ -546,7 +546,7 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
     for found in (one, two):
         view = found.find(name("qwen3_4b"))
         assert view is not None
-        assert view.pieces[0].key == "text_encoder.model.layers.1.self_attn.q_proj.weight"
+        assert view.row_slices[0].key == "text_encoder.model.layers.1.self_attn.q_proj.weight"
     assert two.find("text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1") is not None
     assert two.find(name("transformer").replace("transformer.transformer", "transformer")) == view
     both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
@@ -567,17 +567,17 @@ def test_comfyuis_names_of_sdxls_encoders_on_its_single_file(layers: str, width:
     first, second = "conditioner.embedders.0.transformer.text_model.", "conditioner.embedders.1.model."
     view = found.find(layers.format("clip_l") + "encoder.layers.3.self_attn.v_proj")
     assert view is not None
-    assert [p.key for p in view.pieces] == [f"{first}encoder.layers.3.self_attn.v_proj.weight"]
+    assert [p.key for p in view.row_slices] == [f"{first}encoder.layers.3.self_attn.v_proj.weight"]
     view = found.find(layers.format("clip_g") + "encoder.layers.3.self_attn.v_proj")
     place = RowSlice(f"{second}transformer.resblocks.3.attn.in_proj_weight", 2 * width, 3 * width, width)
-    assert view is not None and view.pieces == (place,)
+    assert view is not None and view.row_slices == (place,)
     for key in header("transformers/clip-bigg"):
         module, _, leaf = key.rpartition(".")
         meant = found.find(layers.format("clip_g").replace("text_model.", "") + module, leaf)
         assert (meant is None) == (other.find(module, leaf) is None), key
     view = found.find("text_encoders.clip_g.transformer.text_projection")
     assert view is not None
-    assert (view.pieces[0].key, view.pieces[0].transposed) == (f"{second}text_projection", True)
+    assert (view.row_slices[0].key, view.row_slices[0].transposed) == (f"{second}text_projection", True)
 
 
 def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
@@ -586,8 +586,8 @@ def test_on_flux_the_encoder_without_a_number_is_clip() -> None:
     found = names(pipeline(transformer=header("diffusers/flux-dev"), **parts))
     view = found.find("lora_te_text_model_encoder_layers_3_self_attn_q_proj")
     assert view is not None
-    assert view.pieces[0].key == "text_encoder.encoder.layers.3.self_attn.q_proj.weight"
-    assert found.component(view.pieces[0].key) == "te1"
+    assert view.row_slices[0].key == "text_encoder.encoder.layers.3.self_attn.q_proj.weight"
+    assert found.component(view.row_slices[0].key) == "te1"
 
 
 def test_a_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
@@ -604,7 +604,7 @@ def test_a_pipeline_folder_answers_to_the_names_of_its_parts() -> None:
         for module, parameter in modules(header(inventory)):
             view = found.find(called(dialect, module), parameter)
             assert view is not None, called(dialect, module)
-            assert all(p.key.startswith(f"{part}.") for p in view.pieces)
+            assert all(p.key.startswith(f"{part}.") for p in view.row_slices)
     assert found.component("text_encoder_2.text_projection.weight") == "te2"
     assert found.component("image_encoder.visual_projection.weight") == "other"
 
@@ -652,7 +652,7 @@ def test_a_text_encoder_within_answers_to_the_names_of_its_model(prefix: str) ->
         for module in (f"text_encoder.{name}", f"text_encoder.{key}", f"lora_te_{name.replace('.', '_')}"):
             view = found.find(module)
             assert view is not None
-            assert view.pieces[0].key == f"{prefix}{key}.weight", module
+            assert view.row_slices[0].key == f"{prefix}{key}.weight", module
 
 
 def test_neither_of_two_text_encoders_is_the_only_one() -> None:
@@ -661,7 +661,7 @@ def test_neither_of_two_text_encoders_is_the_only_one() -> None:
     for prefix, part in (("lora_te1_", "text_encoder"), ("lora_te2_", "text_encoder_2")):
         view = found.find(called(prefix, "encoder.layers.0.self_attn.q_proj"))
         assert view is not None
-        assert view.pieces[0].key.startswith(f"{part}.")
+        assert view.row_slices[0].key.startswith(f"{part}.")
     assert found.find("lora_te_encoder_layers_0_self_attn_q_proj") is None
 
 
@@ -819,7 +819,7 @@ def test_a_users_map_works_like_ours(tmp_path: Path) -> None:
     assert found.find("layers.0.attn.q", "bias") == WeightView((RowSlice(f"{key}.bias", 0, 6, 1),), (6,))
     swapped = found.find("layers.0.glu")
     assert swapped is not None
-    assert [(p.start, p.stop) for p in swapped.pieces] == [(2, 4), (0, 2)]
+    assert [(p.start, p.stop) for p in swapped.row_slices] == [(2, 4), (0, 2)]
     with pytest.raises(InputError, match="which this base is not"):
         names(index(header("native/sd15")), file)
 
@@ -857,7 +857,7 @@ def test_views_join_and_turn() -> None:
     assert stacked((a, b)) == whole("x", (5, 3))
     swapped = stacked((b, a))
     assert swapped is not None
-    assert swapped.pieces == (*b.pieces, *a.pieces)
+    assert swapped.row_slices == (*b.row_slices, *a.row_slices)
     assert stacked((a, whole("y", (2, 4)))) is None
     assert transposed(whole("x", (5, 3))).shape == (3, 5)
     assert transposed(transposed(whole("x", (5, 3)))) == whole("x", (5, 3))
@@ -887,7 +887,7 @@ def test_one_more_name_costs_the_same_however_many_are_alike(form: str) -> None:
             module = key.removesuffix(".weight")
             view = found.find(f"lora_unet_{module.replace('.', '_')}")
             assert view is not None
-            assert view.pieces[0].key == key
+            assert view.row_slices[0].key == key
 
     look_up(1)  # what is made once
     assert steps(lambda: look_up(400)) < 3 * steps(lambda: look_up(200))

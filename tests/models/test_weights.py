@@ -54,5 +54,5 @@ def test_addresses_follow_each_other_and_rows_are_cut_by_them(heights: list[int]
     low = data.draw(st.integers(0, sum(heights)))
     high = data.draw(st.integers(low, sum(heights)))
     cut = rows_of(view, low, high)
-    rows = [(piece.key, row) for piece in cut.pieces for row in range(piece.start, piece.stop)]
+    rows = [(piece.key, row) for piece in cut.row_slices for row in range(piece.start, piece.stop)]
     assert rows == [(key, row) for key, _, row in found[low:high]]

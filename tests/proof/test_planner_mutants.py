@@ -83,7 +83,7 @@ def moved(by: int) -> Break:
     """Rows that are a part of a tensor lie elsewhere in it, where no other module's are."""
 
     def change(name: str, view: WeightView) -> WeightView:
-        (p,) = view.pieces
+        (p,) = view.row_slices
         if not ("single" in name and name.endswith("to_v")):
             return view
         return WeightView((RowSlice(p.key, p.start + by, p.stop + by, p.cols, p.transposed),), view.shape)
@@ -237,8 +237,8 @@ def other_axis(found: Any, _: Any) -> Any:
 
 
 def turned_over(name: str, view: WeightView) -> WeightView:
-    p = view.pieces[0]
-    square = len(view.shape) == 2 and view.shape[0] == view.shape[1] and len(view.pieces) == 1
+    p = view.row_slices[0]
+    square = len(view.shape) == 2 and view.shape[0] == view.shape[1] and len(view.row_slices) == 1
     whole = p.start == 0 and p.stop == p.cols and not p.transposed
     return transposed(view) if square and whole and name.endswith(("q_proj", "to_q", "a")) else view
 

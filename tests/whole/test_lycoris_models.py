@@ -97,7 +97,7 @@ def assert_same_in_the_native_layout(base: Tensors, file: Path, merged: Tensors)
     views = native_views({k: tuple(v.shape) for k, v in base.items()})
 
     def native(weights: Tensors) -> Tensors:
-        return {k: torch.cat([weights[p.key][p.start : p.stop] for p in view.pieces]) for k, view in views.items()}
+        return {k: torch.cat([weights[p.key][p.start : p.stop] for p in view.row_slices]) for k, view in views.items()}
 
     got, want = lora_merge.merge_state_dict(native(base), file), native(merged)
     assert any(key.endswith("linear1.weight") for key in want)

@@ -87,11 +87,11 @@ def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightVi
         return _one(fields, module, rows, weight, model)
     named = parameters(fields, module)
     if named and weight is not None and len(weight.shape) == 3:
-        return experts_row(fields, weight.shape[1:], model, separate=len(weight.pieces) > 1)
+        return experts_row(fields, weight.shape[1:], model, separate=len(weight.row_slices) > 1)
     if named and weight is None and not named[0].endswith(".weight"):
         return "lora_experts"
     start = fields.get("init_lora_weights")
-    if start == "olora" and weight is not None and any(piece.transposed for piece in weight.pieces):
+    if start == "olora" and weight is not None and any(piece.transposed for piece in weight.row_slices):
         raise refuse("OLoRA", NOT_TRANSPOSED, RESAVE, f"{fields.where}: {module}")
     if isinstance(start, str) and start.lower() in STARTED:
         return start.lower()

@@ -58,7 +58,7 @@ class Side:
 
     def dtypes(self, view: WeightView) -> set[str]:
         """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
-        return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.pieces}
+        return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.row_slices}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def difference(pair: Pair, base: Side, tuned: Side) -> Difference | None:
     change = new - old
     if not bool(torch.isfinite(change).all()):
         side, view = (tuned, pair.tuned) if bool(torch.isfinite(old).all()) else (base, pair.place.view)
-        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.pieces[0].key}",
+        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}",
                          "use another checkpoint of the training, or leave it out: --exclude re:REGEX")  # fmt: skip
     return Difference(pair, change, new, _noise(new, tuned.dtypes(pair.tuned)))
 

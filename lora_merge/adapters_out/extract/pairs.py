@@ -79,7 +79,7 @@ def _part(text: str, flag: str) -> str | Pattern:
 def _covers(part: str | Pattern, place: Place) -> bool:
     if isinstance(part, str):
         return part == place.component
-    return any(part.matches(piece.key, Steps(), anywhere=True) for piece in place.view.pieces)
+    return any(part.matches(piece.key, Steps(), anywhere=True) for piece in place.view.row_slices)
 
 
 def paired(
@@ -101,23 +101,23 @@ def paired(
             left += [] if _usual(place) else [place.component]
             continue
         if mate is None:
-            absent += [] if place.view.pieces[0].key in twins else [place]
+            absent += [] if place.view.row_slices[0].key in twins else [place]
             continue
         if mate.view.matrix != place.view.matrix or mate.view.shape != place.view.shape:
-            shapes = f"{place.view.pieces[0].key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}"
+            shapes = f"{place.view.row_slices[0].key}: {[*place.view.shape]}, in the tuned one {[*mate.view.shape]}"
             raise FitError("a weight has another shape in the tuned checkpoint", shapes,
                            "give the base that it was tuned from, or leave it out: --exclude re:REGEX")  # fmt: skip
         found.append(Pair(place, mate.view))
     if absent:
         raise _absent(absent, found)
     extra = [p for p in there.values() if _compared(p, tuned[0]) and chosen.takes(p, usual=_usual(p))]
-    extra = [p for p in extra if p.view.pieces[0].key not in twins]
+    extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     if extra and not lenient:
         raise FitError(f"{len(extra)} parameters are in the tuned checkpoint alone",
-                       listed((p.view.pieces[0].key for p in extra), 3),
+                       listed((p.view.row_slices[0].key for p in extra), 3),
                        "give the base that it was tuned from, or leave them out: --unmatched skip")  # fmt: skip
     if extra:
-        notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.pieces[0].key for p in extra), 3)}")
+        notes.append(f"in the tuned checkpoint alone, left out: {listed((p.view.row_slices[0].key for p in extra), 3)}")
     if left:
         notes.append(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does")
     return Pairs(tuple(found), tuple(notes))
@@ -133,7 +133,7 @@ def _usual(place: Place) -> bool:
 
 def _compared(place: Place, index: Index) -> bool:
     """Return whether a parameter is a weight: no index such as position ids, and no average of weights."""
-    keys = [piece.key for piece in place.view.pieces]
+    keys = [piece.key for piece in place.view.row_slices]
     plain = all(k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys)
     return plain and not any(k.startswith(AVERAGES) for k in keys)
 
@@ -150,5 +150,5 @@ def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
     kept = sorted({p.place.component for p in found})
     fix = f"choose what both have: --include {' --include '.join(kept)}" if lost and kept else (
         "give the base that it was tuned from, or leave them out: --exclude re:REGEX")  # fmt: skip
-    keys = listed((p.view.pieces[0].key for p in absent), 3)
+    keys = listed((p.view.row_slices[0].key for p in absent), 3)
     return FitError(f"{len(absent)} parameters of the base are not in the tuned checkpoint", keys, fix)

@@ -69,7 +69,7 @@ def prove(task: Extraction, pairs: Pairs, sides: Sequence[Side], part: Path, mad
 def _held(view: WeightView, targets: Mapping[str, Target], after: Evaluator) -> Tensor:
     """Return what the file adds to the rows of a view."""
     found = []
-    for piece in view.pieces:
+    for piece in view.row_slices:
         target = targets.get(piece.key)
         whole = torch.zeros(1, dtype=torch.float64)
         if target is not None:

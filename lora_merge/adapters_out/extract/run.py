@@ -91,7 +91,7 @@ def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dty
             raise UsageError(f"{asked} cannot hold an adapter", "--dtype", "use fp32, fp16 or bf16")
         return TORCH_DTYPES[DTYPES[asked]]
     count: Counter[str] = Counter()
-    for key in dict.fromkeys(piece.key for pair in pairs for piece in pair.tuned.pieces):
+    for key in dict.fromkeys(piece.key for pair in pairs for piece in pair.tuned.row_slices):
         info = tuned.tensors[key]
         plain = key not in tuned.packed and ITEM_BYTES[info.dtype] > 1
         count[info.dtype if plain else "F16"] += prod(info.shape)
@@ -147,7 +147,7 @@ def _head(found: Opened, made: Sequence[Made]) -> list[Made]:
     """Return the factors of the embeddings once more for the head that shares their weight: PEFT adds each to one
     layer."""
     assert found.head is not None, "the caller looked"
-    table = next((m for m in made if m.place.view.pieces[0].key == found.head.info.name and m.layer.rank), None)
+    table = next((m for m in made if m.place.view.row_slices[0].key == found.head.info.name and m.layer.rank), None)
     if table is None:
         return []
     return [Made(table.place._replace(module=found.head.head), table.tensors, table.layer)]

@@ -34,7 +34,7 @@ def config(made: Sequence[Made], before: Mapping[str, Any]) -> dict[str, Any]:
         "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
         "target_modules": sorted(ranks), "modules_to_save": sorted(whole - ranks.keys()) or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors), "bias": "none",
-        "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.pieces[0].transposed for m in made),
+        "lora_dropout": 0.0, "fan_in_fan_out": any(m.place.view.row_slices[0].transposed for m in made),
         "init_lora_weights": True,
         **({"lora_bias": True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
     }  # fmt: skip
