@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..batch.commands import MERGE
 from ..errors import BatchFailed, error_dict
 from ..text import Lines, by_component, one_line, plural, size
+from .look import mark, panel, show, styled, text
 from .text import applied, echo, remarks
 
 if TYPE_CHECKING:
@@ -38,12 +40,12 @@ class Telling:
         self.flush()
         found = [] if one.report is None else list(remarks(_left_out(one), one.report.notes))
         if self.quiet and one.ok:
-            for text in found:
-                echo(f"{one.output}: {text}", err=True)
+            for note in found:
+                echo(f"{one.output}: {note}", err=True)
             return
         echo(self._line(one))
-        for text in found:
-            echo(f"    {text}")
+        for note in found:
+            echo(f"    {note}")
 
     def flush(self) -> None:
         """Say how many jobs were skipped since the last line."""
@@ -129,14 +131,27 @@ def conclude(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
     not_run = len(made.planned) - len(ended)
     written = sum(one.report.written for one in ended if one.report is not None)
     names = ["merged", *(["made"] if counts["made"] else []), "skipped", "failed"]
-    row = (*(counts[name] for name in names), not_run)
-    print("\n" + " ".join(f"{name:>8}" for name in (*names, "not run")) + f" {'written':>10}", file=to)
-    print("".join(f"{n:>8} " for n in row) + f"{size(written):>10}", file=to)
+    row = {**{name: counts[name] for name in names}, "not run": not_run}
     bad = [one for one in ended if not one.ok]
-    for line in _failures(bad):
-        print(one_line(line), file=to)
+    if styled(to):
+        _panel(row, written, bad, to)
+    else:
+        print("\n" + " ".join(f"{name:>8}" for name in row) + f" {'written':>10}", file=to)
+        print("".join(f"{n:>8} " for n in row.values()) + f"{size(written):>10}", file=to)
+        for line in _failures(bad):
+            print(one_line(f"  failed  {line}"), file=to)
     if bad or not_run:
         raise failure(len(bad), len(made.planned), "run")
+
+
+def _panel(row: Mapping[str, int], written: int, bad: list[JobReport], to: IO[str]) -> None:
+    """Print the same as a panel on a terminal."""
+    styles = {"merged": "bold green", "made": "bold green", "failed": "bold red", "not run": "bold yellow"}
+    rows: list[tuple[str, Any]] = [(name, text(n, styles.get(name, ""))) for name, n in row.items() if n]
+    rows += [("written", size(written)), *(("", text(line, "red")) for line in _failures(bad))]
+    whole = not (bad or row["not run"])
+    title = f"{mark('done' if whole else 'failed', to)} {'all jobs are done' if whole else 'some jobs have no output'}"
+    show(panel(title, rows, "green" if whole else "red"), err=to is sys.stderr)
 
 
 def _failures(bad: list[JobReport]) -> Iterator[str]:
@@ -146,7 +161,7 @@ def _failures(bad: list[JobReport]) -> Iterator[str]:
         by_reason.setdefault(one.error.what if one.error is not None else one.status, []).append(one)
     for what, some in by_reason.items():
         more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-        yield f"  failed  {some[0].where}  {some[0].output}{more}: {what}"
+        yield f"{some[0].where}  {some[0].output}{more}: {what}"
 
 
 def failure(count: int, total: int, what: str) -> BatchFailed:

@@ -28,6 +28,7 @@ from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..version import __version__
+from .look import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))
@@ -219,22 +220,41 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return the findings as lines for people."""
+    """Return the findings as lines for pipes."""
+    head, rows = facts(found)
+    return [head, *(f"{name:8} {text}" for name, text in rows), *(problems(found) or ["all is well"])]
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """Return a line for each problem."""
+    return [f"problem  {p}" for p in found["problems"]]
+
+
+def facts(found: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the versions, and rows (what, text) about machine, devices and disk."""
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
-    text = [f"lora-merge {found['version']}, Python {found['python']}, {packages}",
-            f"machine  {found['platform']}, {found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB"]  # fmt: skip
+    rows = [("machine", f"{found['platform']}, {found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB")]
     for d in found["devices"]:
         worst = ", ".join(f"{k.lower()} within {v:.1g}" for k, v in d["worst"].items())
-        text.append(f"{d['device']:8} {d['name']}, {d['memory']['total'] / 2**30:.1f} GiB, {' '.join(d['dtypes'])}; "
-                    f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}")  # fmt: skip
+        rows.append((d["device"], f"{d['name']}, {d['memory']['total'] / 2**30:.1f} GiB, {' '.join(d['dtypes'])}; "
+                                  f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}"))  # fmt: skip
     disk = found["disk"]
-    text.append(f"disk     {disk['folder']} ({disk['file_system'] or 'unknown'}), {disk['free'] / 1e9:.1f} GB free")
+    rows.append(("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {disk['free'] / 1e9:.1f} GB free"))
     for mode in ("direct", "buffered"):
         if disk.get(mode):
             how = "past the cache" if disk[mode]["direct"] else "through the cache"
             rates = ", ".join(f"{verb}s {disk[mode][verb] / 1e6:.0f} MB/s" for verb in ("write", "read"))
-            text.append(f"         {how}: {rates}")
+            rows.append(("", f"{how}: {rates}"))
     auto = found["auto"]
-    text.append(f"auto     device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes")
-    text += [f"problem  {p}" for p in found["problems"]] or ["all is well"]
-    return text
+    rows.append(("auto", f"device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes"))
+    return f"lora-merge {found['version']}, Python {found['python']}, {packages}", rows
+
+
+def show_findings(found: dict[str, Any]) -> None:
+    """Print the findings as a panel on a terminal."""
+    head, rows = facts(found)
+    wrong = [("problem", text(p, "bold red")) for p in found["problems"]]
+    well = bool(not wrong)
+    title = f"{mark('done' if well else 'failed')} {'all is well' if well else 'problems'}"
+    shown: list[tuple[str, Any]] = [("version", head.removeprefix("lora-merge ")), *rows, *wrong]
+    show(panel(title, shown, "green" if well else "red"))

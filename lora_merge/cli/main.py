@@ -153,10 +153,10 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
     from ..engine.admission import plan_merge
     from ..engine.torch_preload import preload
 
-    if not dry_run:
-        preload()
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
+        if not dry_run:
+            preload()
         plan = plan_merge(replace(job, overwrite=True) if dry_run else job)
         if told is not None:
             told.protect(plan.inputs)

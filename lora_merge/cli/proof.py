@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ import typer
 from ..options import OPTIONS
 from ..progress import unwatched
 from .helping import examples
+from .look import styled
 from .merge_look import conclude, describe, show_proof
 from .parameters import read, with_options
 from .stages import PROOF, paused, watching
@@ -48,8 +51,6 @@ def verify(
 
     Its inputs are found by their hashes, or named.
     """
-    from ..adapters_out.again import is_ours
-    from ..adapters_out.again import prove as prove_adapter
     from ..paths import expand
     from ..proof.replay import prove
 
@@ -57,7 +58,9 @@ def verify(
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
     given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
     folders = [expand(p) for p in search or []]
-    if base is None and not pairs and is_ours(expand(output)):
+    if base is None and not pairs and _is_adapter(expand(output)):
+        from ..adapters_out.again import prove as prove_adapter
+
         proof = prove_adapter(expand(output), folders)
         echo(json.dumps(proof) if as_json else f"verified {proof['layers']} layers: its inputs give the same bytes")
         return
@@ -86,24 +89,39 @@ def replay(
 
     The inputs are found by their hashes.
     """
-    from ..adapters_out.again import is_ours
-    from ..adapters_out.again import replay as replay_adapter
     from ..engine.admission import admit
+    from ..engine.torch_preload import preload
     from ..paths import expand
     from ..proof.replay import plan_again
 
     folders = [expand(p) for p in search or []]
-    if is_ours(expand(made)):
+    if _is_adapter(expand(made)):
+        from ..adapters_out.again import replay as replay_adapter
+
         told = replay_adapter(expand(made), output, folders, **{k: v for k, v in options.items() if v is not None})
         echo(told.to_json() if as_json else f"output   {told.output}: {told.summary}")
         return
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
+        preload()
         plan = admit(plan_again(expand(made), output, folders, **options))
         with paused(display):
             describe(plan, say)
         done = carry_out(plan, display)
     conclude(done, say, plan.base.notes, as_json=as_json)
+
+
+def _is_adapter(made: Path) -> bool:
+    """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
+    from ..files.checkpoint import open_checkpoint
+    from ..planning.recipe import KEY, parsed
+
+    found = parsed(open_checkpoint(made).metadata.get(KEY, ""))
+    if found is None or "command" not in found:
+        return False
+    from ..adapters_out.again import is_ours
+
+    return is_ours(made)
 
 
 def unmerge(
@@ -129,9 +147,12 @@ def doctor(
 
     where = expand(folder)
     leave_lost_folder()
-    from .doctor import examine, lines
+    from .doctor import examine, lines, show_findings
 
     found = examine(where)
-    for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
-        echo(line)
+    if not as_json and styled(sys.stdout):
+        show_findings(found)
+    else:
+        for line in [json.dumps(found, ensure_ascii=False)] if as_json else lines(found):
+            echo(line)
     raise typer.Exit(1 if found["problems"] else 0)

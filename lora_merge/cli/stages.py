@@ -280,6 +280,7 @@ def watching(
             display.draw()
 
     thread = threading.Thread(target=beat, daemon=True, name="progress")
+    display.draw()
     thread.start()
     try:
         yield display

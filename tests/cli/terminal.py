@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
 import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +19,10 @@ import pytest
 
 from lora_merge.cli import main as program
 from lora_merge.cli.streams import SafeStream
+
+pty, fcntl, termios = (
+    pytest.importorskip(name, reason="no pseudo terminals here") for name in ("pty", "fcntl", "termios")
+)
 
 _COMMAND = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 

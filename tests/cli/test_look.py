@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -77,16 +78,55 @@ def test_names_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\\u001b[31mred.safetensors" in found.text
 
 
-def test_pipes_get_plain_text_and_no_rich() -> None:
+def test_the_end_of_a_batch_is_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("cut.safetensors").write_bytes(Path("style.safetensors").read_bytes()[:999])
+    jobs = {"base": "base.safetensors", "adapters": ["{a}.safetensors"], "output": "out/{a}.safetensors"}
+    for names, code, words in (
+        (["style"], 0, ("✓ all jobs are done", "merged")),
+        (["style", "cut"], 7, ("✗ some jobs have no output", "failed", "jobs[0]")),
+    ):
+        Path("jobs.json").write_text(json.dumps({"version": 1, "jobs": [{**jobs, "matrix": {"a": names}}]}))
+        found = played_here(["batch", "jobs.json"], monkeypatch)
+        assert found.code == code
+        at = next(n for n, row in enumerate(found.screen) if words[0] in row)
+        assert all(any(word in row for row in found.screen[at:]) for word in words)
+
+
+@pytest.mark.parametrize(("problems", "word"), [([], "✓ all is well"), (["no disk"], "✗ problems")])
+def test_what_doctor_found_is_a_panel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problems: list[str], word: str
+) -> None:
+    from lora_merge.cli import doctor
+
+    sound = doctor.examine(tmp_path, disk_bytes=1 << 16)
+    monkeypatch.setattr(doctor, "examine", lambda _: {**sound, "problems": problems})
+    found = played_here(["doctor"], monkeypatch)
+    assert found.code == bool(problems)
+    told = " ".join(found.screen)
+    assert all(text in told for text in (word, "version", "machine", "auto", *problems))
+
+
+def test_pipes_get_plain_text_and_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a proof is made without torch, which takes a second to import."""
+    assert played_here([*MERGE, "-q"], monkeypatch).code == 0
     code = """if True:
         import sys
         from lora_merge.cli.main import main
+        sys.argv = ["lora-merge", "verify", "o.safetensors", "--json"]
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code
+        assert "torch" not in sys.modules
+        print()
         sys.argv = ["lora-merge", "base.safetensors", "style.safetensors", "--dry-run"]
         main()
         assert "rich" not in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
+    assert (
+        done.stdout.partition("\n\n")[2].splitlines()[0] == "base     base.safetensors: Stable Diffusion 1, 50 tensors"
+    )
     assert done.stderr == ""
 
 
