@@ -127,8 +127,8 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     base: str | Path, tuned: str | Path, output: str | Path | None = None, *, rank: str | int = DEFAULT_RANK,
     conv_rank: str | int | None = None, max_rank: int | None = None,
     rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
-    others: str = "diff", include: Sequence[str] = (), exclude: Sequence[str] = (), format: str = "auto",
-    alpha: str | float = "rank", **options: Unpack[AdapterReading],
+    others: str = "diff", factor: int = -1, include: Sequence[str] = (), exclude: Sequence[str] = (),
+    format: str = "auto", alpha: str | float = "rank", **options: Unpack[AdapterReading],
 ) -> AdapterReport:  # fmt: skip
     """Write the difference of two checkpoints as an adapter: merged into `base` at strength 1 it gives `tuned`.
 
@@ -141,7 +141,9 @@ def extract(  # noqa: PLR0913  # each is an option of the command
         conv_rank: The rule for convolutions. Default: `rank`.
         max_rank: A ceiling for every rule.
         rank_for: Pairs of a part and its rule.
-        algorithm: "lora", "full" (whole differences), or "auto": whole ones where factors would be larger.
+        algorithm: "lora", "full" (whole differences), "auto": whole ones where factors would be larger, or "lokr": the
+            nearest Kronecker product.
+        factor: Of lokr: the size of the smaller factor, as LyCORIS takes it.
         others: "diff" writes biases, norms and other vectors, "skip" drops them with a note, "error" refuses them.
         include: Components such as "unet", or `re:REGEX` of keys of the base, that alone are compared.
         exclude: The same, left out.
@@ -162,7 +164,8 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     from .extract.task import make_extraction
 
     own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
-           "others": others, "include": include, "exclude": exclude, "format": format, "alpha": alpha}  # fmt: skip
+           "others": others, "include": include, "exclude": exclude, "factor": factor, "format": format,
+           "alpha": alpha}  # fmt: skip
     with interruptible():
         return run(make_extraction(base, tuned, output, {**own, **options}))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
 from ..dtypes import FORMATS
@@ -80,9 +81,10 @@ def make_adapter_job(
         job = _named(job, command, str(own["rank"]))
     job = replace(job, method=method)
     numbers = numbers_of(method, own, [a.strength for a in job.adapters])
-    if own["algorithm"] not in STORED_AS:
+    known = (*STORED_AS, LOKR.name) if command == "extract" else STORED_AS
+    if own["algorithm"] not in known:
         raise UsageError(f"layers cannot be stored as {shown(own['algorithm'])!r}", "--algorithm",
-                         f"use one of {', '.join(STORED_AS)}")  # fmt: skip
+                         f"use one of {', '.join(known)}")  # fmt: skip
     if (
         not COMBINATIONS[method].linear
         and own["algorithm"] == FACTORS

@@ -76,7 +76,7 @@ def metadata(
 ) -> dict[str, str]:
     """Return the metadata of the output: what all inputs agree on, the new ranks, and the recipe."""
     ranks = [layer["rank"] for layer in layers if layer["rank"]]
-    alphas = [layer["alpha"] for layer in layers if layer["rank"]]
+    alphas = [layer["alpha"] for layer in layers if layer["alpha"]]
     whole = any(not layer["rank"] for layer in layers)
     trained = [] if job.command == "extract" else inputs  # a checkpoint's entries are not those of an adapter
     first = trained[0].metadata if trained else {}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
+from lora_merge.adapters_out.extract.kronecker import factored
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.cache import CheckpointCache
 from tests.adapters_out.test_convert import flux
@@ -229,3 +230,40 @@ def test_peft_gives_the_outputs_of_the_tuned_language_model(tmp_path: Path, tied
         warnings.simplefilter("ignore")  # of tied weights, which is what this is about
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     assert torch.allclose(loaded(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_a_planted_kronecker_product_is_found_and_the_nearest_one_has_the_least_error(tmp_path: Path) -> None:
+    """The oracle is numpy's decomposition of the rearranged difference."""
+    key = "model.diffusion_model.{}.weight"
+    shapes = {"time_embed.0": (12, 18), "input_blocks.0.0": (8, 6, 3, 3)}
+    base = {**load_file(save_sd1(tmp_path)), **{key.format(n): rand(*s) for n, s in shapes.items()}}
+    w1, w2 = rand(3, 3, seed=1), rand(4, 6, seed=2)
+    noise = rand(8, 6, 3, 3, seed=3)
+    tuned = {**base, key.format("time_embed.0"): base[key.format("time_embed.0")] + torch.kron(w1, w2),
+             key.format("input_blocks.0.0"): base[key.format("input_blocks.0.0")] + noise}  # fmt: skip
+    save_file(base, tmp_path / "b.safetensors")
+    save_file(tuned, tmp_path / "t.safetensors")
+    report = lora_merge.extract(tmp_path / "b.safetensors", tmp_path / "t.safetensors", tmp_path / "a.safetensors",
+                                algorithm="lokr", factor=3)  # fmt: skip
+    planted, nearest = (report.layers[f"lora_unet_{n}"] for n in ("time_embedding_linear_1", "conv_in"))
+    assert planted["residual"] < 1e-5 and planted["algorithm"] == "lokr"
+    turned = noise.double().reshape(2, 4, 2, 3, 9).permute(0, 2, 1, 3, 4).reshape(4, 108).numpy()
+    values = np.linalg.svd(turned, compute_uv=False)
+    assert nearest["residual"] == pytest.approx(np.sqrt((values[1:] ** 2).sum() / (values**2).sum()), rel=1e-4)
+    again = merged(tmp_path / "b.safetensors", tmp_path / "a.safetensors")
+    assert torch.allclose(again[key.format("time_embed.0")], tuned[key.format("time_embed.0")], rtol=0, atol=1e-6)
+    low = lora_merge.extract(tmp_path / "b.safetensors", tmp_path / "t.safetensors", tmp_path / "l.safetensors",
+                             algorithm="lokr", factor=3, rank=1)  # fmt: skip
+    assert {layer["rank"] for layer in low.layers.values()} == {1}
+
+
+def save_sd1(folder: Path) -> Path:
+    save_file(sd1(torch.float32), folder / "sd1.safetensors")
+    return folder / "sd1.safetensors"
+
+
+@pytest.mark.parametrize(("size", "factor"), [(n, f) for n in (1, 7, 12, 320, 1280) for f in (-1, 1, 4, 8, 50)])
+def test_sizes_are_factored_as_lycoris_does(size: int, factor: int) -> None:
+    from lycoris.functional.general import factorization
+
+    assert factored(size, factor) == factorization(size, factor)

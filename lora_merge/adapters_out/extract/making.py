@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...algorithms.lokr import LOKR
 from ...engine.devices import place
 from ...engine.placement import Placement
 from ...engine.tensors import TensorCache, gathered, weight_values
@@ -17,10 +18,12 @@ from ...errors import FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.weights import RowSlice, Weight, WeightView
 from ..converting import Made, value_made, vector_ending, whole_made
+from ..dialects import COPIED
 from ..job import AUTO, WHOLE
 from ..layers import Cut, Layer, Storage, Wanted
-from ..rank_rules import EXACT, NOISE, Rule
+from ..rank_rules import EXACT, NOISE, Rule, choose
 from ..sources import Target
+from .kronecker import kronecker
 from .pairs import Pair
 from .task import ERROR, SKIP, Extraction
 
@@ -34,6 +37,9 @@ DIGITS: Final[Mapping[str, tuple[int, int]]] = {
     "BF16": (8, -125),
 }
 """Dtype → (bits of its significand, the exponent that `frexp` gives its smallest normal number)."""
+
+
+STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
 @dataclass
@@ -111,12 +117,29 @@ class Extractor:
         where, shape = found.pair.place, found.pair.place.view.shape
         if len(shape) < 2:
             return self._vector(found)
+        if self.storage.algorithm == LOKR.name:
+            return self._product(found)
         target = Target(where.name, where.parameter, shape, (), (), "")
         layer = self._layer(target, found, rank)
         if layer.algorithm == WHOLE and "diff" not in self.endings:
             raise FitError("the format has no place for whole matrices", where.name, "use --algorithm lora")
         tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
+            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
+        return Made(where, tensors, layer)
+
+    def _product(self, found: Difference) -> Made:
+        """Return the nearest Kronecker product."""
+        where, rule = found.pair.place, self.rule(found)
+        assert self.task.to is not None, "it is chosen when the files are opened"
+        if not self.task.to.copies:
+            raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
+        if found.change.shape[0] != where.view.shape[0]:
+            raise FitError(STACKED, where.name, "leave them out: --exclude re:REGEX")
+        layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
+                          lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
+        tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
+        if layer.rank:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return Made(where, tensors, layer)
 
@@ -129,7 +152,7 @@ class Extractor:
     def _layer(self, target: Target, found: Difference, rank: int | None) -> Layer:
         wanted = Wanted(None, None, found.change, 0)
         if found.pair.place.view.matrix != target.matrix and self.storage.algorithm != WHOLE:
-            raise FitError("the weights of stacked experts have no factors in these formats", target.name,
+            raise FitError(STACKED, target.name,
                            "use --algorithm full, or leave them out: --exclude re:REGEX")  # fmt: skip
         rule = self.rule(found)
         alpha = None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)

@@ -28,7 +28,7 @@ from ...version import __version__
 from ..convert import entries_of, prefix_name
 from ..converting import Made
 from ..dialects import DIALECTS, Dialect
-from ..job import FACTORS, WHOLE
+from ..job import AUTO, FACTORS, WHOLE
 from ..layers import Storage, Wanted, numbers_of, shared_out
 from ..peft.complete import completed
 from ..peft.folder import CONTENTS, config, write_folder
@@ -208,12 +208,17 @@ def plan(task: Extraction) -> AdapterReport:
     found = opened(task)
     layers: dict[str, dict[str, Any]] = {}
     size = 0
+    algorithm = task.job.algorithm
+    way = FACTORS if algorithm == AUTO else algorithm
     for pair in found.pairs.pairs:
         out, cols = pair.place.view.matrix
         rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-        whole = len(pair.place.view.shape) < 2 or task.job.algorithm == WHOLE
+        whole = len(pair.place.view.shape) < 2 or algorithm == WHOLE
         rank = 0 if whole else min(out, cols, rule.ceiling or min(out, cols)) if rule.name == COUNT else None
-        layers[pair.name] = {"algorithm": WHOLE if whole else FACTORS, "rank": rank or 0}
+        layers[pair.name] = {
+            "algorithm": WHOLE if whole else way,
+            "rank": rank or 0,
+        }
         size += (out * cols if whole else (out + cols) * (rank or 0)) * found.dtype.itemsize
     return AdapterReport(str(task.job.output), found.to.name, _called(found.dtype), _coverage(found, len(layers)),
                          layers, 0.0, 1.0, size, 0.0, found.pairs.notes, None, __version__, planned=True)  # fmt: skip

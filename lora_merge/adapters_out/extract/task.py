@@ -19,7 +19,7 @@ FORMAT, CHANGES, SKIP, ERROR = "auto", "diff", "skip", "error"
 OTHERS: Final = (CHANGES, SKIP, ERROR)
 """The values of `--others`: what becomes of biases, norms and other vectors that changed."""
 
-OWN: Final[Mapping[str, Any]] = {"others": CHANGES, "include": (), "exclude": (), "format": FORMAT}
+OWN: Final[Mapping[str, Any]] = {"others": CHANGES, "include": (), "exclude": (), "format": FORMAT, "factor": -1}
 """Option of this command alone → default."""
 
 
@@ -32,6 +32,7 @@ class Extraction:
     others: str
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    factor: int  # of Kronecker products
 
     @property
     def base(self) -> Path:
@@ -59,6 +60,8 @@ def make_extraction(
     if own["others"] not in OTHERS:
         raise UsageError(f"biases and norms cannot be treated as {shown(own['others'])!r}", "--others",
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
+    if not isinstance(own["factor"], int) or not (own["factor"] == -1 or own["factor"] > 0):
+        raise UsageError(f"{shown(own['factor'])!r} is no factor", "--factor", "use -1 or a whole number from 1 on")
     parts = {n: (own[n],) if isinstance(own[n], str) else tuple(own[n]) for n in ("include", "exclude")}
     job = make_adapter_job("extract", [tuned], output, base, {"rank": DEFAULT_RANK, "alpha": "rank", **given})
     if job.rules.has(SAME):
@@ -67,7 +70,9 @@ def make_extraction(
         job = replace(job, inputs=replace(job.inputs, output=_named(expand(base), job.adapters[0].path, to)))
     told = {**own, **parts}
     recorded = (*job.options, *((n, v) for n, v in sorted(told.items()) if v != OWN[n]))
-    return Extraction(replace(job, options=recorded), to, own["others"], parts["include"], parts["exclude"])
+    return Extraction(
+        replace(job, options=recorded), to, own["others"], parts["include"], parts["exclude"], own["factor"]
+    )
 
 
 def _named(base: Path, tuned: Path, to: Dialect | None) -> Path:

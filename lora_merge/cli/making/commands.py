@@ -96,7 +96,7 @@ def average(
     _carry_out("average", named, {"rank": rank or SAME, **options})
 
 
-@_takes(*RANKS, "algorithm", "others", "include", "exclude", "format", "alpha")
+@_takes(*RANKS, "algorithm", "others", "include", "exclude", "factor", "format", "alpha")
 def extract(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint before the training.")],
     tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The checkpoint after it.")],

@@ -1,0 +1,63 @@
+"""The nearest Kronecker product of a difference: w1 ⊗ w2, w2 whole or cut to a rank.
+
+Van Loan and Pitsianis 1993: with Δ[o₁o₂, i₁i₂k] rearranged to [o₁i₁, o₂i₂k], w1 ⊗ w2 becomes the outer product of
+both factors' numbers, so the leading singular triple gives the nearest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt, prod
+
+import torch
+from torch import Tensor
+
+from ...algorithms.lokr import LOKR
+from ..layers import Layer
+from ..truncation import of_dense, stored
+
+Choose = Callable[[list[float], float], int]
+
+
+def factored(size: int, factor: int) -> tuple[int, int]:
+    """Return the two factors of a size, the smaller first, as LyCORIS chooses them (`factorization`): `factor` and the
+    rest if it divides the size, else the largest divisor up to it and up to √size; -1: up to √size alone."""
+    if factor > 0 and size % factor == 0:
+        return min(factor, size // factor), max(factor, size // factor)
+    most = isqrt(size) if factor < 0 else min(isqrt(size), factor)
+    small = next(n for n in range(most, 0, -1) if size % n == 0)
+    return small, size // small
+
+
+def kronecker(change: Tensor, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
+    """Return the stored tensors of the nearest product, by slot.
+
+    Parameters:
+        change: Δ [out, cols].
+        shape: The shape of the weight.
+        factor: As `factored`.
+        dtype: Of the stored tensors.
+        choose: Gives the rank of w2 for its singular values and the sum of their squares; a rank below half of the
+            longer side of w2 stores it as a product.
+    """
+    (o1, o2), (i1, i2) = factored(shape[0], factor), factored(shape[1], factor)
+    kernel = prod(shape[2:])
+    turned = change.reshape(o1, o2, i1, i2, kernel).permute(0, 2, 1, 3, 4).reshape(o1 * i1, o2 * i2 * kernel)
+    left, right = of_dense(turned, 1).pair(1)
+    w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
+    found = of_dense(w2, None)
+    rank = choose(found.values.tolist(), found.squares)
+    tensors = {"w1": w1.contiguous()}
+    if rank < max(o2, i2) / 2:
+        up, down = stored(*found.pair(rank), dtype)
+        tensors |= {"w2_a": up.contiguous(), "w2_b": down.contiguous()}
+        whole = up.double() @ down.double()
+    else:
+        rank = 0
+        tensors["w2"] = w2.reshape(o2, i2, *shape[2:]).to(dtype).contiguous()
+        whole = tensors["w2"].reshape(o2, -1).double()
+    outer = w1.double().reshape(-1, 1) @ whole.reshape(1, -1)
+    lost = float((turned.double() - outer).square().sum())
+    return Layer(
+        tensors, LOKR.name, rank, 0, float(rank) if rank else None, float(turned.double().square().sum()), lost
+    )
