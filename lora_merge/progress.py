@@ -38,19 +38,19 @@ class Gathered:
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress, self._clock = progress, clock
         self._waiting: dict[tuple[str, str], Step] = {}
-        self._told = -APART
+        self._passed_on = -APART
 
     def __call__(self, step: Step) -> None:
         """Take a step; a stage that begins is passed on at once."""
         key = step.stage, step.output
         before = self._waiting.get(key)
         self._waiting[key] = step if before is None else step._replace(done=before.done + step.done)
-        if not step.done or self._clock() - self._told >= APART:
+        if not step.done or self._clock() - self._passed_on >= APART:
             self.flush()
 
     def flush(self) -> None:
         """Pass on what has been added up."""
-        self._told = self._clock()
+        self._passed_on = self._clock()
         for step in self._waiting.values():
             self._progress(step)
         self._waiting.clear()

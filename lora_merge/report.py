@@ -37,12 +37,12 @@ class Report:
     schema: str = "lora-merge/report/1"  # the format of `to_json`: viewing/schemas/report.json
 
     def __repr__(self) -> str:
-        return "Report: " + "; ".join(f"{name} {value}" for name, value in self._told())
+        return "Report: " + "; ".join(f"{name} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        return html_table(f"Merged: {Path(self.output).name}", self._told())
+        return html_table(f"Merged: {Path(self.output).name}", self._facts())
 
-    def _told(self) -> Iterator[tuple[str, str]]:
+    def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
         yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
         yield "base", f"{Path(self.base).name} ({self.architecture})"

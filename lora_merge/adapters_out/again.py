@@ -46,7 +46,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
                        run_extraction, frozenset((*OWN, *OF_EXTRACT)), "tuned"),
 }  # fmt: skip
 SHARED: Final = frozenset(("dtype", "unmatched", "setting"))
-"""The other options that a recipe states; what else it names is ignored, as whose file it is does not decide that."""
+"""The options of `merge` that a recipe states. Its other entries are ignored: anybody may have written the file, so it
+does not decide where something is written or how much memory is used."""
 
 
 def is_ours(made: Path) -> bool:

@@ -157,7 +157,7 @@ def plan(task: Conversion) -> AdapterReport:
 
 
 def opened(task: Conversion) -> tuple[Sources, list[Filled], list[Place]]:
-    """Return the adapter's changes of the base, the modules of the dialect that they become, and all that there are."""
+    """Return the adapter's changes of the base, the modules that they become, and all modules that the dialect has."""
     job = task.job
     check_output(job.output, [a.path for a in job.adapters], overwrite=job.inputs.overwrite, folder=task.to.folder,
                  contents=CONTENTS)  # fmt: skip

@@ -152,7 +152,7 @@ class Converter:
         return Made(place, tensors, layer)
 
     def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
-        """Return Δ of a place, and the scale that all its factors have in common, 0 for none."""
+        """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
         changes = [self._change(s.patch) for s in shares]
         out, cols = place.view.matrix
         scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}

@@ -24,7 +24,7 @@ NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
 GIVE_RANK: Final = "give --rank, such as 32 or energy:0.99, or store whole matrices with --algorithm full"
 
 SINGLE: Final = 1e-3
-"""The share of ‖Δ‖² left out from which on products in single precision tell it to a thousandth."""
+"""The share of ‖Δ‖² that is left out is computed in single precision from this size on, exact to a thousandth."""
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,6 @@ class Rule:
     most: int | None = None
 
     @property
-    def needs_all(self) -> bool:
-        """Whether the rule needs every singular value."""
-        return self.name == "sum"
-
-    @property
     def ceiling(self) -> int | None:
         """The largest rank that the rule can give, where the rule alone tells it."""
         own = [int(self.value)] if self.name == COUNT else []

@@ -32,7 +32,7 @@ class AdapterReport:
 
     @property
     def summary(self) -> str:
-        """One line: ranks, what is kept, and the layer that loses most."""
+        """One line: the ranks, the share of the change that is kept, and the layer that loses most."""
         ranks = sorted(int(layer["rank"]) for layer in self.layers.values() if layer["rank"])
         text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})" if ranks else "whole matrices"
         if self.planned:

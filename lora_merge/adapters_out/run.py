@@ -36,7 +36,7 @@ from .truncation import STORED_IN_16
 from .written import Entry, Spelling, metadata, unique, write
 
 HIGH: Final = 256
-"""The rank above which an exact sum is noted: most of it is small directions."""
+"""The rank from which on a note advises a rank rule: most directions of such a sum are small."""
 
 
 @undisturbed()
@@ -117,7 +117,7 @@ def most_rank(target: Target) -> int:
 
 
 def _ranks(target: Target) -> list[int | None]:
-    """Return the rank of each change of a layer; None for one that is no product of factors."""
+    """Return the rank of each change of a layer; None for one that is not a product of factors."""
     found = []
     for use in target.uses:
         low = ALGORITHMS[use.patch.algorithm].low_rank

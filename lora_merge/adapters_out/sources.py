@@ -130,7 +130,7 @@ class Naming:
 
 
 def whole_of(piece: RowSlice, info: StoredTensor | None) -> bool:
-    """Return whether a piece is a whole stored tensor."""
+    """Return whether a row slice is a whole stored tensor."""
     return info is not None and piece.start == 0 and piece.size == prod(info.shape)
 
 
@@ -170,7 +170,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
 
 
 class CheckpointWeights:
-    """Weights of no base: their shapes are known, and no formula reads their values."""
+    """Stands in for a base that was not given: the shapes of its weights are known, their values are not."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Weight] = {}

@@ -35,14 +35,14 @@ class JobReport:
     worker: str = ""  # host:process
 
     def __repr__(self) -> str:
-        return f"JobReport {self.number}: {self._told()}"
+        return f"JobReport {self.number}: {self._facts()}"
 
-    def _told(self) -> str:
+    def _facts(self) -> str:
         why = f": {self.error.what}" if self.error is not None else f" in {self.seconds:.1f} s" * bool(self.report)
         return f"{self.output} {self.status}{why}"
 
     def _repr_html_(self) -> str:
-        return html_table(f"Job {self.number}", [(self.status, self._told())])
+        return html_table(f"Job {self.number}", [(self.status, self._facts())])
 
     @property
     def ok(self) -> bool:
@@ -72,7 +72,7 @@ class Reports(list[JobReport]):
         return "\n".join([f"Reports: {head}", *(f"  {report!r}" for report in self)])
 
     def _repr_html_(self) -> str:
-        return html_table(f"{len(self)} jobs", [(f"{r.number} {r.status}", r._told()) for r in self])
+        return html_table(f"{len(self)} jobs", [(f"{r.number} {r.status}", r._facts()) for r in self])
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

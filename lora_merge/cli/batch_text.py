@@ -30,7 +30,7 @@ class Telling:
     total: int
     quiet: bool
     _skipped: int = 0
-    _told: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
+    _named: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
 
     def ended(self, one: JobReport) -> None:
         """Say how a job has ended."""
@@ -60,7 +60,7 @@ class Telling:
             head += f"  {size(one.report.written)} in {one.seconds:.1f} s"
         if one.error is None:
             return head
-        first = self._told.setdefault(str(one.error), one.number)
+        first = self._named.setdefault(str(one.error), one.number)
         if first != one.number:
             return f"{head}  for the same reason as [{first}]"
         return Lines(f"{one_line(head)}\n{indented(one.error)}")

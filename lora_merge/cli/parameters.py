@@ -74,7 +74,7 @@ def take_text(command: Any, ctx: Any) -> Any:
     """Have the parameters of a command take text as it is; returns the command.
 
     `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
-    import alone takes 0.1 s. What a text means, `make_job` and its like find out.
+    import alone takes 0.1 s. `make_job` and its like parse the text.
     """
     for parameter in command.get_params(ctx) if command else ():
         parameter.process_value = partial(_process, parameter, parameter.process_value)
@@ -82,7 +82,7 @@ def take_text(command: Any, ctx: Any) -> Any:
 
 
 def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the text, or what is missing; typer itself tells what has to be there, and sees to the switches."""
+    """Return the text as it is; typer itself handles required arguments and switches."""
     if value is None or value == ():
         return process(ctx, value) if parameter.required else value
     return process(ctx, value) if isinstance(value, bool) else value

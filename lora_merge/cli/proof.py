@@ -21,7 +21,7 @@ from .values import named_adapter, named_parts, with_strengths
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make them commands of the application."""
+    """Add these commands to the application."""
     for command, lines in (
         (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
         (replay, ("replay merged.safetensors -o again.safetensors",)),

@@ -22,7 +22,7 @@ JSON: Final = typer.Option("--json", help="The same as one JSON object.")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make them commands of the application."""
+    """Add these commands to the application."""
     app.command(epilog=examples("parts sdxl.safetensors"))(parts)
     app.command(epilog=examples("algorithms", "algorithms --json"))(algorithms)
     app.command(epilog=examples("architectures"))(architectures)

@@ -25,7 +25,7 @@ AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON ob
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make them commands of the application."""
+    """Add these commands to the application."""
     for command, lines in (
         (inspect, ("inspect style.safetensors", "inspect sdxl.safetensors style.safetensors:0.8 --weights")),
         (compare, ("compare sdxl.safetensors merged.safetensors",)),

@@ -1,4 +1,4 @@
-"""Small pieces of a file that are known before their turn to be written: they wait until the file is complete.
+"""Small parts of a file that are known before they can be written: they wait until the file is complete.
 
 The scales of a quantised weight lie elsewhere in the file than its codes, or in another file.
 """

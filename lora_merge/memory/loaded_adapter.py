@@ -48,13 +48,13 @@ class LoadedAdapter:
         self._rules = rules(self.file.index.config, str(self.path), self.file.index.metadata)
 
     def __repr__(self) -> str:
-        return "LoadedAdapter: " + "; ".join(f"{name} {value}" for name, value in self._told())
+        return "LoadedAdapter: " + "; ".join(f"{name} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        return html_table(f"Adapter: {self.path.name}", self._told())
+        return html_table(f"Adapter: {self.path.name}", self._facts())
 
-    def _told(self) -> Iterator[tuple[str, str]]:
-        """Yield what a person wants to know first."""
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, text) for the first lines of its text and its table."""
         kinds = Counter(next(iter(m.complete), "incomplete") for m in self.file.modules)
         yield "path", str(self.path)
         yield "modules", f"{len(self.modules)}: {', '.join(f'{name} {n}' for name, n in kinds.most_common())}"

@@ -130,12 +130,12 @@ class Plan:
     quantising: Quantising = NOTHING
 
     def __repr__(self) -> str:
-        return "Plan: " + "; ".join(f"{name} {value}" for name, value in self._told())
+        return "Plan: " + "; ".join(f"{name} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        return html_table(f"Plan: {self.job.output.name}", self._told())
+        return html_table(f"Plan: {self.job.output.name}", self._facts())
 
-    def _told(self) -> Iterator[tuple[str, str]]:
+    def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield what a person wants to know first."""
         yield "output", f"{self.job.output} ({size(self.size)}, dtype {self.job.dtype})"
         yield "base", f"{self.job.base.name} ({self.architecture}, {len(self.base.tensors)} tensors)"

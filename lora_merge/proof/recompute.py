@@ -108,7 +108,7 @@ class Recomputation:
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def _look(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
-        """Return the findings of some rows; each stands for `weight` rows of its tensor."""
+        """Return the findings of some rows; each counts for `weight` rows of its tensor."""
         cols = target.matrix[1]
         (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         if grid.turn is not None:

@@ -144,7 +144,7 @@ def _by_count(counts: Counter[Any]) -> list[Any]:
 
 
 def trainer(index: Index) -> str:
-    """Return the program that trained an adapter; "unknown" where nothing tells."""
+    """Return the program that trained an adapter; "unknown" if its metadata does not name one."""
     if "lora_parameters" in index.config:
         return "mlx-lm"
     if index.config:

@@ -87,7 +87,7 @@ def how_to_undo(index: Index) -> str:
 
 
 def quantised(index: Index) -> str:
-    """Return what of it is stored otherwise than as plain numbers, in words; "" for nothing."""
+    """Return how many weights are quantised, and how, in words; "" if none are."""
     read = Counter(p.encoding.title for p in index.packed.values() if p.encoding.quantised)
     told = [f"{count} weights as {name}" for name, count in read.items()]
     return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])

@@ -118,7 +118,7 @@ class Deltas:
         self._values = FileValues(reader)
 
     def each(self) -> Iterator[tuple[Module, Delta | None]]:
-        """Yield every module of a weight with its ΔW; None where a base is needed, or the module does not say all."""
+        """Yield every module of a weight with its ΔW; None where that takes a base or more tensors."""
         for module in self.file.modules:
             if module.parameter == "weight":
                 yield module, self.of(module)

@@ -1,4 +1,4 @@
-"""The facts of `inspect` as lines. What is too long for a line is cut, and said to be; JSON has all."""
+"""The facts of `inspect` as lines. Long values are cut, with the number of characters left out; JSON has everything."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def line(name: str, value: str) -> str:
-    """Return one line: a name and what it is."""
+    """Return one line: a name and its value."""
     return f"{name.replace('_', ' '):<13} {value}"
 
 

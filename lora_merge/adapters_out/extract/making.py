@@ -27,9 +27,6 @@ from .kronecker import kronecker
 from .pairs import Pair
 from .task import ERROR, SKIP, Extraction
 
-HALF: Final = 2
-"""Bytes of the numbers whose differences single precision holds."""
-
 DIGITS: Final[Mapping[str, tuple[int, int]]] = {
     "F64": (53, -1021),
     "F32": (24, -125),

@@ -52,7 +52,7 @@ class Chosen:
         self.exclude = [_part(p, "--exclude") for p in exclude]
 
     def takes(self, place: Place, *, usual: bool = True) -> bool:
-        """Return whether a parameter is compared. `usual`: whether it is without `--include`."""
+        """Return whether a parameter is compared. `usual`: the answer where `--include` is not given."""
         if any(_covers(p, place) for p in self.exclude):
             return False
         return any(_covers(p, place) for p in self.include) if self.include else usual
@@ -132,7 +132,7 @@ def _usual(place: Place) -> bool:
 
 
 def _compared(place: Place, index: Index) -> bool:
-    """Return whether a parameter is a weight: no index such as position ids, and no average of weights."""
+    """Return whether a parameter is a weight, and not an index (position ids) or an average of weights."""
     keys = [piece.key for piece in place.view.row_slices]
     plain = all(k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys)
     return plain and not any(k.startswith(AVERAGES) for k in keys)

@@ -28,7 +28,7 @@ Adapter = Annotated[str, typer.Argument(metavar="ADAPTER[:STRENGTH]", help="A fi
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make them commands of the application."""
+    """Add these commands to the application."""
     for command in (combine, resize, convert, average, extract):
         app.command()(command)
 
@@ -113,7 +113,7 @@ def extract(
 
 
 def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -> None:
-    """Run or plan a job of the room's main run, and print its report."""
+    """Run or plan `combine`, `resize` or `average`, and print the report."""
     from ...adapters_out.job import make_adapter_job
     from ...adapters_out.run import plan, run
 
@@ -167,7 +167,7 @@ def show(job: AdapterJob, do: Callable[[], AdapterReport], printed: dict[str, An
 
 
 def lines(done: AdapterReport, *, verbose: bool) -> list[str]:
-    """Return what people read of a report."""
+    """Return the lines of a report."""
     from ...text import size
 
     found = [f"adapter  {name}: {facts['modules']} modules change {facts['layers']} layers, {facts['strength']:g}×"

@@ -32,7 +32,7 @@ class NewCodes:
     """The quantised weights of outputs that the base holds as plain numbers, or in another format."""
 
     def __init__(self, plans: Sequence[Plan], merger: BlockMerger, pool: ThreadPoolExecutor, read: Fetch) -> None:
-        """`read` returns a stored tensor, and keeps none."""
+        """`read` returns a stored tensor without caching it."""
         self.merger, self.pool, self.read = merger, pool, read
         self._known: list[dict[str, OutputTensor]] = [{} for _ in plans]
         self._own = [

@@ -233,7 +233,7 @@ def from_words(words: Tensor, bits: int) -> Tensor:
 
 
 def indices(numbers: Sequence[int]) -> Tensor:
-    """Return indices."""
+    """Return whole numbers as a tensor, for indexing."""
     return torch.tensor(numbers)
 
 

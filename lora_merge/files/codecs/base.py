@@ -38,7 +38,7 @@ class InvalidPart(ValueError):
 
 
 class OutOfRange(ValueError):
-    """New numbers that no scale of a codec covers."""
+    """The error for new numbers that no scale of a codec can cover."""
 
 
 class Part(NamedTuple):
@@ -84,7 +84,7 @@ class Encoding:
 
     @property
     def measured(self) -> bool:
-        """Whether a new part of the whole weight depends on its largest number: 0 stands for it until that is known."""
+        """Whether a part of the whole weight depends on its largest number; 0 is written until that number is known."""
         return False
 
     @property

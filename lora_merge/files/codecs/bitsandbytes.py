@@ -75,7 +75,7 @@ class Bnb4(Encoding):
         return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
 
     def _scale(self, parts: Parts) -> Tensor:
-        """Return the scale of each block; InvalidPart if one is negative or no finite number."""
+        """Return the scale of each block; InvalidPart if one is negative or not finite."""
         scale = parts[ABSMAX]
         if self.nested:
             spread = parts[NESTED].repeat_interleave(self.nested)[: len(scale)]
@@ -87,7 +87,7 @@ class Bnb4(Encoding):
     def _fitted(
         self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: Parts
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the stored scales, and what they stand for: the old ones where they cover the numbers."""
+        """Return scales as stored and as numbers: the old ones where they cover the numbers, else new ones."""
         import torch
         from torch.nn.functional import pad
 

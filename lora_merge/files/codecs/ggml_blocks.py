@@ -31,7 +31,7 @@ FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class Levels:
-    """What codes stand for: code + `first`, or entries of a table. New codes stand for levels from low to high."""
+    """The level of each code: code + `first`, or an entry of a table. New codes have levels from low to high."""
 
     first: int
     low: float
@@ -280,7 +280,7 @@ def f16_near(values: Tensor) -> Tensor:
 
 
 def f16_beyond(values: Tensor, *, up: bool = True) -> Tensor:
-    """Return the least numbers of f16 that are no smaller than the values (no larger, unless `up`). Result in fp32."""
+    """Return the nearest numbers of f16 at or above the values, with `up`, or at or below them. Result in fp32."""
     if not up:
         return -f16_beyond(-values)
     found = _f16(values)

@@ -13,7 +13,7 @@ from ..reference.floats import Array, decode
 
 
 class BadPart(ValueError):
-    """The error for a scale that is not a number, or not a possible one."""
+    """The error for a scale that is not a number, or that the format does not allow."""
 
 
 def scales(raw: Any, dtype: str, *, zero: bool = False) -> Array:
@@ -51,7 +51,7 @@ def turned(size: int) -> Any:
 
 
 def nonzero(scale: Array) -> Array:
-    """Return scales; a block with the scale 0 can hold nothing but 0."""
+    """Return the scales with the smallest positive number in place of 0: such a block can hold only zeros."""
     return np.where(scale > 0, scale, np.finfo(np.float64).tiny)
 
 

@@ -14,7 +14,7 @@ from ..reference.floats import Array, decode
 from .codes import BadPart
 
 NOTHING: Final = 1e-300
-"""Stands for a scale of zero: no number but zero lies within half a step of its levels."""
+"""The scale that is used in place of 0: then only zero lies within half a step of a level."""
 
 E2M1: Final = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 LEVELS_OF_FOUR_BITS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -24,7 +24,7 @@ Field = tuple[int, int, int]
 
 
 class Form(NamedTuple):
-    """One type: how many elements and bytes a block has, where the code of element i is, and what codes stand for."""
+    """One type: the elements and bytes of a block, where the code of element i is, and the levels of the codes."""
 
     elements: int
     size: int
