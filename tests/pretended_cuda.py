@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 FACTORIES = ("empty.memory_format", "empty_strided", "eye", "eye.m", "arange", "arange.start", "arange.start_step",
              "triu_indices")  # fmt: skip
+PRODUCTS = {f"aten::{name}" for name in ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_")}
+DECOMPOSITIONS = {f"aten::{name}" for name in ("linalg_inv_ex", "linalg_solve_ex", "_linalg_solve_ex", "_linalg_svd",
+                                               "linalg_qr", "linalg_lu_factor_ex", "linalg_solve_triangular")}  # fmt: skip
 WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::_linalg_check_errors", "aten::nonzero"}
 
 
@@ -118,6 +121,7 @@ class Pretended:
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # products that are not exact, decompositions in fp32
     lost: str = ""  # the error of all work, once the device has failed
 
     @property
@@ -288,6 +292,9 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
     number = where.pop()
     stream = gpu().stream(number)
     on = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "layout"}}
+    if any(t.dtype == torch.float32 and t.numel() > 1 for t in there):
+        inexact = name in PRODUCTS and torch.get_float32_matmul_precision() != "highest"
+        gpu().faults += [name] if inexact or name in DECOMPOSITIONS else []
     if name in WAITING:
         stream.synchronize()
         return func(*values(args), **values(on))

@@ -208,7 +208,7 @@ def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = Non
             merged = merged.cpu()
         else:
             merged = lane.host("down", merged.shape, merged.dtype).copy_(merged, non_blocking=True)
-            lane.stream.synchronize()
+            lane.settle()
         if merged.dtype == dtype:
             for target, source in zip(into, merged.unbind(), strict=True):
                 target.copy_(source)
