@@ -123,7 +123,7 @@ def test_new_blocks_are_as_good_as_the_library_s(kind: str) -> None:
 def test_scales_that_are_no_numbers_are_refused(kind: str) -> None:
     raw, at = raw_blocks(kind, 3), KINDS[kind].layout.d
     raw[1, at : at + 2] = np.array([np.nan], np.float16).view(np.uint8)
-    with pytest.raises(InvalidPart, match="no number"):
+    with pytest.raises(InvalidPart, match="not a number"):
         decode(kind, flat(raw))
 
 
