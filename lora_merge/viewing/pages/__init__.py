@@ -1,0 +1,1 @@
+"""Pages about what the program did or saw: the content is made from its JSON."""

@@ -1,0 +1,42 @@
+"""One HTML file of content, style, script and the compressed library that draws."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from ...errors import UsageError
+from .content import content
+
+
+def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    """Return the HTML page about JSON that a command prints; UsageError without the extra `plots`.
+
+    Names in the JSON are a stranger's text: the content holds no `<`, and the script sets it as text.
+    """
+    made = content(found)
+    data = json.dumps(made, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
+    parts = {"title": escape(f"{made['title']} · lora-merge"), "style": _text("page.css"), "script": _text("page.js"),
+             "content": data, "library": library()}  # fmt: skip
+    frame = _text("page.html").split("{{")
+    return frame[0] + "".join(parts[name] + rest for name, _, rest in (part.partition("}}") for part in frame[1:]))
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def library() -> str:
+    """Return plotly.js, compressed, in base64; UsageError where Plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as e:
+        raise UsageError("pages and plots need Plotly", "--html", 'pip install "lora-merge[plots]"') from e
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

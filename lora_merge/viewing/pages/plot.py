@@ -1,0 +1,80 @@
+"""`--plot FILE.png` or `.svg`: the heat maps and the bars of a page as one picture, by matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import UsageError
+from .content import content
+
+FORMATS: Final = (".png", ".svg", ".pdf")
+MOST: Final = 60  # bars of one picture; the largest are shown
+
+
+def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> bytes:
+    """Return the picture about JSON that a command prints, in the format of the path's ending.
+
+    UsageError for another ending, without the extra `plots`, or where there is nothing to draw.
+    """
+    figure_of(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise UsageError("pages and plots need matplotlib", "--plot", 'pip install "lora-merge[plots]"') from e
+    made = content(found)
+    heat_maps, bars = made["heat_maps"], made["bars"]
+    if not heat_maps and not bars:
+        raise UsageError("there is nothing to draw", f"--plot {path.name}", "ask for numbers, such as with --weights")
+    heights = [1.6 + 0.22 * len(one["rows"]) for one in heat_maps]
+    heights += [0.9 + 0.26 * min(len(one["rows"]), MOST) for one in bars]
+    figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    figure.suptitle(made["title"])
+    for one, ax in zip([*heat_maps, *bars], axes, strict=True):
+        (_heat_map if "cells" in one else _bars)(one, ax, figure)
+    raw = io.BytesIO()
+    figure.savefig(raw, format=path.suffix[1:].lower(), dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return raw.getvalue()
+
+
+def figure_of(path: Path) -> str:
+    """Return the ending of a picture; UsageError for one that is not drawn."""
+    if (ending := path.suffix.lower()) not in FORMATS:
+        raise UsageError(f"a plot cannot be a {ending or 'file without an ending'}", f"--plot {path.name}",
+                         f"use one of {', '.join(FORMATS)}")  # fmt: skip
+    return ending
+
+
+def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
+    metric = found["metrics"][0]
+    numbers = [[float("nan")] * len(found["columns"]) for _ in found["rows"]]
+    for cell in found["cells"]:
+        value = cell["values"][metric["key"]]
+        numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
+    image = ax.imshow(numbers, aspect="auto", cmap="Blues")
+    ax.set_xticks(range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7)
+    ax.set_yticks(range(len(found["rows"])), [_text(r) for r in found["rows"]], fontsize=7)
+    ax.xaxis.tick_top()
+    ax.set_title(f"{found['title']}: {metric['title']}", fontsize=10, loc="left")
+    figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None)
+
+
+def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
+    rows = found["rows"]
+    if len(rows) > MOST:
+        largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST]
+        rows = [row for row in rows if row in largest]
+    bars = ax.barh([_text(name) for name, _ in rows], [value for _, value in rows], color="#2458c5")
+    ax.bar_label(bars, fmt="{:.3%}" if found["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
+    ax.invert_yaxis()
+    ax.tick_params(labelsize=7)
+    ax.set_title(found["title"], fontsize=10, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _text(name: str) -> str:
+    """Return a name that matplotlib does not take for a formula."""
+    return name.replace("$", r"\$")
