@@ -156,7 +156,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 })  # fmt: skip
 """Name → option, in the order of recipes."""
 
-COMMAND_ONLY: Final = ("quiet", "verbose", "report", "json", "dry_run", "debug")
+COMMAND_ONLY: Final = ("quiet", "verbose", "report", "html", "plot", "json", "dry_run", "debug")
 """Options that only the command line has: they choose what is printed, or that nothing is written."""
 
 LONGEST_TEXT: Final = 2**20  # characters of one entry of the metadata; a preview picture has 200 thousand

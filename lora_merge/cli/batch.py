@@ -17,6 +17,7 @@ from ..progress import unwatched
 from ..text import Lines
 from ..text import size as _size
 from .batch_text import Telling, announced, broken, conclude, facts, failure, indented, planned
+from .parameters import HTML
 from .stages import paused, watching
 from .text import echo, leave_lost_folder
 from .values import whole_number
@@ -43,6 +44,7 @@ def batch(
     report: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append a JSON line per job to this file, as each ends.")
     ] = None,
+    html: HTML = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per job on stdout.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
     quiet: Annotated[
@@ -64,8 +66,9 @@ def batch(
     from ..batch.executors import Workers
     from ..batch.executors import executor as find
     from ..batch.run import make_batch
-    from .streams import ReportFile
+    from .streams import Pictures, ReportFile
 
+    pictures = Pictures(html, None, dry_run=dry_run)
     find(executor)
     number = None if workers is None else whole_number(workers, "--workers")
     made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo)
@@ -74,6 +77,7 @@ def batch(
     told = None if report is None else ReportFile(report)
     if told is not None:
         told.protect(*_files(made, jobs))
+    pictures.protect(*_files(made, jobs))
     if dry_run:
         _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
         return
@@ -81,6 +85,7 @@ def batch(
     leave_lost_folder()
     run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     ended = _run(made, run, told, as_json=as_json, quiet=quiet)
+    pictures.write(lambda: [json.loads(one.to_json()) for one in ended])
     conclude(made, ended, sys.stderr if as_json else sys.stdout)
 
 

@@ -19,7 +19,7 @@ GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report
 
 BY_NAME: Final = {
     "output": "Output",
-    **dict.fromkeys(("as_json", "report", "quiet", "verbose", "debug", "dry_run", "schema"), "Report"),
+    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "debug", "dry_run", "schema"), "Report"),
 }
 """Parameter that many commands have → its heading."""
 

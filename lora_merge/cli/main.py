@@ -26,7 +26,7 @@ from .helping import REFUSED, examples, files, refused, with_groups
 from .look import show_error, styled, taken
 from .making import commands
 from .merge_look import conclude, describe
-from .parameters import read, take_text, with_options
+from .parameters import HTML, PLOT, read, take_text, with_options
 from .stages import paused, watching
 from .text import carry_out, dry, echo, leave_lost_folder, needs, remarks, silent
 from .values import named_adapter, named_parts, with_strengths
@@ -34,6 +34,7 @@ from .values import named_adapter, named_parts, with_strengths
 if TYPE_CHECKING:
     from ..job import Job
     from ..planning.plan import Plan
+    from ..report import Report
     from .streams import ReportFile
 
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -128,6 +129,8 @@ def merge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
     report: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file.")] = None,
+    html: HTML = None,
+    plot: PLOT = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
@@ -136,8 +139,9 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
     from ..planning.plan import sources
-    from .streams import reporting
+    from .streams import Pictures, reporting
 
+    pictures = Pictures(html, plot, dry_run=dry_run)
     base = completed(base)
     given = [named_adapter(adapter) for adapter in expanded(adapters)]
     strength_for, found = options.pop("strength_for") or (), read(options, len(given))
@@ -146,10 +150,16 @@ def merge(
         job = make_job(base, named, with_ending(output, base), strength_for=parts, **found)
         if told is not None:
             told.protect(sources(job), [job.output])
-        _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+        pictures.protect(sources(job), [job.output])
+        done = _merge(job, told, dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose)
+    if done is not None:
+        pictures.write(lambda: json.loads(done.to_json()))
 
 
-def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+def _merge(
+    job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
+) -> Report | None:
+    """Merge and say what was done, or say what would be done; returns the report of a merge."""
     from ..engine.admission import plan_merge
     from ..engine.torch_preload import preload
 
@@ -168,10 +178,11 @@ def _merge(job: Job, told: ReportFile | None, *, dry_run: bool, as_json: bool, q
         if exists(job.output) and not job.overwrite:
             say("  note: the output exists: the merge will need --overwrite, or another -o")
         _conclude_dry(plan, say, told, quiet=quiet, as_json=as_json)
-        return
+        return None
     if told is not None:
         told.replace(done.to_json())
     conclude(done, say, plan.base.notes, as_json=as_json, verbose=verbose)
+    return done
 
 
 def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, *, quiet: bool, as_json: bool) -> None:

@@ -15,6 +15,9 @@ from .values import as_number, one_entry, one_setting, strengths
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
+HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
+PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]
+
 DEVICES: Final = ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")
 """Devices that the shell offers."""
 

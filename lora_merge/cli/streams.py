@@ -93,19 +93,19 @@ def open_descriptors() -> None:
 class ReportFile:
     """The file of `--report`. It is checked before the work begins, so that it is not the work that fails."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, flag: str = "--report") -> None:
         """Raise UsageError if a report cannot be written there."""
         from ..paths import expand
 
-        self.path, self._spares = expand(text), False
+        self.path, self._flag, self._spares = expand(text), flag, False
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
-            raise UsageError("the report cannot be written there", f"--report {text}", ELSEWHERE)
+            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
         """Raise UsageError if the report would be written over one of these."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
-                raise UsageError(f"the report would be written over {role}", f"--report {self.path}", ELSEWHERE)
+                raise UsageError(f"the report would be written over {role}", f"{self._flag} {self.path}", ELSEWHERE)
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
@@ -145,6 +145,47 @@ class ReportFile:
         except OSError as e:
             where = one_line(str(self.path))
             print(f"warning: the report could not be written: {e.strerror} ({where})", file=sys.stderr)  # noqa: T201
+
+
+class Pictures:
+    """The files of `--html` and `--plot`. Everything that can fail beforehand is checked before the work begins."""
+
+    def __init__(self, html: str | None, plot: str | None, *, dry_run: bool = False) -> None:
+        """Raise UsageError if one cannot be written there, or cannot be made here."""
+        self._files: list[tuple[ReportFile, Callable[[Any], bytes]]] = []
+        if dry_run and (html or plot):
+            raise UsageError("a dry run has nothing to show", "--html" if html else "--plot", "leave one of them out")
+        if html is not None:
+            from ..viewing.pages.page import library, page
+
+            library()
+            self._files.append((ReportFile(html, "--html"), lambda found: page(found).encode(errors="replace")))
+        if plot is not None:
+            from ..viewing.pages.plot import drawable
+            from ..viewing.pages.plot import plot as draw
+
+            file = ReportFile(plot, "--plot")
+            drawable(file.path)
+            self._files.append((file, lambda found: draw(found, file.path)))
+
+    def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
+        """Raise UsageError if a picture would be written over one of these."""
+        inputs, outputs = list(inputs), list(outputs)
+        for file, _ in self._files:
+            file.protect(inputs, outputs)
+
+    def write(self, found: Callable[[], Any]) -> None:
+        """Write all of them about what `found` returns, the JSON that the command prints; warn where that fails."""
+        made = found() if self._files else None
+        for file, make in self._files:
+            part = file.path.with_name(f".{file.path.name}.{os.getpid()}.part")
+            try:
+                part.write_bytes(make(made))
+                part.replace(file.path)
+            except (OSError, UsageError) as e:
+                part.unlink(missing_ok=True)
+                why, where = getattr(e, "strerror", None) or getattr(e, "what", e), one_line(str(file.path))
+                print(f"warning: the picture could not be written: {why} ({where})", file=sys.stderr)  # noqa: T201
 
 
 @contextmanager

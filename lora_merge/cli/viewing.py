@@ -14,6 +14,7 @@ from ..paths import exists, expand
 from ..text import Lines
 from .habits import completed, expanded
 from .helping import examples
+from .parameters import HTML, PLOT
 from .tables import parts
 from .text import echo
 from .values import named_adapter
@@ -43,6 +44,8 @@ def inspect(
     ] = False,
     hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
     blocks: Annotated[bool, typer.Option("--blocks", help="Parts and blocks of a base, for --strength-for.")] = False,
+    html: HTML = None,
+    plot: PLOT = None,
     as_json: AS_JSON = False,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
@@ -53,8 +56,12 @@ def inspect(
         return
     from ..viewing.inspect import inspect as look
     from ..viewing.text import lines, match_lines
+    from .streams import Pictures
 
-    found = [look(*pair, weights=weights, hashes=hashes) for pair in _pairs([*expanded(files)])]
+    pictures, pairs = Pictures(html, plot), _pairs([*expanded(files)])
+    pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
+    found = [look(*pair, weights=weights, hashes=hashes) for pair in pairs]
+    pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
     if as_json:
         echo(json.dumps(found[0] if len(found) == 1 else {"files": found}, ensure_ascii=False))
     for n, facts in enumerate(found if not as_json else ()):
@@ -98,13 +105,20 @@ def compare(
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="For adapters that spell names in different words.")
     ] = None,
+    html: HTML = None,
+    plot: PLOT = None,
     as_json: AS_JSON = False,
 ) -> None:
     """Say where two models differ and by how much, or how alike the changes of two adapters are."""
     from ..viewing.compare import compare as look
     from ..viewing.compare import compare_lines
+    from .streams import Pictures
 
-    found = look(expand(completed(a)), expand(completed(b)), expand(completed(base)) if base else None)
+    first, second = expand(completed(a)), expand(completed(b))
+    pictures = Pictures(html, plot)
+    pictures.protect([first, second])
+    found = look(first, second, expand(completed(base)) if base else None)
+    pictures.write(lambda: dict(found))
     echo(json.dumps(found, ensure_ascii=False) if as_json else Lines.of(compare_lines(found)))
 
 

@@ -67,7 +67,7 @@ def test_options(files: Path, options: Mapping[str, Any]) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", ["quiet", "verbose", "report", "json", "dry_run", "debug"])
+@pytest.mark.parametrize("name", ["quiet", "verbose", "report", "html", "plot", "json", "dry_run", "debug"])
 def test_options_of_the_command_line(files: Path, name: str) -> None:
     with pytest.raises(UsageError, match="only the command line") as e:
         lora_merge.merge(files / "base.safetensors", files / "a.safetensors", files / "out.safetensors", **{name: True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -22,7 +23,7 @@ SHARED: Final = ("dtype", "unmatched", "map", "overwrite", "max_memory", "verify
 ADAPTERS: Final = ("strength", "strength_for", "setting")
 RANKS: Final = ("conv_rank", "max_rank", "rank_for")
 METHOD: Final = ("method", "density", "gamma", "epsilon", "t", "elect", "normalise", "agree", "scale", "seed")
-PRINTED: Final = ("dry_run", "json", "report", "quiet", "verbose", "debug")
+PRINTED: Final = ("dry_run", "json", "report", "html", "plot", "quiet", "verbose", "debug")
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER[:STRENGTH]", help="A file or a PEFT folder.")]
 
@@ -145,17 +146,20 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
 
 def show(job: AdapterJob, do: Callable[[], AdapterReport], printed: dict[str, Any]) -> None:
     """Run or plan a job with `do`, and print its report."""
-    from ..streams import reporting
+    from ..streams import Pictures, reporting
 
+    pictures = Pictures(printed["html"], printed["plot"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as told:
-        if told is not None:
-            told.protect([a.path for a in job.adapters], [job.output])
+        for file in (told, pictures):
+            if file is not None:
+                file.protect([a.path for a in job.adapters], [job.output])
         leave_lost_folder()
         if told is not None:
             told.begin()
         done = do()
         if told is not None:
             told.replace(done.to_json())
+    pictures.write(lambda: json.loads(done.to_json()))
     if printed["json"]:
         echo(done.to_json())
         return

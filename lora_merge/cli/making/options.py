@@ -36,6 +36,8 @@ OWN: Final = MappingProxyType({
         _row("dry_run", "switch", None, "Plan only, from headers; write nothing.", group="Report"),
         _row("json", "switch", None, "Report as one JSON object on stdout.", group="Report"),
         _row("report", "path", "PATH", "Also write the JSON report to this file.", group="Report"),
+        _row("html", "path", "FILE", "Also write a page to look at in a browser.", group="Report"),
+        _row("plot", "path", "FILE", "Also draw it, as .png, .svg or .pdf.", group="Report"),
         _row("quiet", "switch", None, "No progress, no report; notes go to stderr.", "-q", "Report"),
         _row("verbose", "switch", None, "Name every layer.", "-v", "Report"),
         _row("debug", "switch", None, "Tracebacks.", group="Report"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from os.path import commonprefix
 from typing import Final
 
 from ..adapter import block_name
 
-LEVELS: Final = re.compile(r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)")
+LEVELS: Final = re.compile(
+    r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)"
+)
 """Numbers, and the levels that they count, at the beginning of what stands behind a block's name."""
 ENDS: Final = (".weight", ".bias")
 NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
@@ -25,7 +26,8 @@ def short(blocks: Iterable[str]) -> dict[str, str]:
     """Return name → the name without the levels before its own that all blocks have in common."""
     every = list(dict.fromkeys(blocks))
     levels = [re.split("(?<=[._])", name) for name in every]
-    cut = len(commonprefix([parts[:-2] for parts in levels])) if len(every) > 1 else 0
+    before = [set(column) for column in zip(*(parts[:-2] for parts in levels), strict=False)]
+    cut = next((n for n, column in enumerate(before) if len(column) > 1), len(before)) if len(every) > 1 else 0
     return {name: "".join(parts[cut:]) or name for name, parts in zip(every, levels, strict=True)}
 
 

@@ -12,7 +12,19 @@ from importlib.resources import files
 from typing import Any
 
 from ...errors import UsageError
-from .content import content
+from .made import of_adapter_made, of_jobs, of_merge
+from .seen import of_comparison, of_file, of_files
+
+
+def content(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the content of the page about JSON that a command printed; of a batch, the list of its lines."""
+    if not isinstance(found, Mapping):
+        return of_jobs(found) if found and "number" in found[0] else of_files(found)
+    if "verified" in found and "method" in found:
+        return of_merge(found)
+    if "layers" in found:
+        return of_adapter_made(found)
+    return of_comparison(found) if "a" in found and "b" in found else of_file(found)
 
 
 def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
@@ -36,7 +48,7 @@ def _text(name: str) -> str:
 def library() -> str:
     """Return plotly.js, compressed, in base64; UsageError where Plotly is not installed."""
     try:
-        from plotly.offline import get_plotlyjs
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as e:
         raise UsageError("pages and plots need Plotly", "--html", 'pip install "lora-merge[plots]"') from e
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import UsageError
-from .content import content
+from .page import content
 
 FORMATS: Final = (".png", ".svg", ".pdf")
 MOST: Final = 60  # bars of one picture; the largest are shown
@@ -19,11 +20,9 @@ def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> 
 
     UsageError for another ending, without the extra `plots`, or where there is nothing to draw.
     """
-    figure_of(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise UsageError("pages and plots need matplotlib", "--plot", 'pip install "lora-merge[plots]"') from e
+    drawable(path)
+    from matplotlib.figure import Figure
+
     made = content(found)
     heat_maps, bars = made["heat_maps"], made["bars"]
     if not heat_maps and not bars:
@@ -36,16 +35,22 @@ def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> 
     for one, ax in zip([*heat_maps, *bars], axes, strict=True):
         (_heat_map if "cells" in one else _bars)(one, ax, figure)
     raw = io.BytesIO()
-    figure.savefig(raw, format=path.suffix[1:].lower(), dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(
+        raw, format=path.suffix[1:].lower(), dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+    )
     return raw.getvalue()
 
 
-def figure_of(path: Path) -> str:
-    """Return the ending of a picture; UsageError for one that is not drawn."""
+def drawable(path: Path) -> None:
+    """Raise UsageError for a path with another ending, or where matplotlib is not installed."""
     if (ending := path.suffix.lower()) not in FORMATS:
-        raise UsageError(f"a plot cannot be a {ending or 'file without an ending'}", f"--plot {path.name}",
-                         f"use one of {', '.join(FORMATS)}")  # fmt: skip
-    return ending
+        raise UsageError(
+            f"a plot cannot be a {ending or 'file without an ending'}",
+            f"--plot {path.name}",
+            f"use one of {', '.join(FORMATS)}",
+        )
+    if find_spec("matplotlib") is None:
+        raise UsageError("plots need matplotlib", "--plot", 'pip install "lora-merge[plots]"')
 
 
 def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
@@ -55,7 +60,9 @@ def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
     image = ax.imshow(numbers, aspect="auto", cmap="Blues")
-    ax.set_xticks(range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7)
+    ax.set_xticks(
+        range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7
+    )
     ax.set_yticks(range(len(found["rows"])), [_text(r) for r in found["rows"]], fontsize=7)
     ax.xaxis.tick_top()
     ax.set_title(f"{found['title']}: {metric['title']}", fontsize=10, loc="left")

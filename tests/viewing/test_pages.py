@@ -1,0 +1,148 @@
+"""Pages and plots: what a browser shows of them, and what a stranger's names cannot do there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_merge.viewing.pages import page as pages
+from lora_merge.viewing.pages.heat_map import places, short
+
+from ..support import load, rand, save
+from .conftest import Scene
+from .test_fit import run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--virtual-time-budget=8000", "--enable-logging=stderr", "--v=0")  # fmt: skip
+
+
+def content(html: str) -> Any:
+    """The JSON that a page holds."""
+    found = re.search(r'<script id="content" type="application/json">(.*?)</script>', html, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def shown(page: Path, folder: Path) -> str:
+    """What a browser makes of a page, after its script has run; the script must report nothing."""
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed")
+    done = subprocess.run(
+        [BROWSER, *FLAGS, f"--user-data-dir={folder}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    assert 'data-ready="yes"' in done.stdout
+    return done.stdout
+
+
+def test_a_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "<b>out</b>.safetensors"
+    code, text = run("merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--html", page)
+    assert code == 0
+    report = json.loads(text)
+    assert page.stat().st_size < 5_000_000
+    dom = shown(page, tmp_path / "profile")
+    seen = unescape(re.sub("<[^>]*>", "\n", dom.split("<footer")[0].split("<main")[1]))
+    assert "<b>out</b>" in seen  # as text
+    assert f"{report['changed']} of {report['tensors']} tensors" in seen
+    numbers = report["verified"]["numbers"]
+    assert f"{numbers['all']['ratio']:.2%} of the weights" in seen
+    assert "heatmaplayer" in dom  # Plotly has drawn
+    assert {"components", "blocks"} <= numbers.keys()
+    (heat,) = content(page.read_text(encoding="utf-8"))["heat_maps"]
+    assert {name: row["change"] for name, row in heat["weights"].items()} == {
+        name: row["change"] for name, row in numbers["tensors"].items()
+    }
+    assert sorted(n for cell in heat["cells"] for n in cell["names"]) == sorted(numbers["tensors"])
+    tags = re.sub("<script.*?</script>", "", dom, flags=re.S)
+    assert not re.search(r'(?:src|href)="?(?:https?:)?//', tags)  # nothing is fetched
+    assert "default-src 'none'" in tags
+
+
+def test_names_of_a_stranger_stay_text(tmp_path: Path) -> None:
+    """They stand in the page as JSON without `<`; its script sets them as text."""
+    bad = "</script><img src=x onerror=alert(1)>.to_q"
+    factors = {f"{bad}{n}.lora_{end}.weight": rand(2, 2) for n in range(2) for end in ("up", "down")}
+    file = save(factors, tmp_path / "a.safetensors")
+    page = tmp_path / "page.html"
+    assert run("inspect", file, "--weights", "--html", page)[0] == 0
+    html = page.read_text(encoding="utf-8")
+    assert "<img" not in html
+    assert html.count("</script>") == 3
+    assert any(bad in name for name in content(html)["heat_maps"][0]["weights"])
+
+
+def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
+    page, jobs = tmp_path / "page.html", tmp_path / "jobs.yaml"
+    job = {"base": str(scene.base), "adapters": [str(scene.ink)], "output": str(tmp_path / "job.safetensors")}
+    jobs.write_text(json.dumps({"version": 1, "jobs": [job]}))
+    for words, kind in (
+        (["inspect", scene.base], "Model"), (["inspect", scene.ink, scene.oil], "Files"),
+        (["inspect", scene.base, scene.ink, "--weights"], "Model"), (["compare", scene.ink, scene.oil], "Comparison"),
+        (["compare", scene.base, scene.base], "Comparison"), (["batch", jobs], "Batch"),
+        (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Adapter"),
+    ):  # fmt: skip
+        page.unlink(missing_ok=True)
+        assert run(*words, "--html", page)[0] == 0, words
+        made = content(page.read_text(encoding="utf-8"))
+        assert made["kind"] == kind
+        assert made["summary"] or made["tables"]
+    page.unlink()
+    assert run("inspect", scene.ink, "--weights", "--plot", tmp_path / "x.png")[0] == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.svg")[0] == 0
+    assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_made_is_said_before_the_work(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, base = tmp_path / "out.safetensors", scene.base.read_bytes()
+    for words, what in (
+        (["--html", scene.base], "would be written over an input"), (["--html", out], "would be written over an output"),
+        (["--html", tmp_path / "none" / "x.html"], "cannot be written there"), (["--plot", "x.bmp"], "cannot be a .bmp"),
+        (["--html", tmp_path / "x.html", "--dry-run"], "nothing to show"),
+    ):  # fmt: skip
+        code, said = run("merge", scene.base, scene.ink, "-o", out, *words)
+        assert code == 2, words
+        assert what in said
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    pages.library.cache_clear()
+    with pytest.raises(pages.UsageError, match="Plotly"):
+        pages.library()
+    pages.library.cache_clear()
+    assert not out.exists()
+    assert scene.base.read_bytes() == base
+    assert load(scene.base)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "kind"),
+    [
+        ("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight",
+         "model.diffusion_model.input_blocks.4", "attn1.to_q"),
+        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "lora_unet_input_blocks_4", "attn1_to_q"),
+        ("model.layers.31.self_attn.q_proj.weight", "model.layers.31", "self_attn.q_proj"),
+        ("double_blocks.7.img_mlp.2.bias", "double_blocks.7", "img_mlp.#.bias"),
+        ("model.layers.3.mlp.experts.17.up_proj.weight", "model.layers.3", "mlp.experts.#.up_proj"),
+    ],
+)  # fmt: skip
+def test_a_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
+    assert places([name]) == {name: (block, kind)}
+
+
+def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
+    names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (10, 2, 1)]
+    rows = [block for block, _ in places(names).values()]
+    assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
+    assert [*short(rows).values()] == ["layers.1", "layers.2", "layers.10"]
