@@ -85,7 +85,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "shape that wraps to the size": (blob({"a": entry((1 << 32, (1 << 30) + 1), (0, 0))}), "is given 0 bytes"),
     "offsets of 2^64": (blob({"a": entry(span=(0, 1 << 64))}), "ascending"),
     "three offsets": (blob({"a": entry(span=(0, 2, 4))}, bytes(4)), "ascending"),
-    "half a byte": (blob({"a": entry((1,), (0, 1), "F4")}, b"x"), "not a whole number"),
+    "half a byte": (blob({"a": entry((1,), (0, 1), "F4")}, b"x"), "no whole number"),
     "no tensors": (blob({}), "no tensors"),
     "gguf": (b"GGUF\x03\0\0\0" + bytes(90), "a valid GGUF file"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs pointer"),
