@@ -99,7 +99,8 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         to: The dialect.
         base: The model that it was trained on; of it only names are read, unless a formula reads its weights.
         rank: A rule that brings every module to LoRA at a rank, as for `combine`.
-        conv_rank: The rule for convolutions; `rank_for` for parts of the model.
+        conv_rank: The rule for convolutions.
+        rank_for: Pairs of a part of the model and its rule.
         max_rank: A ceiling for the rules.
         algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
         alpha: "keep", "rank" (α = rank) or a number, where the dialect stores α.
