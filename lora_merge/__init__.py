@@ -18,7 +18,7 @@ if not (Path(__file__).parent / "algorithms").is_dir():
 if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
-    from .api import compare, inspect, merge, plan, replay, verify
+    from .api import compare, inspect, merge, plan, replay, unmerge, verify
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
@@ -35,6 +35,7 @@ _HOMES = {
     "merge": "api",
     "plan": "api",
     "replay": "api",
+    "unmerge": "api",
     "verify": "api",
     "inspect": "api",
     "compare": "api",
@@ -89,6 +90,7 @@ __all__ = [
     "replay",
     "resize",
     "run_batch",
+    "unmerge",
     "verify",
 ]
 

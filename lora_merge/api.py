@@ -142,6 +142,48 @@ def plan(
     return made
 
 
+def unmerge(
+    merged: str | Path,
+    adapters: Adapters = (),
+    output: str | Path | None = None,
+    *,
+    search: Sequence[str | Path] = (),
+    progress: bool | Progress = False,
+    **options: Unpack[PythonOptions],
+) -> Report:
+    """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
+
+    Sums were rounded, so every number differs from the one before the merge by at most one rounding step. The base
+    itself, where it is at hand, is exact.
+
+    Parameters:
+        merged: A file or a folder that adapters were merged into.
+        adapters: As for `merge`, at the strengths of the merge. None: those of the recipe, which are found by their
+            hashes beside the file, in the current folder and in `search`.
+        output: The file or folder to write.
+        search: More folders, which are searched three levels deep.
+        progress: As for `merge`, like all other options.
+
+    Returns:
+        A `Report`, as `merge`.
+
+    Raises:
+        FitError: The change by an adapter depends on the base, as those of DoRA, or replaced weights.
+        MergeError: As `merge`.
+
+    Examples:
+        >>> lora_merge.unmerge("merged.safetensors", ("style.safetensors", 0.8), "base.safetensors").written
+    """
+    from .engine.admission import admit
+    from .engine.merge import run
+    from .paths import expand
+    from .proof.unmerge import plan_unmerge
+    from .viewing.bar import watched
+
+    with interruptible(), watched(progress) as watcher:
+        return run(admit(plan_unmerge(expand(merged), adapters, output, [*map(expand, search)], **options)), watcher)
+
+
 def replay(  # noqa: PLR0913  # the options of the command
     made: str | Path,
     output: str | Path,

@@ -19,16 +19,19 @@ from .stages import PROOF, paused, watching
 from .text import carry_out, echo, leave_lost_folder, silent
 from .values import named_adapter, named_parts, with_strengths
 
+UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "device", "overwrite", "max_memory",
+           "verify")  # fmt: skip
+
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
     for command, lines in (
         (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
         (replay, ("replay merged.safetensors -o again.safetensors",)),
+        (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o base.safetensors",)),
         (doctor, ("doctor", "doctor /mnt/models")),
     ):
         app.command(epilog=examples(*lines))(command)
-    app.command(hidden=True)(unmerge)  # for those who look for it: the answer says how to get the base back
 
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
@@ -124,15 +127,44 @@ def _is_adapter(made: Path) -> bool:
     return is_ours(made)
 
 
+@with_options(*(OPTIONS[name] for name in UNMERGE), before="as_json")
 def unmerge(
     made: Annotated[str, typer.Argument(help="A merged checkpoint, file or folder.")],
-    base: Annotated[str | None, typer.Option(help="Its base.")] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
+    ] = None,
+    search: Annotated[
+        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")] = False,
+    **options: Any,
 ) -> None:
-    """Refused: a merge cannot be taken back. Says what to do instead."""
+    """Take adapters out of a merge, to one rounding step; the base itself is exact.
+
+    Without an output: say where the base is.
+    """
+    from ..engine.admission import admit
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
+    from ..proof.unmerge import plan_unmerge
 
-    refuse_to_unmerge(expand(made))
+    if output is None:
+        refuse_to_unmerge(expand(made))
+    strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
+    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], found), strength_for)
+    given = {"strength_for": parts, **found} if parts else found
+    say = silent if as_json or quiet else echo
+    with watching(quiet=quiet) as display:
+        plan = admit(plan_unmerge(expand(made), named, output, [expand(p) for p in search or []], **given))
+        with paused(display):
+            describe(plan, say)
+        done = carry_out(plan, display)
+    conclude(done, say, plan.base.notes, as_json=as_json)
 
 
 def doctor(

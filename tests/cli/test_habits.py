@@ -202,7 +202,6 @@ def test_with_json_a_failure_is_json_on_stdout_too(run: Run, words: list[str]) -
 def test_the_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
     listed = [line.split()[0] for line in run("--help")[1].partition("Commands:")[2].splitlines() if line.strip()]
     assert listed[0] == "merge"
-    assert "unmerge" not in listed
     examples = run("merge", "--help")[1].partition("Examples:")[2].strip().splitlines()
     assert len(examples) >= 3
     assert all(line.strip().startswith("lora-merge ") for line in examples)

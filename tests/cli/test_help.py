@@ -67,7 +67,6 @@ def test_unknown_words_list_the_commands(run: Run, words: tuple[str, ...]) -> No
     code, _, err = run(*words)
     assert code == 2
     assert all(name in err for name in ("merge", "batch", "inspect", "algorithms"))
-    assert "unmerge" not in err, "hidden"
 
 
 def test_the_names_of_common_options_are_those_of_parameters() -> None:

@@ -1,0 +1,72 @@
+"""A merge taken back: the same adapters at the opposite strengths, where their changes do not depend on the base.
+
+W + Δ was rounded once and (W + Δ) − Δ is rounded once more, so every number differs from the original by at most one
+rounding step of the larger of both. Where the base itself is at hand it is the better way: it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import FitError, InputError
+from ..files.checkpoint import open_checkpoint
+from ..job import Adapter, make_job
+from ..methods import SUM
+from ..planning.cache import CheckpointCache
+from ..planning.make_plan import plan_job
+from ..planning.plan import Plan
+from ..text import listed, quoted
+from .find_inputs import find_all
+from .read_recipe import Recipe, read_recipe
+
+INEXACT: Final = "the numbers differ from those before the merge by at most one rounding step: sums were rounded"
+
+
+def plan_unmerge(
+    made: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
+) -> Plan:
+    """Return the plan that takes adapters out of a merged checkpoint.
+
+    `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
+    for changes that depend on the base, as those of DoRA: there only the original base helps.
+    """
+    recipe = None
+    if not adapters:
+        recipe = read_recipe(open_checkpoint(made), "name its adapters")
+        method = recipe.options.get("method", SUM)
+        if method != SUM:
+            raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
+        folders = [*search, made.absolute().parent, Path.cwd()]
+        paths = find_all([a for a, _, _ in recipe.adapters], folders)
+        adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
+        kept = {n: recipe.options[n] for n in ("setting", "unmatched") if n in recipe.options}
+        options = {**kept, **options}
+    job = make_job(made, adapters, output, **options)
+    job = replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
+    plan = plan_job(job, CheckpointCache())
+    for one in plan.adapters:
+        patches = [use.patch for uses in one.uses.values() for use in uses]
+        wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
+        wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.parted)]
+        if wrong:
+            raise FitError("the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}",
+                           _instead(recipe or _recipe(made)))  # fmt: skip
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, INEXACT)))
+
+
+def _recipe(made: Path) -> Recipe | None:
+    """Return the recipe of a checkpoint; None where it has none."""
+    try:
+        return read_recipe(open_checkpoint(made), "name its adapters")
+    except InputError:
+        return None
+
+
+def _instead(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "take the base from before the merge"
+    names = listed(quoted(a.name) for a, _, _ in recipe.adapters)
+    return f"take {quoted(recipe.base.name)}, SHA-256 {recipe.base.files[0][2]}, and merge {names} again as you want it"
