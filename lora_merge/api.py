@@ -143,14 +143,9 @@ def plan(
 
 
 def unmerge(
-    merged: str | Path,
-    adapters: Adapters = (),
-    output: str | Path | None = None,
-    *,
-    search: Sequence[str | Path] = (),
-    progress: bool | Progress = False,
-    **options: Unpack[PythonOptions],
-) -> Report:
+    merged: str | Path, adapters: Adapters = (), output: str | Path | None = None, *,
+    search: Sequence[str | Path] = (), progress: bool | Progress = False, **options: Unpack[PythonOptions],
+) -> Report:  # fmt: skip
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
     Sums were rounded, so every number differs from the one before the merge by at most one rounding step. The base
@@ -162,10 +157,7 @@ def unmerge(
             hashes beside the file, in the current folder and in `search`.
         output: The file or folder to write.
         search: More folders, which are searched three levels deep.
-        progress: As for `merge`, like all other options.
-
-    Returns:
-        A `Report`, as `merge`.
+        progress: As for `merge`, like all options.
 
     Raises:
         FitError: The change by an adapter depends on the base, as those of DoRA, or replaced weights.
