@@ -118,6 +118,7 @@ class Pretended:
     registered: dict[int, int] = field(default_factory=dict)  # address → bytes
     sizes: dict[int, int] = field(default_factory=dict)  # address → bytes that are pinned, or were
     most_pinned: int = 0  # bytes at one time
+    lacks: frozenset[torch.dtype] = frozenset()  # dtypes that no tensor there can have, as on Metal
     refuses_memory: bool = False  # whether no memory can be registered
     counts: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
@@ -212,6 +213,8 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, shaped: Tensor, device: int, storage: Storage) -> There:
+        if shaped.dtype in gpu().lacks:
+            raise TypeError(f"the device has no {shaped.dtype}")
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls, shaped.shape, strides=shaped.stride(), dtype=shaped.dtype, device=f"cuda:{device}"
         )

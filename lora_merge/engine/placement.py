@@ -62,7 +62,7 @@ class Placement:
 HOST: Final = Placement(torch.device("cpu"), torch.float64)
 
 
-def _queues(device: torch.device) -> bool:
+def queues(device: torch.device) -> bool:
     """Return whether a device has streams; fake tensors may be on cuda on a machine without it."""
     return device.type == "cuda" and torch.cuda.is_available()
 
@@ -83,7 +83,7 @@ class DeviceStream:
 
     def __init__(self, at: Placement, number: int = 0) -> None:
         self.at = at
-        self.stream = _stream(at.device, number) if _queues(at.device) else None
+        self.stream = _stream(at.device, number) if queues(at.device) else None
         self._memory: dict[str, Tensor] = {}
         self._held: list[Tensor] = []
         self._done: torch.cuda.Event | None = None

@@ -93,7 +93,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
 
     with (
         patch.object(placement, "WHOLE", {"cpu", "meta"}), patch.object(devices, "WHOLE", {"cpu", "meta"}),
-        patch.object(placement, "_queues", lambda device: device.type == "meta"),
+        patch.object(placement, "queues", lambda device: device.type == "meta"),
         patch.object(placement, "_stream", lambda *_: nothing),
         patch.object(placement, "_pinned", lambda count, dtype: torch.empty(count, dtype=dtype)),
         patch.object(placement, "odd", lambda t, odd=placement.odd: not t.is_meta and odd(t)),

@@ -182,3 +182,39 @@ def test_pinned_memory_and_windows_stay_within_max_memory(
         assert 0 < cuda.most_pinned <= pinned_bytes(job)
         assert buffer_bytes(plan) + cuda.most_pinned <= job.max_memory
     assert not cuda.races
+
+
+EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+@pytest.mark.parametrize("dtype", ["keep", "fp16", "fp8_e4m3fn"])
+def test_devices_of_other_kinds_get_what_they_have(
+    kind: str, dtype: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has streams here; Metal has no fp64 either, and both leave fp8 and decompositions to the host."""
+    cuda.lacks = frozenset({*EIGHT, *({torch.float64} if kind == "mps" else ())})
+    monkeypatch.setattr("lora_merge.engine.placement.queues", lambda _: False)
+    monkeypatch.setattr("lora_merge.engine.device.windows.queues", lambda _: False)
+    for module in ("placement", "devices"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
+    monkeypatch.setattr("lora_merge.engine.fold_window.threads", lambda *_: 1)
+    kinds = (torch.float16, torch.float64, *EIGHT)
+    base = {f"m.{n}.weight": rand(24, 16, seed=n).to(kinds[n % 4]) for n in range(8)}
+    adapter: Tensors = {}
+    for n in range(8):
+        skew = rand(3, 8, 8, seed=n)
+        slots = (
+            {"oft_blocks": skew - skew.mT}
+            if n < 4
+            else {"lora_up.weight": rand(24, 4), "lora_down.weight": rand(4, 16)}
+        )
+        adapter |= {f"m.{n}.{slot}": t.to(torch.float64 if n == 5 else t.dtype) for slot, t in slots.items()}
+    files, options = (save(base, tmp_path / "b"), save(adapter, tmp_path / "a")), {"verify": False, "dtype": dtype}
+    lora_merge.merge(*files, tmp_path / "want", device="cpu", **options)  # type: ignore[arg-type]
+    lora_merge.merge(*files, tmp_path / "got", device="cuda", **options)  # type: ignore[arg-type]
+    ours, theirs = load(tmp_path / "got"), load(tmp_path / "want")
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name].double(), tensor.double(), rtol=0.13 if tensor.dtype in EIGHT else 2e-3, atol=2e-3)  # fmt: skip
+        assert (ours[name].double() != tensor.double()).double().mean() < 0.05 or tensor.dtype == torch.float64
+    assert cuda.counts["up and waited for"] and not cuda.counts["registered"] and not cuda.races

@@ -166,7 +166,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     for module in ("placement", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
-    monkeypatch.setattr("lora_merge.engine.placement._queues", lambda device: device.type == "meta")
+    monkeypatch.setattr("lora_merge.engine.placement.queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.placement.odd", lambda _: False)  # there are no values
     for module in ("windows", "adapters"):
         monkeypatch.setattr(f"lora_merge.engine.device.{module}.fit", lambda *_: True)

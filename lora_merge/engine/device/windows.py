@@ -21,7 +21,7 @@ from ..buffers import Buffer, Outcome, WindowTask
 from ..devices import precise_at
 from ..fold import new_weights
 from ..fold_blocks import BlockMerger, Item
-from ..placement import TORCH_DTYPES, DeviceStream, holds
+from ..placement import TORCH_DTYPES, DeviceStream, holds, queues
 from ..windows import Fold
 from .memory import block_bytes
 from .placement import Gather, cast_all, download, extremes, fit, rounded, upload
@@ -54,7 +54,7 @@ class DeviceWindows:
     def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
         """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
         self.blocks, self.pool, self.piece = blocks, pool, piece
-        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
+        self.registered = RegisteredBuffers(wanted=queues(blocks.at[0].device))
 
     def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
